@@ -1,0 +1,27 @@
+"""The E2E restaurant data (Novikova, Dusek and Rieser, 2017): attribute list in, sentence out."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+END_OF_PROMPT = " =>"
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """(attributes, sentence) of each row of an E2E CSV file."""
+    with path.open(encoding="utf-8", newline="") as lines:
+        return [(row["mr"], " ".join(row["ref"].split())) for row in csv.DictReader(lines)]
+
+
+def prompt(attributes: str) -> str:
+    """What the model is asked: `name[...], area[...] =>`."""
+    return attributes + END_OF_PROMPT
+
+
+def shuffled(attributes: str, rng: random.Random) -> str:
+    """The same attributes in another order: they are a set, so this is free augmentation."""
+    items = attributes.replace("], ", "]\n").split("\n")
+    rng.shuffle(items)
+    return ", ".join(items)

@@ -1,0 +1,106 @@
+"""Where a Hugging Face decoder keeps its parts, and which models can be exported faithfully."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skipdecode.errors import ModelNotSupportedError
+
+# model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
+_PARTS = {
+    "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
+    "gpt2": ("", "h", ("ln_f",), None),
+    "gpt_neox": ("", "layers", ("final_layer_norm",), "rotary_emb"),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"), ("", "layers", ("norm",), "rotary_emb")
+    ),
+}
+SUPPORTED = tuple(_PARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderParts:
+    """The pieces of a decoder that become separate graphs."""
+
+    owner: torch.nn.Module  # the module whose forward runs embedding, layers and final norm
+    layers_name: str  # its ModuleList of L layers
+    final_names: tuple[str, ...]  # its modules after the last layer, in order
+    rotary: torch.nn.Module | None  # gives cos and sin [B, S, rotary D]
+    prefix: str  # of the layers' parameter names: "model.layers."
+
+
+def decoder_parts(model: torch.nn.Module) -> DecoderParts:
+    """Find the parts of a causal language model.
+
+    Raises:
+        ModelNotSupportedError: an architecture that is not in `SUPPORTED`.
+    """
+    config: Any = model.config
+    if config.model_type not in _PARTS:
+        raise unsupported(config, "is not among the architectures that are tested")
+    owner_name, layers_name, final_names, rotary_name = _PARTS[config.model_type]
+    owner = getattr(model, model.base_model_prefix)
+    owner = getattr(owner, owner_name) if owner_name else owner
+    present = tuple(name for name in final_names if getattr(owner, name, None) is not None)
+    path = ".".join(part for part in (model.base_model_prefix, owner_name, layers_name) if part)
+    return DecoderParts(
+        owner=owner,
+        layers_name=layers_name,
+        final_names=present,
+        rotary=getattr(owner, rotary_name) if rotary_name else None,
+        prefix=f"{path}.",
+    )
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The L decoder layers of `model`, layer 0 nearest the embedding."""
+    parts = decoder_parts(model)
+    layers: torch.nn.ModuleList = getattr(parts.owner, parts.layers_name)
+    return layers
+
+
+def unsupported(config: Any, why: str) -> ModelNotSupportedError:
+    return ModelNotSupportedError(
+        f"{config.model_type} {why}", f"supported are {', '.join(SUPPORTED)}", where=getattr(config, "_name_or_path", "") or "model"
+    )
+
+
+def check_supported(config: Any, max_length: int) -> None:
+    """Refuse, before anything is written, what could not be exported faithfully.
+
+    Raises:
+        ModelNotSupportedError: encoder-decoders, mixtures of experts, remote code, a sliding window or rotary scaling that
+            `max_length` tokens would exceed, or an architecture that is not tested.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
+    if getattr(config, "auto_map", None):
+        raise unsupported(config, "needs remote code, which is not run")
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise unsupported(config, "is a mixture of experts without a dense path")
+    if config.model_type not in _PARTS:
+        raise unsupported(config, "is not among the architectures that are tested")
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and max_length > window:
+        raise ModelNotSupportedError(
+            f"{config.model_type} attends to a sliding window of {window} tokens, and --max-length {max_length} exceeds it",
+            f"export with --max-length {window} or less",
+        )
+    _check_rotary(config, max_length)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and max_length > longest:
+        raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+
+
+def _check_rotary(config: Any, max_length: int) -> None:
+    """Rotary scalings whose frequencies depend on the run's length are exact only below the original length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") in ("dynamic", "longrope") and original and max_length > original:
+        raise ModelNotSupportedError(
+            f"{config.model_type} changes its rotary frequencies beyond {original} tokens, and --max-length {max_length} exceeds that",
+            f"export with --max-length {original} or less",
+        )

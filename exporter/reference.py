@@ -1,0 +1,100 @@
+"""Skipping in torch: each layer applied to `hidden[:, :cap(l)]`. The oracle of the parity tests, and what fine-tuning uses.
+
+A schedule never rises, so the positions that compute a layer are a prefix and a whole pass is a slice: no mask, no gather
+(SkipDecode, arXiv 2307.02628, section 3). Skipped positions cost nothing, forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from skipdecode.errors import CapacityError, ScheduleError
+from skipdecode.exporter.architectures import decoder_layers
+from skipdecode.schedule import Anchor, Schedule
+
+
+@contextmanager
+def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: int = 0) -> Iterator[torch.nn.Module]:
+    """Inside, `model(input_ids, use_cache=False)` computes layer `l` at its first `cap(l)` positions only.
+
+    Works in training and evaluation; gradients flow through the computed positions.
+
+    Args:
+        model: any decoder that the exporter takes.
+        schedule: its `num_layers` must be the model's.
+        prompt_length: tokens `0 .. prompt_length - 1` of every row are the prompt, which a schedule anchored at the generated
+            tokens runs at full depth (left-pad shorter prompts). Ignored by an absolute anchor.
+
+    Raises:
+        ScheduleError: the schedule was made for another depth.
+    """
+    layers = decoder_layers(model)
+    if schedule.num_layers != len(layers):
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
+    start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
+    handles = []
+    try:
+        for index, layer in enumerate(layers):
+            cap = schedule.cap(index)
+            if cap is not None:
+                layer.forward = _sliced(layer.forward, start + cap)
+                handles.append(layer)
+        yield model
+    finally:
+        for layer in handles:
+            del layer.forward  # uncovers the class's own
+
+
+def _sliced(forward: Any, cap: int) -> Any:
+    """`forward`, computing `hidden[:, :cap]` and passing the later positions through unchanged."""
+
+    def sliced_forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        length = hidden.shape[1]
+        if cap >= length:
+            return forward(hidden, *args, **kwargs)
+        if cap == 0:
+            return hidden
+        args = tuple(_prefix(value, length, cap) for value in args)
+        kwargs = {name: _prefix(value, length, cap) for name, value in kwargs.items()}
+        head = forward(hidden[:, :cap], *args, **kwargs)
+        return torch.cat([head, hidden[:, cap:]], dim=1)
+
+    return sliced_forward
+
+
+def _prefix(value: Any, length: int, cap: int) -> Any:
+    """The first `cap` of `length` positions of a layer's argument: mask [B,1,S,S], (cos, sin) [B,S,D], positions [B,S]."""
+    if isinstance(value, tuple):
+        return tuple(_prefix(item, length, cap) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim == 4:
+        return value[..., :cap, :cap]
+    for axis in (1, 0):
+        if value.ndim > axis and value.shape[axis] == length:
+            return value.narrow(axis, 0, cap)
+    return value
+
+
+@torch.no_grad()
+def greedy_tokens(model: Any, schedule: Schedule, prompt: list[int], max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy decoding of one prompt by whole passes, no KV buffer: slow, and obviously right.
+
+    Returns:
+        The new token ids, and their logits [max_new_tokens, V] in the model's dtype.
+
+    Raises:
+        CapacityError: the prompt is empty.
+    """
+    if not prompt:
+        raise CapacityError("the prompt is empty", "give at least one token")
+    ids, rows = list(prompt), []
+    with skip_schedule(model, schedule, prompt_length=len(prompt)):
+        for _ in range(max_new_tokens):
+            rows.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1])
+            ids.append(int(rows[-1].argmax()))
+    return ids[len(prompt) :], torch.stack(rows)

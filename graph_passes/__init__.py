@@ -1,0 +1,1 @@
+"""Passes on onnx-ir models, and the plan that turns a schedule into variants and segments."""

@@ -1,0 +1,1 @@
+"""Engines: compiled segments, one file a library."""

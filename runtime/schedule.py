@@ -1,0 +1,97 @@
+"""The schedule: how many layers each position computes (SkipDecode, arXiv 2307.02628, section 3).
+
+This is the one place that knows which layers are active at a position. Everything else (variants, segments, KV buffer,
+training) derives from `Schedule.active`, `Schedule.cap` and `Schedule.layers_at`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from skipdecode.errors import ScheduleError
+
+
+class Anchor(str, Enum):
+    """Where positions are counted from."""
+
+    GENERATED = "generated"  # t = 0 at the first decode step; the prompt runs at full depth
+    ABSOLUTE = "absolute"  # t = 0 at the first prompt token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """`t -> k(t)`: how many layers position `t` computes; never increasing, so active layers are nested.
+
+    Raises:
+        ScheduleError: the counts rise, or leave `warmup_layers + 1 .. num_layers`.
+    """
+
+    name: str  # full, linear, power, step or table: how it was made, for people
+    num_layers: int  # L
+    warmup_layers: int  # w: the first w layers, which every position computes; 0 .. L
+    layers: tuple[int, ...]  # k(t) for t < span; later positions stay at the last one
+    anchor: Anchor = Anchor.GENERATED
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_layers <= self.num_layers:
+            raise ScheduleError(
+                f"warmup_layers {self.warmup_layers}: the model has {self.num_layers} layers",
+                f"choose --warmup-layers 0..{self.num_layers - 1}",
+            )
+        if not self.layers:
+            raise ScheduleError("the table of layer counts is empty", "give one count a position")
+        least = min(self.warmup_layers + 1, self.num_layers)
+        for t, count in enumerate(self.layers):
+            if not least <= count <= self.num_layers:
+                raise ScheduleError(
+                    f"{count} layers at position {t}: the model has {self.num_layers} layers and {self.warmup_layers} warm-up layers",
+                    f"choose counts from {least} to {self.num_layers}",
+                    where=f"{self.name} schedule",
+                )
+            if t and count > self.layers[t - 1]:
+                raise ScheduleError(
+                    f"the layer count rises from {self.layers[t - 1]} to {count} at position {t}",
+                    "a later position would need keys and values that were never computed: make it fall or stay",
+                    where=f"{self.name} schedule",
+                )
+
+    @property
+    def span(self) -> int:
+        """Positions until the count settles at its last value."""
+        return len(self.layers)
+
+    @property
+    def mean_layers(self) -> float:
+        """Mean layer count over the span (the paper's measure of speed)."""
+        return sum(self.layers) / len(self.layers)
+
+    def layers_at(self, position: int) -> int:
+        """k(t): how many layers position `t >= 0` computes."""
+        return self.layers[min(position, len(self.layers) - 1)]
+
+    def active(self, position: int) -> tuple[int, ...]:
+        """Active layers at `t`: the first `w` and the last `k(t) - w`, ascending (paper section 3.2)."""
+        return active_layers(self.num_layers, self.warmup_layers, self.layers_at(position))
+
+    def cap(self, layer: int) -> int | None:
+        """How many positions compute `layer`: it is active on exactly `[0, cap)`. None: on all of them."""
+        needed = 0 if layer < self.warmup_layers else self.num_layers - layer + self.warmup_layers
+        if self.layers[-1] >= needed:
+            return None
+        return next(t for t, count in enumerate(self.layers) if count < needed)
+
+    @property
+    def variants(self) -> tuple[int, ...]:
+        """The distinct layer counts, most layers first."""
+        return tuple(sorted(set(self.layers), reverse=True))
+
+
+def active_layers(num_layers: int, warmup_layers: int, count: int) -> tuple[int, ...]:
+    """The first `warmup_layers` and the last `count - warmup_layers` of `num_layers` layers."""
+    return (*range(warmup_layers), *range(num_layers - (count - warmup_layers), num_layers))
+
+
+def full_depth(num_layers: int) -> Schedule:
+    """Every layer at every position: the baseline."""
+    return Schedule(name="full", num_layers=num_layers, warmup_layers=0, layers=(num_layers,))
