@@ -1,0 +1,61 @@
+"""What transformers calls instead of its own attention and cache while a layer is traced: each call leaves one ONNX operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION_NAME = "skipdecode_onnx"
+OPSET = 24  # Attention with a static KV buffer and TensorScatter need it; ONNX Runtime 1.31 reads up to 26
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C]."""
+    attrs: dict[str, Any] = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
+    if softcap:
+        attrs["softcap"] = float(softcap)
+    out = torch.onnx.ops.symbolic(
+        "Attention", (query, key, value, attention_mask), attrs, dtype=query.dtype, shape=query.shape, version=OPSET
+    )
+    return out.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # the layer's wrapper gives the mask
+
+
+class ScatterCache:
+    """Stands for transformers' cache during a trace: `update` writes the new keys and values into the KV buffer in place."""
+
+    def __init__(self, past_key: torch.Tensor, past_value: torch.Tensor, write_indices: torch.Tensor) -> None:
+        self.present_key, self.present_value, self._write_indices = past_key, past_value, write_indices
+        self.is_compileable = False
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from slot `write_indices` [B] on."""
+        self.present_key = _scatter(self.present_key, key, self._write_indices)
+        self.present_value = _scatter(self.present_value, value, self._write_indices)
+        return self.present_key, self.present_value
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Transformers asks; positions come from `position_ids` alone."""
+        return 0
+
+
+def _scatter(buffer: torch.Tensor, update: torch.Tensor, write_indices: torch.Tensor) -> torch.Tensor:
+    scattered: torch.Tensor = torch.onnx.ops.symbolic(
+        "TensorScatter", (buffer, update, write_indices), {"axis": 2}, dtype=buffer.dtype, shape=buffer.shape, version=OPSET
+    )
+    return scattered

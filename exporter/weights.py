@@ -1,0 +1,141 @@
+"""Weights, one tensor at a time: from a checkpoint (or a seed) into one `weights.safetensors` that every graph refers into."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from safetensors import SafetensorError, safe_open
+
+from skipdecode.errors import ModelNotSupportedError
+
+WEIGHTS = "weights.safetensors"
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+IR_TYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """Where each parameter lies in `weights.safetensors`."""
+
+    folder: Path
+    dtype: torch.dtype
+    places: dict[str, tuple[int, tuple[int, ...]]]  # parameter -> (byte offset, shape)
+
+    def external(self, name: str) -> ir.ExternalTensor:
+        """An ONNX tensor that refers to parameter `name` by file, offset and length."""
+        offset, shape = self.places[name]
+        return ir.ExternalTensor(
+            WEIGHTS, offset, math.prod(shape) * self.dtype.itemsize, IR_TYPES[self.dtype],
+            shape=ir.Shape(shape), name=name, base_dir=self.folder,
+        )  # fmt: skip
+
+
+TensorSource = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+def write_weights(
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, source: TensorSource, advance: Callable[[int], None]
+) -> WeightFile:
+    """Write `folder/weights.safetensors`; never holds more than one tensor.
+
+    Args:
+        shapes: every parameter, tied ones once.
+        source: gives a parameter in any float dtype.
+        advance: called with the bytes written after each tensor.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)  # tensors start aligned, so that they can be mapped
+    start = 8 + len(text)
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            tensor = source(name, shape).to(dtype).contiguous()
+            file.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
+            advance(tensor.nbytes)
+    places = {name: (start + entry["data_offsets"][0], tuple(entry["shape"])) for name, entry in header.items()}
+    return WeightFile(folder=folder, dtype=dtype, places=places)
+
+
+def random_source(seed: int = 0) -> TensorSource:
+    """Weights of a known architecture without its checkpoint, for latency work: normal, 0.02; norms' scales 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+        return torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+
+    return tensor
+
+
+def checkpoint_source(checkpoint: Path, base_prefix: str, open_files: ExitStack) -> TensorSource:
+    """Tensors of a local checkpoint folder, single file or sharded, read when asked for.
+
+    Raises:
+        ModelNotSupportedError: no safetensors, an unreadable file, or a parameter that is missing or of another shape.
+    """
+    where = {name: file for file in _files(checkpoint) for name in _names(file)}
+    handles: dict[Path, Any] = {}
+
+    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        short = name.removeprefix(f"{base_prefix}.")  # saved from the base model, without its head
+        found = next((key for key in (name, short) if key in where), None)
+        if found is None:
+            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
+        file = where[found]
+        if file not in handles:
+            handles[file] = open_files.enter_context(safe_open(file, framework="pt"))
+        value: torch.Tensor = handles[file].get_tensor(found)
+        if tuple(value.shape) != shape:
+            raise ModelNotSupportedError(
+                f"{found} has shape {tuple(value.shape)}, config.json says {shape}", "is config.json the checkpoint's own?", where=str(file)
+            )
+        if not value.is_floating_point():
+            raise ModelNotSupportedError(f"{found} is {value.dtype}", "give an unquantised checkpoint", where=str(file))
+        return value
+
+    return tensor
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    index = checkpoint / "model.safetensors.index.json"
+    if (checkpoint / "model.safetensors").is_file():
+        return [checkpoint / "model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelNotSupportedError("is not a shard index", "download the checkpoint again", where=str(index)) from error
+        missing = [name for name in names if not (checkpoint / name).is_file()]
+        if missing:
+            raise ModelNotSupportedError(f"shard {missing[0]} is missing", "download the checkpoint again", where=str(checkpoint))
+        return [checkpoint / name for name in names]
+    if any(checkpoint.glob("*.bin")):
+        raise ModelNotSupportedError(
+            "holds .bin weights, which run code when they are read",
+            "convert once with `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
+            where=str(checkpoint),
+        )
+    raise ModelNotSupportedError("holds no model.safetensors", "name a checkpoint folder, or use --random-weights", where=str(checkpoint))
+
+
+def _names(file: Path) -> Iterator[str]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield from handle.keys()  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error

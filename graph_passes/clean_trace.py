@@ -1,0 +1,51 @@
+"""From the tracer's raw graph to standard ONNX: shape arithmetic folded, norms and rotary as one operator each.
+
+Every weight keeps its parameter name and its stored form: nothing that reads a parameter is folded, nothing of equal value is
+merged (two norms of ones are two parameters).
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+from onnxscript import rewriter
+from onnxscript.optimizer._constant_folding import FoldConstantsPass
+from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
+from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
+
+_TIDY = [*_no_op.rules.rules, *_collapse_slices.rules.rules]
+
+
+def clean_trace(model: ir.Model) -> ir.passes.PassResult:
+    """Apply the passes above in place; parameters are the initializers whose names hold a dot."""
+    return ir.passes.Sequential(
+        common.InlinePass(),
+        ir.passes.PassManager(
+            [
+                FoldConstantsPass(shape_inference=True, input_size_limit=1024, output_size_limit=1024, should_fold=_fold),
+                rewriter.RewritePass(_TIDY),
+                common.RemoveUnusedNodesPass(),
+            ],
+            steps=2,
+        ),
+        common.CommonSubexpressionEliminationPass(),
+        rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
+        rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
+        rewriter.RewritePass([_rotary_embedding.PartialRotaryEmbedding23Fusion.rule()]),
+        common.RemoveUnusedNodesPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.ClearMetadataAndDocStringPass(),
+    )(model)
+
+
+def is_parameter(value: ir.Value) -> bool:
+    """Whether an initializer is a weight of the checkpoint (its name is dotted) and not a constant of the tracer."""
+    return "." in (value.name or "")
+
+
+def _fold(node: ir.Node) -> bool | None:
+    """False where a parameter is read, else the folder's own rule."""
+    return False if any(value is not None and value.is_initializer() and is_parameter(value) for value in node.inputs) else None

@@ -1,0 +1,91 @@
+"""From single graphs to one: a layer's template with its own names, layers to a segment, everything to a whole variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from skipdecode import bindings
+from skipdecode.graph_passes.clean_trace import is_parameter
+
+_SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
+_SHARED_CONSTANTS = {"cos_cache", "sin_cache"}
+
+
+def instantiate(template: ir.Model, layer: int, rename: Callable[[str], str]) -> ir.Model:
+    """A copy of a traced layer as layer `layer`: KV names get its number, parameters the checkpoint's names."""
+    model = template.clone()
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        if value.name not in (*_SHARED_INPUTS, bindings.HIDDEN_OUT):
+            value.name = bindings.of_layer(str(value.name), layer)
+    for value in list(model.graph.initializers.values()):
+        if is_parameter(value):
+            value.name = rename(str(value.name))
+    model.graph.name = f"layer_{layer:03d}"
+    return model
+
+
+def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
+    """One graph that feeds each graph's hidden state to the next one's; inputs of the same name become one.
+
+    Values keep their names where these say something (inputs, outputs, parameters, tables) and get the graph's name in front
+    where they do not. Parameters of the same name (a tied embedding and head) become one initializer.
+    """
+    graph = ir.Graph([], [], nodes=[], name=name, opset_imports={})
+    inputs: dict[str, ir.Value] = {}
+    hidden: ir.Value | None = None
+    for part in models:
+        model = part.clone()
+        _claim_names(model)
+        graph.opset_imports.update(model.graph.opset_imports)
+        _merge_inputs(graph, model.graph, inputs, hidden)
+        _merge_initializers(graph, model.graph)
+        nodes, outputs = list(model.graph), list(model.graph.outputs)
+        model.graph.outputs.clear()
+        model.graph.remove(nodes)
+        graph.extend(nodes)
+        hidden = next((v for v in outputs if v.name in (bindings.HIDDEN, bindings.HIDDEN_OUT)), None)
+        graph.outputs.extend(value for value in outputs if value is not hidden)
+        if hidden is not None and part is not models[-1]:
+            hidden.name = f"{model.graph.name}.{bindings.HIDDEN_OUT}"
+    if hidden is not None:
+        graph.outputs.insert(0, hidden)
+    return ir.Model(graph, ir_version=models[0].ir_version, producer_name="skipdecode")
+
+
+def _claim_names(model: ir.Model) -> None:
+    """Put the graph's name before every anonymous value and node, so that graphs can be joined."""
+    graph = model.graph
+    kept = {value.name for value in [*graph.inputs, *graph.outputs]}
+    for node in graph:
+        node.name = f"{graph.name}.{node.name or node.op_type}"
+        for value in node.outputs:
+            if value.name not in kept:
+                value.name = f"{graph.name}.{value.name}"
+    for value in list(graph.initializers.values()):
+        if not is_parameter(value) and value.name not in _SHARED_CONSTANTS:
+            value.name = f"{graph.name}.{value.name}"
+
+
+def _merge_inputs(graph: ir.Graph, part: ir.Graph, inputs: dict[str, ir.Value], hidden: ir.Value | None) -> None:
+    for value in list(part.inputs):
+        name = str(value.name)
+        known = hidden if name == bindings.HIDDEN and hidden is not None else inputs.get(name)
+        if known is not None:
+            value.name = f"{name}.merged"
+            ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
+    part_inputs = [value for value in part.inputs if not str(value.name).endswith(".merged")]
+    part.inputs.clear()
+    for value in part_inputs:
+        inputs[str(value.name)] = value
+        graph.inputs.append(value)
+
+
+def _merge_initializers(graph: ir.Graph, part: ir.Graph) -> None:
+    for name, value in list(part.initializers.items()):
+        del part.initializers[name]
+        if name in graph.initializers:
+            ir.convenience.replace_all_uses_with(value, graph.initializers[name])
+        else:
+            graph.register_initializer(value)

@@ -1,0 +1,29 @@
+"""Every engine input and output by name, shape and dtype: the contract between exporter, passes and runtime.
+
+Shape letters, used everywhere: B rows, S new tokens in this pass, L layers, H hidden size, NH query heads, KVH key/value heads,
+D head size, C slots of a layer's KV buffer, V vocabulary.
+
+| engine  | inputs                                                                                   | outputs                          |
+|---------|------------------------------------------------------------------------------------------|----------------------------------|
+| embed   | input_ids [B,S] int64, position_ids [B,S] int64                                           | hidden [B,S,H]                   |
+| segment | hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D];    | hidden_out [B,S,H],              |
+|         | cpu also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32          | present_key.{l}, present_value.{l} (the same memory) |
+| head    | hidden [B,S,H], last [B] int64 (which position of each row)                               | logits [B,V]                     |
+"""
+
+from __future__ import annotations
+
+INPUT_IDS = "input_ids"
+POSITION_IDS = "position_ids"
+HIDDEN = "hidden"
+HIDDEN_OUT = "hidden_out"
+SEQLENS_K = "seqlens_k"
+TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
+LAST = "last"
+LOGITS = "logits"
+PAST_KEY, PAST_VALUE, PRESENT_KEY, PRESENT_VALUE = "past_key", "past_value", "present_key", "present_value"
+
+
+def of_layer(name: str, layer: int) -> str:
+    """`past_key`, 3 -> `past_key.3`."""
+    return f"{name}.{layer}"

@@ -1,0 +1,226 @@
+"""`bundle.json`: what a bundle holds, read strictly and written last. Specified on one screen in docs/bundle.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from skipdecode.errors import BundleError, SkipDecodeError
+from skipdecode.schedule import Anchor, Schedule, active_layers
+
+FORMAT_VERSION = 1
+MANIFEST = "bundle.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Identity and dimensions of the exported model."""
+
+    name: str
+    model_type: str
+    num_layers: int  # L
+    hidden_size: int  # H, between layers
+    num_heads: int  # NH
+    num_kv_heads: int  # KVH
+    head_size: int  # D
+    vocab_size: int  # V
+    num_parameters: int  # tied weights once
+    eos_token_ids: tuple[int, ...]  # empty: no token ends a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the bundle was made for."""
+
+    max_length: int  # tokens of a row, prompt and generated
+    max_batch: int  # rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One distinct set of active layers."""
+
+    name: str  # v24
+    num_layers: int
+    segments: tuple[int, ...]  # indices, climbed in this order
+    graph: str  # whole graph, weights by reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Engines that are ready to load on one kind of device."""
+
+    name: str  # cpu
+    library: str  # onnxruntime
+    library_version: str  # prepacked weights belong to it
+    machine: str  # x86_64
+    cpu_features: tuple[str, ...]  # instruction sets that the prepacked weights were laid out for
+    embed: str
+    segments: tuple[str, ...]  # one engine a segment
+    head: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """One file of the bundle."""
+
+    path: str  # relative, inside the bundle
+    size: int  # bytes
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything `bundle.json` says.
+
+    Raises:
+        BundleError: parts that contradict each other.
+    """
+
+    format_version: int
+    model: Model
+    dtype: str  # of the source weights: float32, float16, bfloat16
+    limits: Limits
+    schedule: Schedule
+    kv_slots: tuple[int | None, ...]  # per layer: decode positions that need a slot; None: as many as the run has
+    segments: tuple[tuple[int, ...], ...]  # layers of each
+    variants: tuple[Variant, ...]
+    targets: tuple[Target, ...]
+    files: tuple[File, ...]
+
+    def __post_init__(self) -> None:
+        depth = self.model.num_layers
+        checks = (
+            (self.format_version == FORMAT_VERSION, "format_version", f"{self.format_version}, this runtime reads {FORMAT_VERSION}"),
+            (self.schedule.num_layers == depth, "schedule.num_layers", f"differs from the model's {depth} layers"),
+            ([layer for s in self.segments for layer in s] == list(range(depth)), "segments", "do not cover each layer once"),
+            (self.kv_slots == tuple(self.schedule.cap(layer) for layer in range(depth)), "kv_slots", "do not follow from the schedule"),
+            ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one of the schedule's"),
+            (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
+            (min(dataclasses.astuple(self.limits)) >= 1, "limits", "are not positive"),
+        )  # fmt: skip
+        for holds, where, what in checks:
+            if not holds:
+                raise BundleError(f"{where} {what}", "export the model again", where=MANIFEST)
+        for variant in self.variants:
+            self._check_variant(variant)
+        known = {file.path for file in self.files}
+        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head)] + [v.graph for v in self.variants]
+        for path in [*known, *used]:
+            pure = PurePosixPath(path)
+            if pure.is_absolute() or ".." in pure.parts or "\\" in path or path not in known:
+                raise BundleError(f"{path!r} is outside the bundle or not among its files", "export the model again", where=MANIFEST)
+
+    def _check_variant(self, variant: Variant) -> None:
+        if all(0 <= index < len(self.segments) for index in variant.segments):
+            layers = tuple(layer for index in variant.segments for layer in self.segments[index])
+            warmup = self.schedule.warmup_layers
+            if layers == active_layers(self.model.num_layers, min(warmup, variant.num_layers), variant.num_layers):
+                return
+        raise BundleError(f"variants: {variant.name} does not climb its layers", "export the model again", where=MANIFEST)
+
+    def variant(self, num_layers: int) -> Variant:
+        """The variant that computes `num_layers` layers."""
+        return next(variant for variant in self.variants if variant.num_layers == num_layers)
+
+
+def read(bundle: Path) -> Manifest:
+    """Read and check `bundle/bundle.json`, and that every file is there in its size.
+
+    Raises:
+        BundleError: missing, not JSON, of another format version, an unknown or missing key, a file missing or truncated.
+    """
+    path = bundle / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BundleError("there is no bundle.json here", "name the folder that skip-export wrote", where=str(bundle)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"cannot be read ({error})", "export the model again", where=str(path)) from error
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"format_version is {version!r}, this runtime reads {FORMAT_VERSION}", "export the model with this version", where=str(path)
+        )
+    try:
+        manifest: Manifest = _decode(Manifest, data, "")
+    except BundleError:
+        raise
+    except SkipDecodeError as error:
+        raise BundleError(str(error), "export the model again", where=str(path)) from error
+    for file in manifest.files:
+        _check_size(bundle, file)
+    return manifest
+
+
+def write(manifest: Manifest, bundle: Path) -> None:
+    """Write `bundle.json`, the last file of a bundle."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=1, default=str)
+    (bundle / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def describe_file(bundle: Path, path: str) -> File:
+    """Size and SHA-256 of a file of the bundle."""
+    with (bundle / path).open("rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    return File(path=path, size=(bundle / path).stat().st_size, sha256=digest)
+
+
+def check_hashes(manifest: Manifest, bundle: Path) -> None:
+    """Compare every file's SHA-256 with the manifest's (reads the whole bundle).
+
+    Raises:
+        BundleError: a file that changed.
+    """
+    for file in manifest.files:
+        if describe_file(bundle, file.path).sha256 != file.sha256:
+            raise BundleError("its contents are not what the manifest says", "export the model again", where=str(bundle / file.path))
+
+
+def _check_size(bundle: Path, file: File) -> None:
+    path = bundle / file.path
+    if not path.is_file():
+        raise BundleError("is missing", "export the model again", where=str(path))
+    if path.stat().st_size != file.size:
+        raise BundleError(f"has {path.stat().st_size} bytes, not {file.size}", "export the model again", where=str(path))
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    """JSON to a value of the type that the dataclass field declares; strict about keys and types."""
+    if dataclasses.is_dataclass(kind):
+        return _decode_object(kind, data, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise _malformed(where, "a list", data)
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is types.UnionType:
+        return None if data is None else _decode(arguments[0], data, where)
+    if kind is Anchor:
+        if data not in [anchor.value for anchor in Anchor]:
+            raise _malformed(where, "generated or absolute", data)
+        return Anchor(data)
+    if type(data) is not kind:
+        raise _malformed(where, {int: "a whole number", str: "a string"}[kind], data)
+    return data
+
+
+def _decode_object(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _malformed(where, "an object", data)
+    hints = typing.get_type_hints(kind)
+    odd = sorted(set(data) ^ set(hints))
+    if odd:
+        word = "unknown" if odd[0] in data else "missing"
+        raise BundleError(f"{where or 'the manifest'} has {word} key {odd[0]!r}", "export the model again", where=MANIFEST)
+    return kind(**{name: _decode(hint, data[name], f"{where}.{name}".lstrip(".")) for name, hint in hints.items()})
+
+
+def _malformed(where: str, wanted: str, data: Any) -> BundleError:
+    return BundleError(f"{where or 'the manifest'} is {str(data)[:40]!r}, not {wanted}", "export the model again", where=MANIFEST)
