@@ -1,1 +1,37 @@
-"""The skipdecode runtime."""
+"""skipdecode: run bundles of precompiled engines that skip layers by position (SkipDecode, arXiv 2307.02628).
+
+    import skipdecode
+
+    model = skipdecode.load("engines/")
+    print(model.generate("Hello", max_new_tokens=32).sequences[0].text)
+"""
+
+from skipdecode.errors import (
+    BundleError,
+    CapacityError,
+    ModelNotSupportedError,
+    ScheduleError,
+    SkipDecodeError,
+    TargetError,
+)
+from skipdecode.generate import Generation, Generator, Row, Step, Timings, load
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import Anchor, Schedule
+
+__all__ = [
+    "Anchor",
+    "BundleError",
+    "CapacityError",
+    "Generation",
+    "Generator",
+    "ModelNotSupportedError",
+    "Row",
+    "Sampling",
+    "Schedule",
+    "ScheduleError",
+    "SkipDecodeError",
+    "Step",
+    "TargetError",
+    "Timings",
+    "load",
+]

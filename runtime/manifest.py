@@ -49,7 +49,7 @@ class Variant:
     name: str  # v24
     num_layers: int
     segments: tuple[int, ...]  # indices, climbed in this order
-    graph: str  # whole graph, weights by reference
+    graph: str | None  # whole graph, weights by reference; None in a slim bundle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Manifest:
         for variant in self.variants:
             self._check_variant(variant)
         known = {file.path for file in self.files}
-        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head)] + [v.graph for v in self.variants]
+        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head)] + [v.graph for v in self.variants if v.graph]
         for path in [*known, *used]:
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or "\\" in path or path not in known:

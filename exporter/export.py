@@ -1,0 +1,274 @@
+"""checkpoint -> bundle: the whole way, one function an arrow."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime
+import torch
+
+from skipdecode import manifest
+from skipdecode.cpu import cpu_features
+from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
+from skipdecode.exporter.architectures import check_supported
+from skipdecode.exporter.graphs import Skeleton, layer_graphs, outer_graphs, skeleton
+from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
+from skipdecode.graph_passes.compile_ort import compile_ort, save_graph
+from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from skipdecode.graph_passes.plan import Plan, plan_variants
+from skipdecode.graph_passes.stitch import stitch
+from skipdecode.schedule import Schedule
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+
+GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
+DEFAULT_MAX_LENGTH = 2048
+_SEGMENT_BYTES = 256 << 20  # a call costs ~10 us, reading this much ~7 ms: larger segments save nothing but cost memory
+_COPIED = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+    "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+Report = Callable[[str, float], None]  # (what is being done, fraction of the export that is done)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What to export, and where to."""
+
+    model: str  # local folder, hub id, or opt-SIZE
+    out: Path
+    schedule: ScheduleRequest = field(default_factory=ScheduleRequest)
+    max_batch: int = 16  # rows
+    max_length: int | None = None  # tokens of a row; None: what the model has, at most 2048
+    targets: tuple[str, ...] = ("cpu",)
+    dtype: str = "auto"  # auto, fp32
+    random_weights: bool = False
+    slim: bool = False  # leave out what the targets do not read
+    force: bool = False  # replace `out`
+
+
+def export(request: ExportRequest, report: Report = lambda what, done: None) -> manifest.Manifest:
+    """Export a Hugging Face decoder to a bundle; `request.out` appears complete or not at all.
+
+    Raises:
+        ModelNotSupportedError, ScheduleError, TargetError, BundleError: before anything is written where that can be known.
+    """
+    _check_options(request)
+    config, folder = load_config(request.model)
+    limits = manifest.Limits(max_length=_max_length(request, config), max_batch=request.max_batch)
+    check_supported(config, limits.max_length)
+    schedule = build_schedule(request.schedule, config.num_hidden_layers)
+    bones = skeleton(config)
+    _check_disk(request.out, bones)
+    if folder is None and not request.random_weights:
+        folder = fetch_checkpoint(request.model)
+    with ExitStack() as files, _fresh_folder(request.out, request.force) as partial:
+        report("reading weights", 0.0)
+        prefix = bones.parts.prefix.split(".")[0]
+        source = random_source() if request.random_weights or folder is None else checkpoint_source(folder, prefix, files)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            report("writing weights", 0.4 * done / (4 * _num_parameters(bones)))
+
+        (partial / GRAPHS).mkdir()
+        weights = write_weights(partial / GRAPHS, bones.shapes, torch.float32, source, advance)
+        plan = _plan(bones, schedule)
+        written = _write_bundle(partial, bones, weights, plan, limits, report)
+        _copy_tokenizer(folder, partial, config)
+        if request.slim:
+            written = _slim(partial, written)
+        return _write_manifest(partial, request, bones, schedule, plan, limits, written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """Paths inside the bundle."""
+
+    embed: str
+    segments: tuple[str, ...]
+    head: str
+    variants: dict[int, str | None]
+
+
+def _check_options(request: ExportRequest) -> None:
+    unknown = [target for target in request.targets if target != "cpu"]
+    if unknown:
+        raise TargetError(f"target {unknown[0]!r} cannot be compiled by this version", "available: cpu", where="--target")
+    if request.dtype not in ("auto", "fp32"):
+        raise TargetError(f"{request.dtype} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
+    if request.max_batch < 1:
+        raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
+    if request.out.exists() and not request.force:
+        raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(request.out))
+    if request.out.exists() and not (request.out / manifest.MANIFEST).is_file() and any(request.out.iterdir()):
+        raise BundleError("exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(request.out))
+
+
+def _max_length(request: ExportRequest, config: Any) -> int:
+    if request.max_length is not None:
+        if request.max_length < 2:
+            raise ModelNotSupportedError(f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length")
+        return request.max_length
+    known = [getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window")]
+    return min(DEFAULT_MAX_LENGTH, *(length for length in known if length), DEFAULT_MAX_LENGTH)
+
+
+def _num_parameters(bones: Skeleton) -> int:
+    return sum(math.prod(shape) for shape in bones.shapes.values())
+
+
+def _check_disk(out: Path, bones: Skeleton) -> None:
+    """Weights once as source and once more, while they are compiled twice more, one segment at a time."""
+    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    needed = 4 * (2 * _num_parameters(bones)) + 3 * _SEGMENT_BYTES // 4
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise BundleError(f"{free >> 20} MiB are free, the bundle needs {needed >> 20} MiB", "free some or choose another --out", where=str(out))
+
+
+@contextmanager
+def _fresh_folder(out: Path, force: bool) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when all went well, and vanishes when not."""
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
+        if out.exists():
+            old = out.with_name(f".{out.name}.old-{os.getpid()}")
+            out.rename(old)
+            partial.rename(out)
+            shutil.rmtree(old)
+        else:
+            partial.rename(out)
+    except OSError as error:
+        raise BundleError(f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _plan(bones: Skeleton, schedule: Schedule) -> Plan:
+    return plan_variants(schedule, max_layers_per_segment=max(1, _SEGMENT_BYTES // bones.layer_bytes(4)))
+
+
+def _write_bundle(
+    partial: Path, bones: Skeleton, weights: WeightFile, plan: Plan, limits: manifest.Limits, report: Report
+) -> _Written:
+    report("tracing embedding and head", 0.4)
+    embed, head = outer_graphs(bones, weights)
+    report("tracing layers", 0.42)
+    layers = layer_graphs(bones, weights)
+    graphs = partial / GRAPHS
+    save_graph(embed, graphs / "embed.onnx")
+    save_graph(head, graphs / "head.onnx")
+    for layer in layers:
+        save_graph(layer, graphs / f"{layer.graph.name}.onnx")
+    variants: dict[int, str | None] = {}
+    for count, indices in plan.variants:
+        chosen = [layers[layer] for index in indices for layer in plan.segments[index]]
+        path = f"{GRAPHS}/v{count}.onnx"
+        save_graph(stitch([embed, *chosen, head], name=f"v{count}"), partial / path)
+        variants[count] = path
+    target = partial / "targets" / "cpu"
+    target.mkdir(parents=True)
+    engines = []
+    for index, segment in enumerate(plan.segments):
+        report(f"compiling segment {index + 1} of {len(plan.segments)}", 0.5 + 0.45 * index / len(plan.segments))
+        graph = stitch([layers[layer] for layer in segment], name=f"segment_{index:03d}")
+        engines.append(_compile(graph, partial, f"targets/cpu/segment_{index:03d}.onnx", limits))
+    report("compiling head", 0.95)
+    return _Written(
+        embed=f"{GRAPHS}/embed.onnx",
+        segments=tuple(engines),
+        head=_compile(head, partial, "targets/cpu/head.onnx", limits),
+        variants=variants,
+    )
+
+
+def _compile(graph: ir.Model, partial: Path, path: str, limits: manifest.Limits) -> str:
+    """Lower and compile one graph for the cpu target; returns the engine's path in the bundle."""
+    lowered = graph.clone()
+    LowerAttentionPass(max_length=limits.max_length)(lowered)
+    source = partial / GRAPHS / "lowered.onnx"
+    save_graph(lowered, source)
+    compile_ort(source, partial / path)
+    source.unlink()
+    return path
+
+
+def _copy_tokenizer(folder: Path | None, partial: Path, config: Any) -> None:
+    for name in _COPIED:
+        if folder is not None and (folder / name).is_file():
+            shutil.copyfile(folder / name, partial / name)
+    if not (partial / "config.json").exists():
+        config.to_json_file(partial / "config.json")
+
+
+def _slim(partial: Path, written: _Written) -> _Written:
+    """Keep only what the engines read: the embedding gets its own copy of its weights, the standard graphs go."""
+    embed = "targets/cpu/embed.onnx"
+    compile_ort(partial / written.embed, partial / embed)
+    shutil.rmtree(partial / GRAPHS)
+    return _Written(embed=embed, segments=written.segments, head=written.head, variants=dict.fromkeys(written.variants))
+
+
+def _eos_ids(partial: Path, config: Any) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    known = GenerationConfig.from_pretrained(partial) if (partial / "generation_config.json").is_file() else config
+    ids = known.eos_token_id
+    return tuple(ids) if isinstance(ids, list) else (ids,) if ids is not None else ()
+
+
+def _write_manifest(
+    partial: Path, request: ExportRequest, bones: Skeleton, schedule: Schedule, plan: Plan, limits: manifest.Limits, written: _Written
+) -> manifest.Manifest:
+    config = bones.config
+    paths = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+    result = manifest.Manifest(
+        format_version=manifest.FORMAT_VERSION,
+        model=manifest.Model(
+            name=Path(request.model).name,
+            model_type=config.model_type,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=bones.num_kv_heads,
+            head_size=bones.head_size,
+            vocab_size=bones.vocab_size,
+            num_parameters=_num_parameters(bones),
+            eos_token_ids=_eos_ids(partial, config),
+        ),
+        dtype="float32",
+        limits=limits,
+        schedule=schedule,
+        kv_slots=tuple(schedule.cap(layer) for layer in range(schedule.num_layers)),
+        segments=plan.segments,
+        variants=tuple(
+            manifest.Variant(name=f"v{count}", num_layers=count, segments=indices, graph=written.variants[count])
+            for count, indices in plan.variants
+        ),
+        targets=(
+            manifest.Target(
+                name="cpu", library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(),
+                cpu_features=cpu_features(), embed=written.embed, segments=written.segments, head=written.head,
+            ),
+        ),
+        files=tuple(manifest.describe_file(partial, path) for path in paths),
+    )  # fmt: skip
+    manifest.write(result, partial)
+    return result
+

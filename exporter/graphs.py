@@ -1,0 +1,130 @@
+"""The standard graphs of a model: embedding, one template a layer structure, head; weights by the checkpoint's names."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from transformers import AutoModelForCausalLM
+
+from skipdecode.exporter.architectures import DecoderParts, decoder_parts
+from skipdecode.exporter.attention import ATTENTION_NAME
+from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
+from skipdecode.exporter.weights import WeightFile
+from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
+from skipdecode.graph_passes.stitch import instantiate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton:
+    """A model without its weights."""
+
+    config: Any
+    parts: DecoderParts  # of the model on the meta device
+    shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once
+    canonical: dict[str, str]  # parameter -> the name under which it is stored
+    head_size: int
+    num_kv_heads: int
+    vocab_size: int  # as the head gives it
+
+    def layer_bytes(self, itemsize: int) -> int:
+        """Bytes of the largest layer."""
+        sizes = [0] * len(getattr(self.parts.owner, self.parts.layers_name))
+        for name, shape in self.shapes.items():
+            if name.startswith(self.parts.prefix):
+                sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += torch.Size(shape).numel() * itemsize
+        return max(sizes)
+
+
+def skeleton(config: Any) -> Skeleton:
+    """Build the model on the meta device: names, shapes and ties, no memory."""
+    config._attn_implementation = ATTENTION_NAME
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    heads = config.num_attention_heads
+    return Skeleton(
+        config=config,
+        parts=decoder_parts(model),
+        shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
+        canonical=canonical,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+    )
+
+
+def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
+    """One standard graph a layer; layers of the same structure are traced once."""
+    layers = getattr(bones.parts.owner, bones.parts.layers_name)
+    sizes = (bones.config.hidden_size, bones.num_kv_heads, bones.head_size)
+    kinds = getattr(bones.config, "layer_types", None) or [None] * len(layers)
+    rotary = type(bones.parts.rotary)(bones.config) if bones.parts.rotary is not None else None
+    templates: dict[Any, ir.Model] = {}
+    graphs = []
+    for index, layer in enumerate(layers):
+        key = (kinds[index], tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+        if key not in templates:
+            real = type(layer)(bones.config, layer_idx=index).to(torch.float32)
+            templates[key] = trace_layer(real, rotary, kinds[index], sizes, torch.float32)
+            clean_trace(templates[key])
+        prefix = f"{bones.parts.prefix}{index}."
+        graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
+        _refer(graph, bones, weights)
+        graphs.append(graph)
+    return graphs
+
+
+def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Model]:
+    """The embedding's and the head's graph, from a model with no layers."""
+    config = copy.deepcopy(bones.config)
+    config.num_hidden_layers = 0
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = []
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    parts = decoder_parts(model)
+    names = {name: _path_of(model, getattr(parts.owner, name)) for name in parts.final_names}
+    final = [getattr(parts.owner, name) for name in parts.final_names]
+    for name in parts.final_names:
+        setattr(parts.owner, name, torch.nn.Identity())
+    owner_path = _path_of(model, parts.owner)
+    embed = trace_embed(parts)
+    head = trace_head(model, final, config.hidden_size, torch.float32)
+    for graph, title in ((embed, "embed"), (head, "head")):
+        clean_trace(graph)
+        graph.graph.name = title
+        for value in list(graph.graph.initializers.values()):
+            value.name = _model_name(str(value.name), owner_path, [names[name] for name in parts.final_names])
+        _refer(graph, bones, weights)
+    return embed, head
+
+
+def _path_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
+    return next(path for path, candidate in model.named_modules() if candidate is module)
+
+
+def _model_name(name: str, owner: str, final: list[str]) -> str:
+    """A traced wrapper's parameter name as the model calls it."""
+    kind, _, rest = name.partition(".")
+    if kind == "owner":
+        return f"{owner}.{rest}"
+    if kind == "final":
+        index, _, parameter = rest.partition(".")
+        return f"{final[int(index)]}.{parameter}"
+    return rest if kind == "model" else name
+
+
+def _refer(graph: ir.Model, bones: Skeleton, weights: WeightFile) -> None:
+    """Point every parameter of `graph` into the weight file; buffers that no checkpoint stores stay inside the graph."""
+    for value in list(graph.graph.initializers.values()):
+        name = bones.canonical.get(str(value.name))
+        if name is not None:
+            value.name = name
+            value.const_value = weights.external(name)
+        elif is_parameter(value):
+            assert value.const_value is not None and value.const_value.nbytes < 1 << 20, f"{value.name} is in no checkpoint"

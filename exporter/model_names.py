@@ -1,0 +1,77 @@
+"""From what a user types to a configuration and a checkpoint folder: local folder, hub id, or short OPT name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import ModelNotSupportedError
+
+# Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
+_OPT_SIZES = {
+    "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
+    "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
+}  # fmt: skip
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
+
+
+def load_config(model: str) -> tuple[Any, Path | None]:
+    """The model's configuration and, where it is on this machine, its folder.
+
+    Raises:
+        ModelNotSupportedError: no such folder or hub id, or a config.json that cannot be read.
+    """
+    from transformers import AutoConfig
+
+    size = _short_opt(model)
+    folder = Path(model)
+    if size is not None and not folder.is_dir():
+        return _opt_config(size), None
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
+    if not folder.is_dir() and (folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)):
+        raise ModelNotSupportedError("is not a folder", "name a checkpoint folder, a hub id or opt-SIZE", where=model)
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreachable(model, error) from error
+    return config.get_text_config(), folder if folder.is_dir() else None
+
+
+def fetch_checkpoint(model: str) -> Path:
+    """Download a hub id's config, tokenizer and safetensors (cached by huggingface_hub).
+
+    Raises:
+        ModelNotSupportedError: the hub cannot be reached or has no such model.
+    """
+    from huggingface_hub import snapshot_download
+
+    size = _short_opt(model)
+    try:
+        return Path(snapshot_download(f"facebook/opt-{size}" if size else model, allow_patterns=_PATTERNS))
+    except (OSError, ValueError) as error:
+        raise _unreachable(model, error) from error
+
+
+def _short_opt(model: str) -> str | None:
+    size = model.lower().removeprefix("facebook/").removeprefix("opt-")
+    return size if size in _OPT_SIZES and "opt-" in model.lower() else None
+
+
+def _opt_config(size: str) -> Any:
+    from transformers import OPTConfig
+
+    layers, width, heads = _OPT_SIZES[size]
+    post_norm = size == "350m"
+    return OPTConfig(
+        num_hidden_layers=layers, hidden_size=width, ffn_dim=4 * width, num_attention_heads=heads, do_layer_norm_before=not post_norm,
+        word_embed_proj_dim=512 if post_norm else width, name_or_path=f"facebook/opt-{size}",
+    )  # fmt: skip
+
+
+def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelNotSupportedError(
+        f"cannot be read ({reason[:160]})", "name a local checkpoint folder, check the network, or use --random-weights with opt-SIZE", where=model
+    )

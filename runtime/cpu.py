@@ -1,0 +1,18 @@
+"""Which instruction sets this CPU has: prepacked weights are laid out for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# those that choose another matrix kernel in ONNX Runtime's MLAS
+_KERNELS = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_tile", "amx_int8", "asimd", "asimddp", "i8mm", "sve")
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The instruction sets among those that ONNX Runtime's matrix kernels are chosen by; empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ()
+    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+    return tuple(name for name in _KERNELS if name in flags)

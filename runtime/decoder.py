@@ -1,0 +1,163 @@
+"""Prefill and decode step: the climb through the segments, each row computing exactly its own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skipdecode import bindings as names
+from skipdecode.engines.ort import OrtEngine
+from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
+from skipdecode.manifest import Model
+from skipdecode.schedule import Anchor, Schedule
+
+PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the attention scores to chunk x prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The loaded engines of one target."""
+
+    embed: OrtEngine
+    segments: tuple[tuple[tuple[int, ...], OrtEngine], ...]  # (layers, engine), lowest first
+    head: OrtEngine
+
+
+class Decoder:
+    """One batch on its way: engines bound to one KV buffer.
+
+    Rows must come longest prompt first, so that the rows active in any segment are a suffix of the batch (fewest active
+    layers first); a segment then runs on that suffix alone.
+
+    Args:
+        prompt_lengths: tokens of each row's prompt, never rising.
+        new: decode steps there is room for.
+    """
+
+    def __init__(self, engines: Engines, model: Model, schedule: Schedule, prompt_lengths: Sequence[int], new: int) -> None:
+        assert list(prompt_lengths) == sorted(prompt_lengths, reverse=True)
+        rows = len(prompt_lengths)
+        self.schedule = schedule
+        self.kv = KVBuffer(model, rows, slots_per_layer(schedule, max(prompt_lengths), new))
+        self.logits: FloatArray = np.empty((rows, model.vocab_size), dtype=np.float32)
+        self._engines, self._model = engines, model
+        self._step = 0
+        self._needed = [_needed_layers(schedule, layers[0]) for layers, _ in engines.segments]
+        self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
+        self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
+        self._hidden: FloatArray = np.empty((rows, 1, model.hidden_size), dtype=np.float32)
+        self._seqlens_k = np.zeros(rows, dtype=np.int32)
+        self._totals = np.zeros(rows, dtype=np.int32)
+        last = np.zeros(rows, dtype=np.int64)
+        self._embed = engines.embed.bind(
+            {names.INPUT_IDS: self._ids, names.POSITION_IDS: self._positions}, {names.HIDDEN: self._hidden}
+        )
+        self._head = engines.head.bind({names.HIDDEN: self._hidden, names.LAST: last}, {names.LOGITS: self.logits})
+        self._last = last
+        self._climbs: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def prefill(self, row: int, prompt: IntArray) -> None:
+        """Run a prompt [P] int64 and leave its keys and values in `row` and the next token's logits in `logits[row]`.
+
+        A row at a time, in chunks: no padding is computed or stored, and activations do not grow with P x P.
+        """
+        length = len(prompt)
+        positions = np.arange(length, dtype=np.int64)[None]
+        hidden: FloatArray = np.empty((1, length, self._model.hidden_size), dtype=np.float32)
+        ids = np.ascontiguousarray(prompt[None])
+        self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: positions}, {names.HIDDEN: hidden})()
+        for index, (layers, _) in enumerate(self._engines.segments):
+            self._prefill_segment(index, row, hidden, positions, self._prefilled_positions(layers[0], length))
+        logits, last = self.logits[row : row + 1], np.zeros(1, dtype=np.int64)
+        top = np.ascontiguousarray(hidden[:, -1:])
+        self._engines.head.bind({names.HIDDEN: top, names.LAST: last}, {names.LOGITS: logits})()
+        self.kv.lengths[row] = length
+
+    def decode_step(self, tokens: IntArray) -> int:
+        """Feed one token [B] int64 a row; the next tokens' logits are in `logits` [B,V] float32.
+
+        Returns:
+            How many layers the deepest row computed.
+        """
+        counts = self._layer_counts()
+        self._ids[:, 0] = tokens
+        self._positions[:, 0] = self._seqlens_k[:] = self.kv.lengths
+        self._totals[:] = self.kv.lengths + 1
+        self._embed()
+        for index, needed in enumerate(self._needed):
+            start = int(np.searchsorted(counts, needed)) if len(counts) > 1 else int(counts[0] < needed)
+            if start < len(counts):
+                self._climb(index, start)()
+        self._head()
+        self.kv.lengths += 1
+        self._step += 1
+        return int(counts[-1])
+
+    def _layer_counts(self) -> IntArray:
+        """[B]: how many layers each row computes in this step, never falling from row to row."""
+        if self.schedule.anchor is Anchor.GENERATED:
+            return np.full(len(self._ids), self.schedule.layers_at(self._step))
+        return np.array([self.schedule.layers_at(int(length)) for length in self.kv.lengths])
+
+    def _prefilled_positions(self, layer: int, length: int) -> int:
+        """How many of a prompt's `length` positions compute `layer`."""
+        cap = self.schedule.cap(layer) if self.schedule.anchor is Anchor.ABSOLUTE else None
+        return length if cap is None else min(cap, length)
+
+    def _prefill_segment(self, index: int, row: int, hidden: FloatArray, positions: IntArray, count: int) -> None:
+        layers, engine = self._engines.segments[index]
+        shape = (1, self._model.num_kv_heads, count, self._model.head_size)
+        slices = slice(row, row + 1)
+        buffers = [
+            tuple(np.zeros(shape, np.float32) if array is None else array[slices] for array in (self.kv.keys[l], self.kv.values[l]))
+            for l in layers
+        ]  # a layer that no decode step computes has no slots: its prompt's keys live for this call only
+        for start in range(0, count, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, count)
+            part = np.ascontiguousarray(hidden[:, start:stop])
+            inputs = {
+                names.HIDDEN: part,
+                names.POSITION_IDS: np.ascontiguousarray(positions[:, start:stop]),
+                names.SEQLENS_K: np.array([stop - 1], dtype=np.int32),
+                names.TOTAL_SEQUENCE_LENGTH: np.array([stop], dtype=np.int32),
+            }
+            _bind_segment(engine, layers, inputs, part, buffers)()
+            hidden[:, start:stop] = part
+
+    def _climb(self, index: int, start: int) -> Callable[[], None]:
+        """Segment `index` on rows `start ..`, bound when first needed."""
+        if (index, start) not in self._climbs:
+            layers, engine = self._engines.segments[index]
+            hidden = self._hidden[start:]
+            inputs = {
+                names.HIDDEN: hidden,
+                names.POSITION_IDS: self._positions[start:],
+                names.SEQLENS_K: self._seqlens_k[start:],
+                names.TOTAL_SEQUENCE_LENGTH: self._totals[start : start + 1],  # of the longest row of the suffix
+            }
+            buffers = [(self.kv.keys[l][start:], self.kv.values[l][start:]) for l in layers]  # type: ignore[index]
+            self._climbs[index, start] = _bind_segment(engine, layers, inputs, hidden, buffers)
+        return self._climbs[index, start]
+
+
+def _needed_layers(schedule: Schedule, layer: int) -> int:
+    """The least layer count that includes `layer`."""
+    return 0 if layer < schedule.warmup_layers else schedule.num_layers - layer + schedule.warmup_layers
+
+
+def _bind_segment(
+    engine: OrtEngine,
+    layers: tuple[int, ...],
+    inputs: dict[str, np.ndarray],  # type: ignore[type-arg]
+    hidden: FloatArray,
+    buffers: list[tuple[FloatArray, ...]],
+) -> Callable[[], None]:
+    """Bind a segment; hidden state and KV buffer are read and written in place."""
+    inputs, outputs = dict(inputs), {names.HIDDEN_OUT: hidden}
+    for layer, (key, value) in zip(layers, buffers, strict=True):
+        for past, present, array in ((names.PAST_KEY, names.PRESENT_KEY, key), (names.PAST_VALUE, names.PRESENT_VALUE, value)):
+            inputs[names.of_layer(past, layer)] = array
+            outputs[names.of_layer(present, layer)] = array
+    return engine.bind(inputs, outputs)

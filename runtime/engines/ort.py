@@ -1,0 +1,75 @@
+"""Engines on ONNX Runtime: one global thread pool, inputs and outputs bound to fixed addresses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from skipdecode.errors import BundleError, TargetError
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+
+def use_threads(threads: int | None) -> None:
+    """Size the process's one thread pool, which all engines share (a pool an engine costs 8x: 120 ms a step against 16).
+
+    The first call in a process decides; ONNX Runtime cannot resize the pool.
+
+    Args:
+        threads: None: one a physical core that this process may use.
+    """
+    count = threads or len(os.sched_getaffinity(0))
+    ort.set_default_logger_severity(3)
+    ort.set_global_thread_pool_sizes(count, 1)
+
+
+class OrtEngine:
+    """A compiled graph, ready to be bound.
+
+    Raises:
+        BundleError: the file cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        options = ort.SessionOptions()
+        options.use_per_session_threads = False
+        options.log_severity_level = 3
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # done when it was compiled
+        options.enable_cpu_mem_arena = True
+        try:
+            self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ORT's exceptions have no common base but this
+            reason = str(error).splitlines()[0][:200]
+            raise BundleError(f"cannot be loaded ({reason})", "export the model again", where=str(path)) from error
+        self.input_names = frozenset(value.name for value in self.session.get_inputs())
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
+        """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
+
+        Inputs that this engine does not read are left out. An output may be the same memory as an input.
+        """
+        binding = self.session.io_binding()
+        for name, array in inputs.items():
+            if name in self.input_names:
+                binding.bind_input(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
+        session = self.session
+        return lambda: session.run_with_iobinding(binding)
+
+
+def check_library(version: str) -> None:
+    """Refuse engines of another ONNX Runtime: prepacked weights belong to the version that wrote them.
+
+    Raises:
+        TargetError: the installed version differs.
+    """
+    if ort.__version__ != version:
+        raise TargetError(
+            f"the engines were compiled by onnxruntime {version}, installed is {ort.__version__}",
+            f"install onnxruntime=={version} or export the model again",
+        )

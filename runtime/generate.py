@@ -1,0 +1,273 @@
+"""A loaded bundle, and the loop: prefill, then for each step pick tokens, feed them, climb."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from skipdecode import manifest as manifests
+from skipdecode.cpu import cpu_features
+from skipdecode.decoder import Decoder, Engines
+from skipdecode.engines.ort import OrtEngine, check_library, use_threads
+from skipdecode.errors import BundleError, CapacityError, TargetError
+from skipdecode.kv_buffer import IntArray
+from skipdecode.sampling import Sampling, choose_tokens
+from skipdecode.schedule import Schedule, full_depth
+from skipdecode.text import Tokenizer
+
+
+class Streamer(Protocol):
+    """What transformers' streamers are: given tokens as they come."""
+
+    def put(self, value: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one pass gave: the prefill's tokens first, then one step after another."""
+
+    token_ids: tuple[int | None, ...]  # a row each; None for rows that have ended
+    layers: int | None  # what this decode step computed (its deepest row); None for the prefill
+
+
+@dataclass(slots=True)
+class Row:
+    """One row: its ids and its reason to stop."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None  # of token_ids; None where the bundle has no tokenizer
+    finish_reason: str | None = None  # length, stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds, and generated tokens of all rows per second of prefill and decode."""
+
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What `generate` gives."""
+
+    sequences: tuple[Row, ...]
+    layers: tuple[int, ...]  # layers[i]: what decode step i computed
+    timings: Timings
+
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+
+class Generator:
+    """A bundle loaded on one target; calls may follow each other, not overlap.
+
+    Raises:
+        BundleError, TargetError: see `load`.
+    """
+
+    def __init__(self, bundle: Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False) -> None:
+        started = time.perf_counter()
+        self.path = bundle
+        self.manifest = manifests.read(bundle)
+        if check_hashes:
+            manifests.check_hashes(self.manifest, bundle)
+        self._engines = _load_engines(self.manifest, bundle, target, threads)
+        self.tokenizer = Tokenizer.of(bundle)
+        self.load_s = time.perf_counter() - started
+        self._prefill_s = 0.0
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 64,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        schedule: Schedule | str | None = None,
+        streamer: Streamer | None = None,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Generate for one prompt or a batch whose prompts may differ in length.
+
+        Args:
+            prompts: text or token ids, one or several.
+            max_new_tokens: tokens a row, 1 or more.
+            do_sample: False: greedy. Otherwise `temperature`, `top_k`, `top_p` and `seed` as in `Sampling`.
+            schedule: None: the bundle's; "full": every layer at every position, the baseline.
+            streamer: `put` gets each step's tokens [B] int64 (rows that ended: -1 is never given, they repeat their last token).
+            ignore_eos: go on after an end-of-sequence token (for measuring).
+
+        Raises:
+            CapacityError: an empty prompt, an id outside the vocabulary, too many rows or tokens; the generator stays usable.
+        """
+        sampling = Sampling(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        rows = [Row(prompt_ids=ids) for ids in self.encode(prompts)]
+        started, layers = time.perf_counter(), []
+        for step in self.stream(rows, max_new_tokens=max_new_tokens, sampling=sampling, schedule=schedule, ignore_eos=ignore_eos):
+            if step.layers is not None:
+                layers.append(step.layers)
+            if streamer is not None:
+                streamer.put(np.array([row.token_ids[-1] for row in rows]))
+        total = time.perf_counter() - started
+        if streamer is not None:
+            streamer.end()
+        for row in rows:
+            row.text = self.tokenizer.decode(row.token_ids) if self.tokenizer else None
+        count = sum(len(row.token_ids) for row in rows)
+        timings = Timings(
+            load_s=self.load_s, prefill_s=self._prefill_s, decode_s=total - self._prefill_s, tokens_per_s=count / total
+        )
+        return Generation(sequences=tuple(rows), layers=tuple(layers), timings=timings)
+
+    def stream(
+        self,
+        rows: list[Row],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        schedule: Schedule | str | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[Step]:
+        """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come."""
+        chosen = self._schedule(schedule)
+        self._check(rows, max_new_tokens)
+        stop_ids = frozenset() if ignore_eos else frozenset(self.manifest.model.eos_token_ids)
+        order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
+        ordered = [rows[row] for row in order]
+        started = time.perf_counter()
+        decoder = Decoder(self._engines, self.manifest.model, chosen, [len(row.prompt_ids) for row in ordered], max_new_tokens)
+        for index, row in enumerate(ordered):
+            decoder.prefill(index, np.array(row.prompt_ids, dtype=np.int64))
+        self._prefill_s = time.perf_counter() - started
+        layers: int | None = None
+        for step in range(max_new_tokens):
+            if step:
+                layers = decoder.decode_step(tokens)
+            tokens = choose_tokens(decoder.logits, sampling, order, step)
+            for row, token in zip(ordered, tokens.tolist(), strict=True):
+                _append(row, token, stop_ids, max_new_tokens)
+            yield Step(token_ids=tuple(_newest(row, step) for row in rows), layers=layers)
+            if all(row.finish_reason for row in rows):
+                return
+
+    def encode(self, prompts: Prompts) -> list[list[int]]:
+        """Token ids of each prompt.
+
+        Raises:
+            CapacityError: text, but the bundle has no tokenizer; no prompt at all.
+        """
+        several: Sequence[Any] = [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else prompts
+        if not len(several):
+            raise CapacityError("there is no prompt", "give at least one")
+        if not isinstance(several[0], str):
+            return [[int(token) for token in prompt] for prompt in several]
+        if self.tokenizer is None:
+            raise CapacityError("the bundle has no tokenizer", "give token ids", where=str(self.path))
+        return [self.tokenizer.encode(prompt) for prompt in several]
+
+    def _schedule(self, schedule: Schedule | str | None) -> Schedule:
+        if schedule is None:
+            return self.manifest.schedule
+        if isinstance(schedule, Schedule):
+            self._check_schedule(schedule)
+            return schedule
+        if schedule != "full":
+            raise CapacityError(f"unknown schedule {schedule!r}", "choose full, or none for the bundle's", where="--schedule")
+        return full_depth(self.manifest.model.num_layers)
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        segments = self.manifest.segments
+        fits = schedule.num_layers == self.manifest.model.num_layers and all(
+            len({schedule.cap(layer) for layer in layers}) == 1 for layers in segments
+        )
+        if not fits:
+            raise CapacityError("the schedule cuts through a segment of this bundle", "export the model with it")
+
+    def _check(self, rows: list[Row], max_new_tokens: int) -> None:
+        limits, vocabulary = self.manifest.limits, self.manifest.model.vocab_size
+        if len(rows) > limits.max_batch:
+            raise CapacityError(f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch")
+        if max_new_tokens < 1:
+            raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
+        for index, row in enumerate(rows):
+            where, length = f"prompt {index}", len(row.prompt_ids)
+            if not length:
+                raise CapacityError("is empty", "give at least one token", where=where)
+            if length + max_new_tokens > limits.max_length:
+                raise CapacityError(
+                    f"{length} tokens and {max_new_tokens} new ones exceed the bundle's {limits.max_length}",
+                    "shorten the prompt, ask for fewer, or export with a larger --max-length",
+                    where=where,
+                )
+            outside = next((token for token in row.prompt_ids if not 0 <= token < vocabulary), None)
+            if outside is not None:
+                raise CapacityError(f"token id {outside} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where)
+
+
+def load(bundle: str | Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False) -> Generator:
+    """Load a bundle that `skip-export` wrote.
+
+    Args:
+        bundle: its folder.
+        target: where its engines run; None: the first that it has.
+        threads: of the process's one pool; None: one a core. The first load of a process decides.
+        check_hashes: also compare every file's SHA-256 (reads the whole bundle).
+
+    Raises:
+        BundleError: missing, damaged, or of another format version.
+        TargetError: no such target, or engines of another library version or CPU.
+    """
+    return Generator(Path(bundle), target=target, threads=threads, check_hashes=check_hashes)
+
+
+def _load_engines(manifest: manifests.Manifest, bundle: Path, name: str | None, threads: int | None) -> Engines:
+    known = [target.name for target in manifest.targets]
+    if not known or (name is not None and name not in known):
+        raise TargetError(f"target {name or 'cpu'!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle))
+    target = next(target for target in manifest.targets if name in (None, target.name))
+    check_library(target.library_version)
+    if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):
+        raise TargetError(
+            f"the engines' weights are laid out for {target.machine} with {' '.join(target.cpu_features)}; this CPU differs",
+            "export the model on this machine", where=str(bundle),
+        )  # fmt: skip
+    use_threads(threads)
+    try:
+        return Engines(
+            embed=OrtEngine(bundle / target.embed),
+            segments=tuple(
+                (layers, OrtEngine(bundle / path)) for layers, path in zip(manifest.segments, target.segments, strict=True)
+            ),
+            head=OrtEngine(bundle / target.head),
+        )
+    except MemoryError as error:
+        raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
+
+
+def _append(row: Row, token: int, stop_ids: frozenset[int], max_new_tokens: int) -> None:
+    if row.finish_reason is not None:
+        return
+    row.token_ids.append(token)
+    if token in stop_ids:
+        row.finish_reason = "stop"
+    elif len(row.token_ids) == max_new_tokens:
+        row.finish_reason = "length"
+
+
+def _newest(row: Row, step: int) -> int | None:
+    return row.token_ids[step] if step < len(row.token_ids) else None

@@ -1,0 +1,45 @@
+"""The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skipdecode.manifest import Model
+from skipdecode.schedule import Anchor, Schedule
+
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...]:
+    """Slots that each layer needs for `prompt` + `new` tokens: none where no decode step computes it.
+
+    Position `t` of a row lies in slot `t` (absolute) or `prompt + t` (generated); layer `l` is active at a prefix of the positions.
+    """
+    caps = [schedule.cap(layer) for layer in range(schedule.num_layers)]
+    if schedule.anchor is Anchor.ABSOLUTE:
+        return tuple(min(prompt + new, prompt + new if cap is None else cap) for cap in caps)
+    return tuple(0 if cap == 0 else prompt + min(new, new if cap is None else cap) for cap in caps)
+
+
+class KVBuffer:
+    """Memory and lengths, nothing else.
+
+    Attributes:
+        keys, values: a layer's [B, KVH, C, D] float32, C being its own number of slots; None where it needs none.
+        lengths: [B] int64, valid tokens of each row.
+    """
+
+    def __init__(self, model: Model, rows: int, slots: tuple[int, ...]) -> None:
+        def allocate(count: int) -> FloatArray | None:
+            shape = (rows, model.num_kv_heads, count, model.head_size)
+            return np.zeros(shape, dtype=np.float32) if count else None
+
+        self.keys = [allocate(count) for count in slots]
+        self.values = [allocate(count) for count in slots]
+        self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(array.nbytes for array in (*self.keys, *self.values) if array is not None)
