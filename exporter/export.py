@@ -23,7 +23,7 @@ from skipdecode.exporter.architectures import check_supported
 from skipdecode.exporter.graphs import Skeleton, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
-from skipdecode.graph_passes.compile_ort import compile_ort, save_graph
+from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.plan import Plan, plan_variants
 from skipdecode.graph_passes.stitch import stitch
@@ -52,6 +52,7 @@ class ExportRequest:
     max_length: int | None = None  # tokens of a row; None: what the model has, at most 2048
     targets: tuple[str, ...] = ("cpu",)
     dtype: str = "auto"  # auto, fp32
+    quantize: str = "none"
     random_weights: bool = False
     slim: bool = False  # leave out what the targets do not read
     force: bool = False  # replace `out`
@@ -109,6 +110,8 @@ def _check_options(request: ExportRequest) -> None:
         raise TargetError(f"target {unknown[0]!r} cannot be compiled by this version", "available: cpu", where="--target")
     if request.dtype not in ("auto", "fp32"):
         raise TargetError(f"{request.dtype} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
+    if request.quantize != "none":
+        raise TargetError(f"{request.quantize} cannot be compiled by this version", "choose none", where="--quantize")
     if request.max_batch < 1:
         raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
     if request.out.exists() and not request.force:
@@ -172,15 +175,15 @@ def _write_bundle(
     report("tracing layers", 0.42)
     layers = layer_graphs(bones, weights)
     graphs = partial / GRAPHS
-    save_graph(embed, graphs / "embed.onnx")
-    save_graph(head, graphs / "head.onnx")
+    ir.save(embed, graphs / "embed.onnx")
+    ir.save(head, graphs / "head.onnx")
     for layer in layers:
-        save_graph(layer, graphs / f"{layer.graph.name}.onnx")
+        ir.save(layer, graphs / f"{layer.graph.name}.onnx")
     variants: dict[int, str | None] = {}
     for count, indices in plan.variants:
         chosen = [layers[layer] for index in indices for layer in plan.segments[index]]
         path = f"{GRAPHS}/v{count}.onnx"
-        save_graph(stitch([embed, *chosen, head], name=f"v{count}"), partial / path)
+        ir.save(stitch([embed, *chosen, head], name=f"v{count}"), partial / path)
         variants[count] = path
     target = partial / "targets" / "cpu"
     target.mkdir(parents=True)
@@ -203,7 +206,7 @@ def _compile(graph: ir.Model, partial: Path, path: str, limits: manifest.Limits)
     lowered = graph.clone()
     LowerAttentionPass(max_length=limits.max_length)(lowered)
     source = partial / GRAPHS / "lowered.onnx"
-    save_graph(lowered, source)
+    ir.save(lowered, source)
     compile_ort(source, partial / path)
     source.unlink()
     return path

@@ -94,7 +94,7 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
         setattr(parts.owner, name, torch.nn.Identity())
     owner_path = _path_of(model, parts.owner)
     embed = trace_embed(parts)
-    head = trace_head(model, final, config.hidden_size, torch.float32)
+    head = trace_head(model, parts.owner, final, config.hidden_size, torch.float32)
     for graph, title in ((embed, "embed"), (head, "head")):
         clean_trace(graph)
         graph.graph.name = title

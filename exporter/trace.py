@@ -61,12 +61,12 @@ class _Layer(torch.nn.Module):
 class _Head(torch.nn.Module):
     """hidden [B,S,H], last [B] int64 (which position of each row) -> logits [B,V]."""
 
-    def __init__(self, model: torch.nn.Module, final: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, model: torch.nn.Module, owner: torch.nn.Module, final: Sequence[torch.nn.Module]) -> None:
         super().__init__()
         self.final = torch.nn.ModuleList(final)
         self.model = model
-        base = getattr(model, model.base_model_prefix)
-        base.forward = lambda _ids=None, inputs_embeds=None, **_: Output(last_hidden_state=inputs_embeds)
+        for body in (getattr(model, model.base_model_prefix), owner):  # OPT's head calls the owner, the others the base model
+            body.forward = lambda _ids=None, inputs_embeds=None, **_: Output(last_hidden_state=inputs_embeds)
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         index = last[:, None, None].expand(-1, 1, hidden.shape[2])
@@ -98,11 +98,13 @@ def trace_layer(
     return _export(_Layer(layer, rotary, layer_type), inputs, shapes, ["hidden_out", "present_key", "present_value"])
 
 
-def trace_head(model: torch.nn.Module, final: Sequence[torch.nn.Module], hidden_size: int, dtype: torch.dtype) -> ir.Model:
+def trace_head(
+    model: torch.nn.Module, owner: torch.nn.Module, final: Sequence[torch.nn.Module], hidden_size: int, dtype: torch.dtype
+) -> ir.Model:
     """The head's graph: final norm, projection to the vocabulary, and what the model does to its logits."""
     hidden = torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype)
     shapes = {"hidden": {0: "B", 1: "S"}, "last": {0: "B"}}
-    return _export(_Head(model, final), (hidden, torch.ones(_BATCH, dtype=torch.int64)), shapes, ["logits"])
+    return _export(_Head(model, owner, final), (hidden, torch.ones(_BATCH, dtype=torch.int64)), shapes, ["logits"])
 
 
 def _export(module: torch.nn.Module, inputs: tuple[Any, ...], shapes: dict[str, Any], outputs: list[str]) -> ir.Model:

@@ -93,7 +93,8 @@ def checkpoint_source(checkpoint: Path, base_prefix: str, open_files: ExitStack)
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         short = name.removeprefix(f"{base_prefix}.")  # saved from the base model, without its head
-        found = next((key for key in (name, short) if key in where), None)
+        older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX on disk
+        found = next((key for key in (name, short, older) if key in where), None)
         if found is None:
             raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
         file = where[found]

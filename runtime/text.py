@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tokenizers
@@ -44,10 +44,7 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
-        """Text as ids come, held back until it is whole characters."""
+    def stream(self) -> Callable[[int], str]:
+        """A function that takes the next id and gives the text that is now whole characters, or nothing."""
         stream = DecodeStream(skip_special_tokens=True)
-        for token in ids:
-            piece = stream.step(self._tokenizer, token)
-            if piece:
-                yield piece
+        return lambda token: stream.step(self._tokenizer, token) or ""

@@ -14,17 +14,22 @@ from skipdecode.errors import BundleError, TargetError
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
-def use_threads(threads: int | None) -> None:
-    """Size the process's one thread pool, which all engines share (a pool an engine costs 8x: 120 ms a step against 16).
+_pool_made = False  # ONNX Runtime's environment is one a process, and so is its pool
 
-    The first call in a process decides; ONNX Runtime cannot resize the pool.
+
+def use_threads(threads: int | None) -> None:
+    """Make the process's one thread pool, which all engines share (a pool an engine costs 8x: 120 ms a step against 16).
+
+    The first call in a process decides its size; ONNX Runtime cannot resize it.
 
     Args:
-        threads: None: one a physical core that this process may use.
+        threads: None: one a core that this process may use.
     """
-    count = threads or len(os.sched_getaffinity(0))
-    ort.set_default_logger_severity(3)
-    ort.set_global_thread_pool_sizes(count, 1)
+    global _pool_made
+    if not _pool_made:
+        ort.set_default_logger_severity(3)
+        ort.set_global_thread_pool_sizes(threads or len(os.sched_getaffinity(0)), 1)
+        _pool_made = True
 
 
 class OrtEngine:
@@ -43,6 +48,11 @@ class OrtEngine:
         try:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ORT's exceptions have no common base but this
+            if "thread pool" in str(error):
+                raise TargetError(
+                    "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
+                    "call skipdecode.load before that",
+                ) from error
             reason = str(error).splitlines()[0][:200]
             raise BundleError(f"cannot be loaded ({reason})", "export the model again", where=str(path)) from error
         self.input_names = frozenset(value.name for value in self.session.get_inputs())

@@ -1,0 +1,129 @@
+"""examples:
+  skip-export opt-6.7b --schedule linear --out engines/
+  skip-export ./my-llama --schedule linear --speedup 3 --max-variants 6 --out engines/
+  skip-export ./my-gpt2 --schedule table:layers.json --anchor absolute --out engines/
+  skip-export opt-1.3b --random-weights --out engines/      (latency work, no checkpoint needed)
+
+exit status: 0 done, 2 bad input (one line: what, where, what to do)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from skipdecode.cli import Parser, guarded
+from skipdecode.exporter.export import ExportRequest, Report, export
+from skipdecode.manifest import Manifest
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The `skip-export` command."""
+    options = _parser().parse_args(argv)
+    return guarded(lambda: _export(options), debug=options.debug)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="skip-export",
+        description="Turn a Hugging Face decoder into a bundle of precompiled engines that skip layers by position.",
+        epilog=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a local checkpoint folder, a hub id, or opt-SIZE (opt-6.7b)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
+    _add_schedule(parser)
+    parser.add_argument("--max-batch", type=int, default=16, metavar="N", help="rows (16)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a row, prompt and generated (the model's, at most 2048)")
+    parser.add_argument("--dtype", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="auto: fp32 on cpu")
+    parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
+    parser.add_argument("--target", action="append", metavar="T", help="cpu (default); repeatable")
+    parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
+    parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")
+    parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    return parser
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("schedule: how many layers each position computes")
+    group.add_argument("--schedule", default="linear", metavar="NAME", help=f"{', '.join(SCHEDULES)} (linear)")
+    group.add_argument("--speedup", type=float, metavar="X", help="mean layer count over the span is L / X (2 where no end is given)")
+    group.add_argument("--max-layers", type=int, metavar="N", help="layers at position 0")
+    group.add_argument("--min-layers", type=int, metavar="N", help="layers from the span's end on")
+    group.add_argument("--warmup-layers", type=int, default=1, metavar="W", help="first layers that every position computes (1)")
+    group.add_argument("--span", type=int, default=128, metavar="N", help="positions until min-layers is reached (128)")
+    group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")
+    group.add_argument("--anchor", choices=[a.value for a in Anchor], default="generated", help="where positions are counted from")
+    group.add_argument("--max-variants", type=int, metavar="N", help="round layer counts up to at most N levels")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    request = ExportRequest(
+        model=options.model,
+        out=options.out,
+        schedule=ScheduleRequest(
+            name=options.schedule,
+            speedup=options.speedup,
+            max_layers=options.max_layers,
+            min_layers=options.min_layers,
+            warmup_layers=options.warmup_layers,
+            span=options.span,
+            alpha=options.alpha,
+            max_variants=options.max_variants,
+            anchor=Anchor(options.anchor),
+        ),
+        max_batch=options.max_batch,
+        max_length=options.max_length,
+        targets=tuple(options.target or ["cpu"]),
+        dtype=options.dtype,
+        quantize=options.quantize,
+        random_weights=options.random_weights,
+        slim=options.slim,
+        force=options.force,
+    )
+    if options.warmup_layers == 0 and not options.quiet:
+        print("skip-export: warning: without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1", file=sys.stderr)
+    with _progress(options.quiet) as report:
+        manifest = export(request, report)
+    if not options.quiet:
+        print(_summary(manifest, options.out))
+    return 0
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Report]:
+    """A progress bar on standard error, only where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, done: bar.update(task, description=what, completed=done)
+
+
+def _summary(manifest: Manifest, out: Path) -> str:
+    schedule, size = manifest.schedule, sum(file.size for file in manifest.files)
+    return (
+        f"{out}: {manifest.model.name}, {schedule.num_layers} layers, schedule {schedule.name} "
+        f"{schedule.layers[0]} -> {schedule.layers[-1]} over {schedule.span} positions "
+        f"({schedule.num_layers / schedule.mean_layers:.2f}x fewer layers), {len(manifest.variants)} variants, "
+        f"{len(manifest.segments)} segments, {size / 2**20:,.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

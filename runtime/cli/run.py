@@ -1,0 +1,128 @@
+"""examples:
+  skip-run engines/ --prompt "The weather today"
+  skip-run engines/ --prompt "One" --prompt "Two" --max-new-tokens 32 --json
+  skip-run engines/ --token-ids 1,2,3 --schedule full      (every layer: the baseline)
+  skip-run engines/ --prompt-file prompt.txt --temperature 0.8 --top-p 0.95 --seed 7
+
+exit status: 0 done, 2 bad input (one line: what, where, what to do)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from skipdecode.cli import Parser, guarded
+from skipdecode.errors import CapacityError
+from skipdecode.generate import Generation, Generator, load
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The `skip-run` command."""
+    options = _parser().parse_args(argv)
+    return guarded(lambda: _run(options), debug=options.debug)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="skip-run", description="Generate with a bundle.", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable: a batch")
+    parser.add_argument("--prompt-file", type=Path, metavar="F", help="one prompt, the file's whole text")
+    parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="repeatable; instead of text")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens a row (64)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="sample; above 0 (greedy unless a sampling option is given)")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of mass P")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
+    parser.add_argument("--target", metavar="T", help="where to run (the bundle's first target)")
+    parser.add_argument("--threads", type=int, metavar="N", help="one a core")
+    parser.add_argument("--json", action="store_true", help="one object on standard output")
+    parser.add_argument("--quiet", action="store_true", help="print the text alone")
+    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    prompts = _prompts(options)
+    model = load(options.bundle, target=options.target, threads=options.threads)
+    streamer = None
+    if len(prompts) == 1 and not options.json and model.tokenizer is not None:
+        streamer = _Printer(model)
+    sampled = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p") if getattr(options, name) is not None}
+    result = model.generate(
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=bool(sampled),
+        seed=options.seed,
+        schedule=options.schedule,
+        streamer=streamer,
+        **sampled,
+    )
+    if options.json:
+        print(json.dumps(_as_json(result)))
+    else:
+        _print(result, streamed=streamer is not None, quiet=options.quiet)
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> Any:
+    """What was asked, in the order text, file; or token ids."""
+    texts = list(options.prompt)
+    if options.prompt_file is not None:
+        try:
+            texts.append(options.prompt_file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CapacityError(f"cannot be read ({error})", "name a UTF-8 text file", where=f"--prompt-file {options.prompt_file}") from error
+    if bool(texts) == bool(options.token_ids):
+        raise CapacityError("give either text or token ids", "use --prompt, --prompt-file or --token-ids", where="skip-run")
+    try:
+        return texts or [[int(item) for item in text.split(",") if item.strip()] for text in options.token_ids]
+    except ValueError as error:
+        raise CapacityError(f"{error}", "write numbers with commas: 1,2,3", where="--token-ids") from error
+
+
+class _Printer:
+    """Prints one row's text as it is made, whole characters at a time."""
+
+    def __init__(self, model: Generator) -> None:
+        assert model.tokenizer is not None
+        self._step = model.tokenizer.stream()
+        self._stop_ids = model.manifest.model.eos_token_ids
+
+    def put(self, value: Any) -> None:
+        piece = self._step(int(value[0]))
+        if piece:
+            print(piece, end="", flush=True)
+
+    def end(self) -> None:
+        print(flush=True)
+
+
+def _as_json(result: Generation) -> dict[str, Any]:
+    return {
+        "sequences": [dataclasses.asdict(row) for row in result.sequences],
+        "layers": list(result.layers),
+        "timings": dataclasses.asdict(result.timings),
+    }
+
+
+def _print(result: Generation, *, streamed: bool, quiet: bool) -> None:
+    for index, row in enumerate(result.sequences):
+        if not streamed:
+            heading = f"--- {index}: " if len(result.sequences) > 1 else ""
+            print(f"{heading}{row.text if row.text is not None else ','.join(map(str, row.token_ids))}")
+    if not quiet:
+        steps, timings = len(result.layers), result.timings
+        mean = f"{sum(result.layers) / steps:.1f} layers a step, " if steps else ""
+        print(f"[{steps} decode steps, {mean}{timings.decode_s * 1e3 / max(1, steps):.2f} ms a step]", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
