@@ -1,0 +1,40 @@
+# Two commands: make demo, make test. Everything is installed into .venv from pinned versions.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint links install bench clean
+
+install: $(VENV)/.installed
+
+# torch first and alone: asked for through another package, the newest build with gigabytes of CUDA comes
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt torch==2.13.0
+	$(PIP) -c constraints.txt setuptools wheel
+	$(PIP) -c constraints.txt --no-build-isolation -e ".[export,dev]"
+	touch $@
+
+demo: install
+	$(BIN)/python examples/e2e/demo.py
+
+test: install
+	$(BIN)/pytest
+
+# what type checkers see of the folders that setuptools maps to one package
+links:
+	rm -rf .typing && mkdir -p .typing/skipdecode
+	for entry in runtime/* exporter graph_passes; do ln -s ../../$$entry .typing/skipdecode/; done
+
+lint: install links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=.typing $(BIN)/mypy -p skipdecode
+
+bench: install
+	$(PIP) -c constraints.txt --no-build-isolation -e ".[bench]"
+	$(BIN)/python benchmarks/decode.py
+
+clean:
+	rm -rf $(VENV) .typing demo build *.egg-info
