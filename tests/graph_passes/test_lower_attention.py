@@ -1,0 +1,101 @@
+"""`TensorScatter` + `Attention` before, GroupQueryAttention after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+
+BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
+layer (float[B,S,32] rows_q, float[B,S,16] rows_k, float[B,S,16] rows_v, int64[B,S] position_ids,
+       float[B,1,C,16] past_key, float[B,1,C,16] past_value, int64[B] start, bool[B,1,S,C] visible)
+    => (float[B,S,32] rows_out, float[B,1,C,16] present_key, float[B,1,C,16] present_value)
+<int64[4] heads = {0, 0, 2, 16}, int64[4] kv_heads = {0, 0, 1, 16}, int64[3] flat = {0, 0, 32}>
+{
+    split_q = Reshape (rows_q, heads)
+    query = Transpose <perm = [0, 2, 1, 3]> (split_q)
+    split_k = Reshape (rows_k, kv_heads)
+    key = Transpose <perm = [0, 2, 1, 3]> (split_k)
+    split_v = Reshape (rows_v, kv_heads)
+    value = Transpose <perm = [0, 2, 1, 3]> (split_v)
+    present_key = TensorScatter <axis = 2> (past_key, key, start)
+    present_value = TensorScatter <axis = 2> (past_value, value, start)
+    attended = Attention <scale = 0.25> (query, present_key, present_value, visible)
+    turned = Transpose <perm = [0, 2, 1, 3]> (attended)
+    rows_out = Reshape (turned, flat)
+}
+"""
+
+
+def _before() -> ir.Model:
+    model = ir.from_onnx_text(BEFORE)
+    ir.passes.common.ShapeInferencePass()(model)
+    return model
+
+
+def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.use_per_session_threads = False
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
+
+
+def test_attention_and_scatter_become_one_operator_that_reads_the_rows_themselves() -> None:
+    model = _before()
+    assert LowerAttentionPass(max_length=8)(model).modified
+    (node,) = model.graph
+    assert (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
+    assert [value.name for value in node.inputs] == [
+        "rows_q", "rows_k", "rows_v", "past_key", "past_value", "seqlens_k", "total_sequence_length",
+    ]  # fmt: skip
+    assert [value.name for value in node.outputs] == ["rows_out", "present_key", "present_value"]
+    assert node.attributes["num_heads"].as_int() == 2
+    assert node.attributes["kv_num_heads"].as_int() == 1
+
+
+def test_a_second_run_changes_nothing() -> None:
+    model = _before()
+    LowerAttentionPass(max_length=8)(model)
+    text = ir.to_onnx_text(model)
+    assert not LowerAttentionPass(max_length=8)(model).modified
+    assert ir.to_onnx_text(model) == text
+
+
+def test_an_attention_that_is_not_on_a_kv_buffer_is_an_error_and_not_silence() -> None:
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 24]>
+        g (float[1,2,3,16] q, float[1,2,3,16] k, float[1,2,3,16] v) => (float[1,2,3,16] y) { y = Attention (q, k, v) }"""
+    )
+    with pytest.raises((AssertionError, ir.passes.PassError)):
+        LowerAttentionPass(max_length=8)(model)
+
+
+@pytest.mark.parametrize(("past", "new", "rows"), [(0, 5, 1), (4, 1, 3), (4, 3, 1)])
+def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int, new: int, rows: int) -> None:
+    from skipdecode.engines.ort import use_threads
+
+    use_threads(None)
+    rng, slots = np.random.default_rng(0), 9
+    buffers = np.zeros((2, rows, 1, slots, 16), np.float32)
+    buffers[:, :, :, :past] = rng.standard_normal((2, rows, 1, past, 16))
+    positions = np.arange(past, past + new)[None].repeat(rows, 0)
+    feeds = {
+        "rows_q": rng.standard_normal((rows, new, 32)).astype(np.float32),
+        "rows_k": rng.standard_normal((rows, new, 16)).astype(np.float32),
+        "rows_v": rng.standard_normal((rows, new, 16)).astype(np.float32),
+        "past_key": buffers[0],
+        "past_value": buffers[1],
+        "position_ids": positions,
+        "start": positions[:, 0],
+        "visible": (np.arange(slots) <= positions[:, :, None])[:, None],
+        "seqlens_k": np.full(rows, past + new - 1, np.int32),
+        "total_sequence_length": np.array([past + new], np.int32),
+    }
+    before, after = _before(), _before()
+    LowerAttentionPass(max_length=slots)(after)
+    for expected, found in zip(_run(before, feeds), _run(after, feeds), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)

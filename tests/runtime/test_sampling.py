@@ -1,0 +1,56 @@
+"""How tokens are chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from skipdecode.errors import CapacityError
+from skipdecode.sampling import Sampling, choose_tokens, uniform
+
+# splitmix64 as `uniform` describes it; computed once, so that every runtime can be held to it
+EXPECTED = [0.6524484863740322, 0.27623358227789463, 0.7498324788715559, 0.36818951565166946]
+LOGITS = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], dtype=np.float32))
+
+
+def _draw(sampling: Sampling, count: int = 4000) -> np.ndarray:
+    rows = np.repeat(LOGITS, count, axis=0)
+    return choose_tokens(rows, sampling, np.arange(count), 0)
+
+
+def test_greedy_takes_the_likeliest_and_the_lower_id_of_equals() -> None:
+    logits = np.array([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]], dtype=np.float32)
+    assert choose_tokens(logits, Sampling(), np.arange(2), 0).tolist() == [1, 0]
+
+
+def test_samples_follow_the_probabilities() -> None:
+    shares = np.bincount(_draw(Sampling(do_sample=True)), minlength=4) / 4000
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+
+
+def test_top_k_and_top_p_keep_the_likeliest_only() -> None:
+    assert set(_draw(Sampling(do_sample=True, top_k=2))) == {0, 1}
+    assert set(_draw(Sampling(do_sample=True, top_p=0.75))) == {0, 1}
+    assert set(_draw(Sampling(do_sample=True, top_p=0.4))) == {0}
+
+
+def test_a_low_temperature_sharpens() -> None:
+    assert (_draw(Sampling(do_sample=True, temperature=0.1)) == 0).mean() > 0.97
+
+
+def test_a_rows_tokens_do_not_depend_on_the_batch_around_it() -> None:
+    sampling, logits = Sampling(do_sample=True, seed=3), np.repeat(LOGITS, 5, axis=0)
+    together = choose_tokens(logits, sampling, np.arange(5), 7)
+    alone = [choose_tokens(LOGITS, sampling, np.array([row]), 7)[0] for row in range(5)]
+    assert together.tolist() == alone
+
+
+def test_the_generator_gives_the_documented_numbers() -> None:
+    # other runtimes must repeat these
+    assert [uniform(0, 0, 0), uniform(1, 0, 0), uniform(0, 1, 0), uniform(0, 0, 1)] == pytest.approx(EXPECTED, abs=0)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}])
+def test_values_out_of_range_are_refused_in_one_line(bad: dict[str, float]) -> None:
+    with pytest.raises(CapacityError, match="choose"):
+        Sampling(do_sample=True, **bad)
