@@ -1,0 +1,131 @@
+"""From what a user asks for to a schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from skipdecode.errors import ScheduleError
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+
+SHAPES = st.sampled_from(["linear", "step", "power"])
+
+
+@pytest.mark.parametrize(("speedup", "top", "bottom"), [(2, 18, 6), (4, 9, 3), (1.2, 24, 16), (1, 24, 24)])
+def test_linear_on_24_layers_runs_as_the_blueprint_says(speedup: float, top: int, bottom: int) -> None:
+    schedule = build_schedule(ScheduleRequest(speedup=speedup), 24)
+    assert (schedule.layers[0], schedule.layers[-1]) == (top, bottom)
+
+
+@given(SHAPES, st.integers(2, 64), st.floats(1, 10), st.integers(0, 3), st.integers(1, 300))
+def test_mean_layers_are_within_one_of_what_the_speedup_promises(name: str, depth: int, speedup: float, warmup: int, span: int) -> None:
+    assume(warmup < depth)
+    try:
+        schedule = build_schedule(ScheduleRequest(name=name, speedup=speedup, warmup_layers=warmup, span=span), depth)
+    except ScheduleError as error:
+        assert "the nearest that can is --speedup" in str(error)
+        return
+    if span >= 2 * len(schedule.variants):  # a span shorter than the stairs cannot average finely
+        assert abs(schedule.mean_layers - depth / speedup) <= 1
+
+
+@given(st.integers(2, 64), st.floats(0.1, 100), st.integers(0, 6))
+def test_the_speedup_that_an_error_names_can_be_reached(depth: int, speedup: float, warmup: int) -> None:
+    assume(warmup < depth)
+    request = ScheduleRequest(speedup=speedup, warmup_layers=warmup)
+    try:
+        build_schedule(request, depth)
+    except ScheduleError as error:
+        named = float(str(error).rsplit("--speedup ", 1)[1])
+        build_schedule(ScheduleRequest(speedup=named, warmup_layers=warmup), depth)
+
+
+@given(SHAPES, st.integers(4, 48), st.integers(1, 12))
+def test_max_variants_rounds_up_to_at_most_that_many_counts(name: str, depth: int, limit: int) -> None:
+    free = build_schedule(ScheduleRequest(name=name, min_layers=2, max_layers=depth), depth)
+    limited = build_schedule(ScheduleRequest(name=name, min_layers=2, max_layers=depth, max_variants=limit), depth)
+    assert len(limited.variants) <= limit
+    if name != "step":  # max_variants is its number of stairs
+        assert all(after >= before for before, after in zip(free.layers, limited.layers, strict=True))
+
+
+def test_what_is_given_is_kept() -> None:
+    schedule = build_schedule(ScheduleRequest(max_layers=20, min_layers=5, span=10, warmup_layers=2), 24)
+    assert (schedule.layers[0], schedule.layers[-1], schedule.span, schedule.warmup_layers) == (20, 5, 10, 2)
+    assert build_schedule(ScheduleRequest(speedup=2, max_layers=14), 24).layers[-1] == 10
+    assert build_schedule(ScheduleRequest(speedup=2, min_layers=4), 24).layers[0] == 20
+
+
+def test_power_decays_by_alpha() -> None:
+    schedule = build_schedule(ScheduleRequest(name="power", alpha=0.5, max_layers=16, min_layers=3, span=6), 24)
+    assert schedule.layers == (16, 8, 4, 3, 3, 3)
+
+
+def test_step_has_equal_stairs() -> None:
+    schedule = build_schedule(ScheduleRequest(name="step", max_layers=8, min_layers=2, span=8, max_variants=4), 8)
+    assert schedule.layers == (8, 8, 6, 6, 4, 4, 2, 2)
+
+
+def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"layers": [6, 5, 3], "warmup_layers": 2}))
+    schedule = build_schedule(ScheduleRequest(name=f"table:{path}"), 6)
+    assert (schedule.layers, schedule.warmup_layers) == ((6, 5, 3), 2)
+    path.write_text("[6, 4]")
+    assert build_schedule(ScheduleRequest(name=f"table:{path}"), 6).layers == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[4, 5]", "rises"),
+        ("{", "is not JSON"),
+        ('"x"', "list of whole numbers"),
+        ("[4, true]", "list of whole numbers"),
+        ("[4, 3.5]", "list of whole numbers"),
+        ('{"layers": [4], "extra": 1}', "has keys"),
+        ('{"warmup_layers": 1}', "has keys"),
+        ('{"layers": [4], "warmup_layers": "x"}', "list of whole numbers"),
+        ("[]", "empty"),
+        ("[9]", "choose counts from 2 to 6"),
+    ],
+)
+def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    _refused(ScheduleRequest(name=f"table:{path}"), says)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (ScheduleRequest(name="wibble"), "choose one of linear, full"),
+        (ScheduleRequest(name="table"), "choose one of linear, full"),
+        (ScheduleRequest(name="table:/nowhere.json"), "cannot be read"),
+        (ScheduleRequest(max_layers=3, min_layers=5), "lower --min-layers or raise --max-layers"),
+        (ScheduleRequest(max_layers=7), "--max-layers 7"),
+        (ScheduleRequest(min_layers=1), "--min-layers 1"),
+        (ScheduleRequest(warmup_layers=6), "choose 0..5"),
+        (ScheduleRequest(speedup=9), "nearest that can is --speedup 3"),
+        (ScheduleRequest(speedup=0.5), "nearest that can is --speedup 1"),
+        (ScheduleRequest(speedup=float("nan")), "nearest that can is"),
+        (ScheduleRequest(alpha=0.9), "only with --schedule power"),
+        (ScheduleRequest(name="power", alpha=1.5), "decay in"),
+        (ScheduleRequest(span=0), "--span 0"),
+        (ScheduleRequest(max_variants=0), "--max-variants 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(request_: ScheduleRequest, says: str) -> None:
+    _refused(request_, says)
+
+
+def _refused(request_: ScheduleRequest, says: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(says)) as caught:
+        build_schedule(request_, 6)
+    assert "\n" not in str(caught.value)
+    assert ";" in str(caught.value), "ends in what to do"
