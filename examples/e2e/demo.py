@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from data import prompt
 import skipdecode
 from skipdecode.generate import Generation, Generator
 
-HERE = Path(__file__).parent
+HERE = Path(os.path.relpath(Path(__file__).parent))
 BUNDLE = Path("demo")
 PROMPTS, NEW_TOKENS, ROUNDS = 4, 48, 7
 

@@ -1,0 +1,222 @@
+"""Exporting: what is written, what is refused, and that nothing half-written stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import skipdecode
+from skipdecode import manifest as manifests
+from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
+from skipdecode.exporter import export as exporting
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / str(arguments[0])), *map(str, arguments[1:])]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_commands_export_inspect_and_run(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "engines"
+    done = _run("skip-export", zoo.checkpoint("llama"), "--schedule", "linear", "--speedup", 2, "--span", 8, "--out", out)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    ran = _run("skip-run", out, "--token-ids", "5,6,7", "--token-ids", "9", "--max-new-tokens", 6, "--json")
+    result = json.loads(ran.stdout)
+    assert [row["prompt_ids"] for row in result["sequences"]] == [[5, 6, 7], [9]]
+    assert set(result["timings"]) == {"load_s", "prefill_s", "decode_s", "tokens_per_s"}
+    assert result["layers"] == [skipdecode.load(out).manifest.schedule.layers_at(t) for t in range(len(result["layers"]))]
+    again = _run("skip-export", zoo.checkpoint("llama"), "--out", out)
+    assert again.returncode == 2
+    assert "--force" in again.stderr
+    assert again.stderr.count("\n") == 1
+
+
+def test_every_weight_is_stored_once_as_the_checkpoint_has_it(zoo: Zoo) -> None:
+    for name in ("llama", "opt", "gemma2"):
+        stored = load_file(zoo.bundle(name) / "graphs" / "weights.safetensors")
+        state = zoo.model(name).state_dict()
+        tied = {parameter.data_ptr(): parameter for parameter in state.values()}
+        assert len(stored) == len(tied)
+        for key, tensor in stored.items():
+            torch.testing.assert_close(tensor, state[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_standard_graphs_hold_no_weights_and_pass_the_onnx_checker(name: str, zoo: Zoo) -> None:
+    graphs = zoo.bundle(name) / "graphs"
+    for path in sorted(graphs.glob("*.onnx")):
+        model = onnx.load(path, load_external_data=False)
+        assert (model.ir_version, model.opset_import[0].version) == (10, 24)
+        assert {entry.domain for entry in model.opset_import} == {""}
+        onnx.checker.check_model(path)
+        inside = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+        assert inside < 4096, path
+
+
+def test_a_whole_variant_graph_gives_the_logits_of_the_reference(zoo: Zoo) -> None:
+    manifest = manifests.read(zoo.bundle("qwen3"))
+    prompt = [9, 8, 7, 6, 5]
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.use_per_session_threads = False
+    from skipdecode.engines.ort import use_threads
+
+    use_threads(None)
+    for variant in manifest.variants:
+        assert variant.graph is not None
+        session = onnxruntime.InferenceSession(str(zoo.bundle("qwen3") / variant.graph), options)
+        feeds = {"input_ids": np.array([prompt]), "position_ids": np.arange(5)[None], "last": np.array([4])}
+        for value in session.get_inputs():
+            if value.name.startswith("past_"):
+                feeds[value.name] = np.zeros((1, 2, 8, 32), np.float32)
+        schedule = skipdecode.Schedule(
+            name="table", num_layers=LAYERS, warmup_layers=1, layers=(variant.num_layers,), anchor=skipdecode.Anchor.ABSOLUTE
+        )
+        from skipdecode.exporter.reference import greedy_tokens
+
+        expected = greedy_tokens(zoo.model("qwen3"), schedule, prompt, 1)[1][0].numpy()
+        found = session.run(["logits"], feeds)[0][0]
+        assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_a_sharded_half_precision_checkpoint_gives_the_same_bundle(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model("llama").half()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    hashes = []
+    for kind in ("one", "many"):
+        made = export(ExportRequest(model=str(tmp_path / kind), out=tmp_path / f"{kind}.out", max_length=MAX_LENGTH))
+        hashes.append({file.path: file.sha256 for file in made.files}["graphs/weights.safetensors"])
+    assert hashes[0] == hashes[1]
+
+
+def test_slim_leaves_out_the_graphs_and_runs_the_same(zoo: Zoo, tmp_path: Path) -> None:
+    made = export(ExportRequest(model=str(zoo.checkpoint("opt")), out=tmp_path / "slim", slim=True, max_length=MAX_LENGTH))
+    assert not any(file.path.startswith("graphs") for file in made.files)
+    assert all(variant.graph is None for variant in made.variants)
+    runs = [skipdecode.load(path).generate([5, 6, 7], schedule="full", max_new_tokens=9) for path in (tmp_path / "slim", zoo.bundle("opt"))]
+    assert runs[0].sequences == runs[1].sequences
+
+
+def test_random_weights_need_no_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
+    transformers.LlamaConfig(**{"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48,
+                                "vocab_size": 50, "max_position_embeddings": 64}).save_pretrained(tmp_path / "bare")  # fmt: skip
+    export(ExportRequest(model=str(tmp_path / "bare"), out=tmp_path / "out", random_weights=True, max_length=32))
+    assert len(skipdecode.load(tmp_path / "out").generate([1, 2], max_new_tokens=5, ignore_eos=True).sequences[0].token_ids) == 5
+
+
+def _copy(zoo: Zoo, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
+
+
+def _edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _refused(model: Path | str, out: Path, kind: type[SkipDecodeError], says: str, **changes: object) -> None:
+    """The export stops with one line, and leaves nothing behind."""
+    out.parent.mkdir(exist_ok=True)
+    with pytest.raises(kind, match=says) as caught:
+        export(ExportRequest(model=str(model), out=out, **{"max_length": MAX_LENGTH, **changes}))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_what_cannot_be_exported_faithfully_is_refused_before_anything_is_written(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "outs" / "bundle"
+    folder = _copy(zoo, tmp_path)
+    for changes, says in (
+        ({"model_type": "bert"}, "bert is not among"),
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"auto_map": {"AutoConfig": "x.Y"}}, "remote code"),
+        ({"model_type": "mixtral"}, "mixture of experts"),
+        ({"model_type": "mistral", "sliding_window": 16}, "sliding window of 16 tokens"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}, "positions|rotary"),
+    ):
+        shutil.copyfile(zoo.checkpoint("llama") / "config.json", folder / "config.json")
+        _edit_config(folder, **changes)
+        _refused(folder, out, ModelNotSupportedError, says)
+
+
+def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "outs" / "bundle"
+    folder = _copy(zoo, tmp_path)
+    weights = folder / "model.safetensors"
+    tensors = {key: value.clone() for key, value in load_file(weights).items()}  # not mapped: the file changes below
+    weights.write_bytes(weights.read_bytes()[:1000])
+    _refused(folder, out, ModelNotSupportedError, "cannot be read")
+    save_file({key: value for key, value in tensors.items() if "layers.3.mlp.up" not in key}, weights)
+    _refused(folder, out, ModelNotSupportedError, "lacks model.layers.3.mlp.up_proj.weight")
+    save_file({**tensors, "model.norm.weight": torch.ones(7)}, weights)
+    _refused(folder, out, ModelNotSupportedError, r"has shape \(7,\)")
+    weights.unlink()
+    _refused(folder, out, ModelNotSupportedError, "holds no model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    _refused(folder, out, ModelNotSupportedError, "save_pretrained")
+    (folder / "config.json").write_text("{")
+    _refused(folder, out, ModelNotSupportedError, "cannot be read")
+    _refused(tmp_path / "nowhere", out, ModelNotSupportedError, "is not a folder")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"targets": ("vulkan",)}, TargetError, "available: cpu"),
+        ({"dtype": "fp16"}, TargetError, "choose fp32"),
+        ({"quantize": "int4"}, TargetError, "choose none"),
+        ({"max_batch": 0}, TargetError, "choose 1 or more"),
+        ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
+        ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),
+        ({"schedule": ScheduleRequest(name="wibble")}, SkipDecodeError, "choose one of"),
+    ],
+)
+def test_options_out_of_range_are_refused(zoo: Zoo, tmp_path: Path, changes: dict[str, object], kind: type[SkipDecodeError], says: str) -> None:
+    _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", kind, says, **changes)
+
+
+def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "compile_ort", full)
+    _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", BundleError, "No space left on device")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
+    _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", BundleError, "MiB are free")
+
+
+def test_force_replaces_a_bundle_and_nothing_else(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(BundleError, match="is not a bundle"):
+        export(ExportRequest(model=str(zoo.checkpoint("llama")), out=out, force=True, max_length=MAX_LENGTH))
+    assert (out / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_bundle_with_many_variants_weighs_what_one_with_a_single_variant_weighs(zoo: Zoo, tmp_path: Path) -> None:
+    one = export(
+        ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "one", schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH)
+    )
+    many = manifests.read(zoo.bundle("llama"))
+
+    def weights(manifest: manifests.Manifest) -> int:
+        return sum(file.size for file in manifest.files if file.path.endswith((".bin", ".safetensors")))
+
+    assert len(many.variants) == 5
+    assert weights(many) <= 1.1 * weights(one)

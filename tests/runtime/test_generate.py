@@ -1,0 +1,105 @@
+"""A loaded bundle under good and bad requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import skipdecode
+from skipdecode.errors import CapacityError, TargetError
+from skipdecode.generate import Generator
+from skipdecode.schedule import Schedule
+from tests.conftest import LAYERS, MAX_LENGTH, VOCABULARY, Zoo
+
+PROMPT = [5, 6, 7, 20]
+
+
+@pytest.fixture(scope="module")
+def generator(zoo: Zoo) -> Generator:
+    return skipdecode.load(zoo.bundle("llama"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "says"),
+    [
+        ([], 4, "no prompt"),
+        ([[5], []], 4, "prompt 1: is empty"),
+        ([VOCABULARY], 4, f"give ids from 0 to {VOCABULARY - 1}"),
+        ([-1], 4, "outside the vocabulary"),
+        ([5] * 45, 4, f"exceed the bundle's {MAX_LENGTH}"),
+        ([[5]] * 5, 4, "the bundle takes 4"),
+        ([5], 0, "choose 1 or more"),
+        ("text", 4, "no tokenizer"),
+    ],
+)
+def test_a_bad_request_is_one_line_and_the_generator_stays_usable(generator: Generator, prompts: object, new: int, says: str) -> None:
+    before = generator.generate(PROMPT, max_new_tokens=6).sequences
+    with pytest.raises(CapacityError, match=says) as caught:
+        generator.generate(prompts, max_new_tokens=new)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert generator.generate(PROMPT, max_new_tokens=6).sequences == before
+
+
+def test_a_target_that_the_bundle_lacks_is_refused_with_what_it_has(zoo: Zoo) -> None:
+    with pytest.raises(TargetError, match="choose from cpu"):
+        skipdecode.load(zoo.bundle("llama"), target="cuda")
+
+
+def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[5, 6], [9, 8, 7], [11]]
+    free = generator.generate(prompts, max_new_tokens=10, ignore_eos=True)
+    stop = free.sequences[1].token_ids[3]
+    model = generator.manifest.model
+    import dataclasses
+
+    monkeypatch.setattr(
+        generator, "manifest", dataclasses.replace(generator.manifest, model=dataclasses.replace(model, eos_token_ids=(stop,)))
+    )
+    for row, whole in zip(generator.generate(prompts, max_new_tokens=10).sequences, free.sequences, strict=True):
+        if stop in whole.token_ids:
+            assert (row.token_ids, row.finish_reason) == (whole.token_ids[: whole.token_ids.index(stop) + 1], "stop")
+        else:
+            assert (row.token_ids, row.finish_reason) == (whole.token_ids, "length")
+
+
+def test_a_seed_repeats_and_another_differs(generator: Generator) -> None:
+    def sample(seed: int) -> list[int]:
+        return generator.generate(PROMPT, max_new_tokens=20, do_sample=True, seed=seed, ignore_eos=True).sequences[0].token_ids
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_a_sampled_row_is_the_same_alone_and_first_in_a_ragged_batch(generator: Generator) -> None:
+    alone = generator.generate(PROMPT, max_new_tokens=10, do_sample=True, seed=5, ignore_eos=True).sequences[0]
+    batch = generator.generate([PROMPT, [3] * 9], max_new_tokens=10, do_sample=True, seed=5, ignore_eos=True).sequences[0]
+    assert batch.token_ids == alone.token_ids
+
+
+def test_a_streamer_is_given_each_steps_tokens_and_the_end(generator: Generator) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.rows: list[list[int]] = []
+            self.ended = 0
+
+        def put(self, value: np.ndarray) -> None:
+            self.rows.append(value.tolist())
+
+        def end(self) -> None:
+            self.ended += 1
+
+    recorder = Recorder()
+    result = generator.generate([PROMPT, [9]], max_new_tokens=7, streamer=recorder, ignore_eos=True)
+    assert recorder.ended == 1
+    assert [list(row) for row in zip(*recorder.rows, strict=True)] == [row.token_ids for row in result.sequences]
+
+
+def test_a_schedule_that_cuts_through_a_segment_is_refused(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from skipdecode.exporter.export import ExportRequest, export
+    from skipdecode.schedule_builders import ScheduleRequest
+
+    out = tmp_path_factory.mktemp("full") / "bundle"
+    export(ExportRequest(model=str(zoo.checkpoint("opt")), out=out, schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH))
+    other = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(6, 3))
+    with pytest.raises(CapacityError, match="export the model with it"):
+        skipdecode.load(out).generate(PROMPT, schedule=other)
