@@ -64,7 +64,9 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 def unsupported(config: Any, why: str) -> ModelNotSupportedError:
     return ModelNotSupportedError(
-        f"{config.model_type} {why}", f"supported are {', '.join(SUPPORTED)}", where=getattr(config, "_name_or_path", "") or "model"
+        f"{config.model_type} {why}",
+        f"supported are {', '.join(SUPPORTED)}",
+        where=getattr(config, "_name_or_path", "") or "model",
     )
 
 
@@ -101,6 +103,6 @@ def _check_rotary(config: Any, max_length: int) -> None:
     original = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
     if rope.get("rope_type") in ("dynamic", "longrope") and original and max_length > original:
         raise ModelNotSupportedError(
-            f"{config.model_type} changes its rotary frequencies beyond {original} tokens, and --max-length {max_length} exceeds that",
+            f"{config.model_type} changes its rotary frequencies beyond {original} tokens, fewer than --max-length {max_length}",
             f"export with --max-length {original} or less",
         )

@@ -39,7 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
     _add_schedule(parser)
     parser.add_argument("--max-batch", type=int, default=16, metavar="N", help="rows (16)")
-    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of a row, prompt and generated (the model's, at most 2048)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of a row, prompt and generated (the model's, at most 2048)"
+    )
     parser.add_argument("--dtype", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="auto: fp32 on cpu")
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
     parser.add_argument("--target", action="append", metavar="T", help="cpu (default); repeatable")
@@ -54,13 +56,17 @@ def _parser() -> argparse.ArgumentParser:
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("schedule: how many layers each position computes")
     group.add_argument("--schedule", default="linear", metavar="NAME", help=f"{', '.join(SCHEDULES)} (linear)")
-    group.add_argument("--speedup", type=float, metavar="X", help="mean layer count over the span is L / X (2 where no end is given)")
+    group.add_argument(
+        "--speedup", type=float, metavar="X", help="mean layer count over the span is L / X (2 where no end is given)"
+    )
     group.add_argument("--max-layers", type=int, metavar="N", help="layers at position 0")
     group.add_argument("--min-layers", type=int, metavar="N", help="layers from the span's end on")
     group.add_argument("--warmup-layers", type=int, default=1, metavar="W", help="first layers that every position computes (1)")
     group.add_argument("--span", type=int, default=128, metavar="N", help="positions until min-layers is reached (128)")
     group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")
-    group.add_argument("--anchor", choices=[a.value for a in Anchor], default="generated", help="where positions are counted from")
+    group.add_argument(
+        "--anchor", choices=[a.value for a in Anchor], default="generated", help="where positions are counted from"
+    )
     group.add_argument("--max-variants", type=int, metavar="N", help="round layer counts up to at most N levels")
 
 
@@ -93,7 +99,10 @@ def _export(options: argparse.Namespace) -> int:
         force=options.force,
     )
     if options.warmup_layers == 0 and not options.quiet:
-        print("skip-export: warning: without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1", file=sys.stderr)
+        print(
+            "skip-export: warning: without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1",
+            file=sys.stderr,
+        )
     with _progress(options.quiet) as report:
         manifest = export(request, report)
     if not options.quiet:

@@ -117,16 +117,20 @@ def _check_options(request: ExportRequest) -> None:
     if request.out.exists() and not request.force:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(request.out))
     if request.out.exists() and not (request.out / manifest.MANIFEST).is_file() and any(request.out.iterdir()):
-        raise BundleError("exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(request.out))
+        raise BundleError(
+            "exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(request.out)
+        )
 
 
 def _max_length(request: ExportRequest, config: Any) -> int:
     if request.max_length is not None:
         if request.max_length < 2:
-            raise ModelNotSupportedError(f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length")
+            raise ModelNotSupportedError(
+                f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length"
+            )
         return request.max_length
-    known = [getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window")]
-    return min(DEFAULT_MAX_LENGTH, *(length for length in known if length), DEFAULT_MAX_LENGTH)
+    known = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+    return min([DEFAULT_MAX_LENGTH, *(int(length) for length in known if length)])
 
 
 def _num_parameters(bones: Skeleton) -> int:
@@ -139,7 +143,9 @@ def _check_disk(out: Path, bones: Skeleton) -> None:
     needed = 4 * (2 * _num_parameters(bones)) + 3 * _SEGMENT_BYTES // 4
     free = shutil.disk_usage(parent).free
     if free < needed:
-        raise BundleError(f"{free >> 20} MiB are free, the bundle needs {needed >> 20} MiB", "free some or choose another --out", where=str(out))
+        raise BundleError(
+            f"{free >> 20} MiB are free, the bundle needs {needed >> 20} MiB", "free some or choose another --out", where=str(out)
+        )
 
 
 @contextmanager
@@ -158,7 +164,9 @@ def _fresh_folder(out: Path, force: bool) -> Iterator[Path]:
         else:
             partial.rename(out)
     except OSError as error:
-        raise BundleError(f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)) from error
+        raise BundleError(
+            f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -237,7 +245,13 @@ def _eos_ids(partial: Path, config: Any) -> tuple[int, ...]:
 
 
 def _write_manifest(
-    partial: Path, request: ExportRequest, bones: Skeleton, schedule: Schedule, plan: Plan, limits: manifest.Limits, written: _Written
+    partial: Path,
+    request: ExportRequest,
+    bones: Skeleton,
+    schedule: Schedule,
+    plan: Plan,
+    limits: manifest.Limits,
+    written: _Written,
 ) -> manifest.Manifest:
     config = bones.config
     paths = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
@@ -274,4 +288,3 @@ def _write_manifest(
     )  # fmt: skip
     manifest.write(result, partial)
     return result
-

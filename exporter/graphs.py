@@ -105,7 +105,8 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
 
 
 def _path_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
-    return next(path for path, candidate in model.named_modules() if candidate is module)
+    path: str = next(path for path, candidate in model.named_modules() if candidate is module)
+    return path
 
 
 def _model_name(name: str, owner: str, final: list[str]) -> str:

@@ -30,7 +30,9 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         return _opt_config(size), None
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
-    if not folder.is_dir() and (folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)):
+    if not folder.is_dir() and (
+        folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
+    ):
         raise ModelNotSupportedError("is not a folder", "name a checkpoint folder, a hub id or opt-SIZE", where=model)
     try:
         config = AutoConfig.from_pretrained(model)
@@ -65,13 +67,15 @@ def _opt_config(size: str) -> Any:
     layers, width, heads = _OPT_SIZES[size]
     post_norm = size == "350m"
     return OPTConfig(
-        num_hidden_layers=layers, hidden_size=width, ffn_dim=4 * width, num_attention_heads=heads, do_layer_norm_before=not post_norm,
-        word_embed_proj_dim=512 if post_norm else width, name_or_path=f"facebook/opt-{size}",
+        num_hidden_layers=layers, hidden_size=width, ffn_dim=4 * width, num_attention_heads=heads,
+        do_layer_norm_before=not post_norm, word_embed_proj_dim=512 if post_norm else width, name_or_path=f"facebook/opt-{size}",
     )  # fmt: skip
 
 
 def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelNotSupportedError(
-        f"cannot be read ({reason[:160]})", "name a local checkpoint folder, check the network, or use --random-weights with opt-SIZE", where=model
+        f"cannot be read ({reason[:160]})",
+        "name a checkpoint folder, check the network, or use --random-weights",
+        where=model,
     )

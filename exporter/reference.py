@@ -80,7 +80,7 @@ def _prefix(value: Any, length: int, cap: int) -> Any:
     return value
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def greedy_tokens(model: Any, schedule: Schedule, prompt: list[int], max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
     """Greedy decoding of one prompt by whole passes, no KV buffer: slow, and obviously right.
 

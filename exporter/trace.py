@@ -23,7 +23,7 @@ IR_VERSION = 10
 _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a dimension of 0 or 1 dynamic
 
 
-class _Embed(torch.nn.Module):
+class _Embed(torch.nn.Module):  # type: ignore[misc]
     """input_ids [B,S] int64, position_ids [B,S] int64 -> hidden [B,S,H]."""
 
     def __init__(self, parts: DecoderParts) -> None:
@@ -35,7 +35,7 @@ class _Embed(torch.nn.Module):
         return hidden
 
 
-class _Layer(torch.nn.Module):
+class _Layer(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D] -> hidden, present_key, present_value."""
 
     def __init__(self, layer: torch.nn.Module, rotary: torch.nn.Module | None, layer_type: str | None) -> None:
@@ -58,7 +58,7 @@ class _Layer(torch.nn.Module):
         return out, cache.present_key, cache.present_value
 
 
-class _Head(torch.nn.Module):
+class _Head(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], last [B] int64 (which position of each row) -> logits [B,V]."""
 
     def __init__(self, model: torch.nn.Module, owner: torch.nn.Module, final: Sequence[torch.nn.Module]) -> None:
@@ -85,7 +85,11 @@ def trace_embed(parts: DecoderParts) -> ir.Model:
 
 
 def trace_layer(
-    layer: torch.nn.Module, rotary: torch.nn.Module | None, layer_type: str | None, sizes: tuple[int, int, int], dtype: torch.dtype
+    layer: torch.nn.Module,
+    rotary: torch.nn.Module | None,
+    layer_type: str | None,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> ir.Model:
     """A layer's graph; `sizes` are H, KVH and D."""
     hidden_size, kv_heads, head_size = sizes
@@ -116,6 +120,6 @@ def _export(module: torch.nn.Module, inputs: tuple[Any, ...], shapes: dict[str, 
             input_names=list(shapes), output_names=outputs, optimize=False, verbose=False,
         )  # fmt: skip
     assert program is not None
-    model = program.model
+    model: ir.Model = program.model
     model.ir_version = IR_VERSION
     return model

@@ -103,7 +103,9 @@ def checkpoint_source(checkpoint: Path, base_prefix: str, open_files: ExitStack)
         value: torch.Tensor = handles[file].get_tensor(found)
         if tuple(value.shape) != shape:
             raise ModelNotSupportedError(
-                f"{found} has shape {tuple(value.shape)}, config.json says {shape}", "is config.json the checkpoint's own?", where=str(file)
+                f"{found} has shape {tuple(value.shape)}, config.json says {shape}",
+                "is config.json the checkpoint's own?",
+                where=str(file),
             )
         if not value.is_floating_point():
             raise ModelNotSupportedError(f"{found} is {value.dtype}", "give an unquantised checkpoint", where=str(file))
@@ -131,12 +133,14 @@ def _files(checkpoint: Path) -> list[Path]:
             "convert once with `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
             where=str(checkpoint),
         )
-    raise ModelNotSupportedError("holds no model.safetensors", "name a checkpoint folder, or use --random-weights", where=str(checkpoint))
+    raise ModelNotSupportedError(
+        "holds no model.safetensors", "name a checkpoint folder, or use --random-weights", where=str(checkpoint)
+    )
 
 
 def _names(file: Path) -> Iterator[str]:
     try:
         with safe_open(file, framework="pt") as handle:
-            yield from handle.keys()  # noqa: SIM118
+            yield from handle.keys()
     except (SafetensorError, OSError) as error:
         raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error

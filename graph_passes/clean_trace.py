@@ -35,7 +35,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.RemoveUnusedNodesPass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         common.RemoveUnusedOpsetsPass(),
         common.ClearMetadataAndDocStringPass(),
     )(model)

@@ -13,6 +13,7 @@ import logging
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode import bindings
 
@@ -38,7 +39,7 @@ class LowerAttentionPass(ir.passes.InPlacePass):
             _lower(model.graph, node, self.max_length)
         if found:
             model.graph.opset_imports[MS_DOMAIN] = 1
-            ir.passes.common.RemoveUnusedNodesPass()(model)
+            RemoveUnusedNodesPass()(model)
         logger.info("lowered %d attention operators", len(found))
         return ir.passes.PassResult(model, bool(found))
 
@@ -100,8 +101,9 @@ def _single_consumer(value: ir.Value, op_type: str) -> ir.Node:
 
 
 def _static_dim(value: ir.Value, axis: int) -> int:
-    assert value.shape is not None and isinstance(value.shape[axis], int), f"{value.name}: dimension {axis} is not static"
-    return int(value.shape[axis])
+    size = value.shape[axis] if value.shape is not None else None
+    assert isinstance(size, int), f"{value.name}: dimension {axis} is not static"
+    return size
 
 
 def _length_inputs(graph: ir.Graph) -> list[ir.Value]:
@@ -154,7 +156,7 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
         if name not in graph.initializers:
             tensor = ir.tensor(function(steps).astype(np.float32), name=name)
             graph.register_initializer(
-                ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+                ir.Value(name=name, shape=ir.Shape(steps.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
             )
         tables.append(graph.initializers[name])
     return tables

@@ -33,7 +33,5 @@ def plan_variants(schedule: Schedule, *, max_layers_per_segment: int | None = No
             segments.append([layer])
     return Plan(
         segments=tuple(map(tuple, segments)),
-        variants=tuple(
-            (count, tuple(i for i, layers in enumerate(segments) if layers[0] in active[count])) for count in counts
-        ),
+        variants=tuple((count, tuple(i for i, layers in enumerate(segments) if layers[0] in active[count])) for count in counts),
     )

@@ -3,12 +3,11 @@
 Shape letters, used everywhere: B rows, S new tokens in this pass, L layers, H hidden size, NH query heads, KVH key/value heads,
 D head size, C slots of a layer's KV buffer, V vocabulary.
 
-| engine  | inputs                                                                                   | outputs                          |
-|---------|------------------------------------------------------------------------------------------|----------------------------------|
-| embed   | input_ids [B,S] int64, position_ids [B,S] int64                                           | hidden [B,S,H]                   |
-| segment | hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D];    | hidden_out [B,S,H],              |
-|         | cpu also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32          | present_key.{l}, present_value.{l} (the same memory) |
-| head    | hidden [B,S,H], last [B] int64 (which position of each row)                               | logits [B,V]                     |
+embed    input_ids [B,S] int64, position_ids [B,S] int64  ->  hidden [B,S,H]
+segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D] of its layers
+         ->  hidden_out [B,S,H], present_key.{l} and present_value.{l}, the same memory as the past ones
+         on cpu also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row)
+head     hidden [B,S,H], last [B] int64 (which position of each row)  ->  logits [B,V]
 """
 
 from __future__ import annotations

@@ -5,7 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 # those that choose another matrix kernel in ONNX Runtime's MLAS
-_KERNELS = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_tile", "amx_int8", "asimd", "asimddp", "i8mm", "sve")
+_KERNELS = (
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_tile",
+    "amx_int8",
+    "asimd",
+    "asimddp",
+    "i8mm",
+    "sve",
+)
 
 
 def cpu_features() -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from skipdecode import bindings as names
-from skipdecode.engines.ort import OrtEngine
+from skipdecode.engines.ort import Array, OrtEngine
 from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
 from skipdecode.manifest import Model
 from skipdecode.schedule import Anchor, Schedule
@@ -44,7 +44,7 @@ class Decoder:
         self.logits: FloatArray = np.empty((rows, model.vocab_size), dtype=np.float32)
         self._engines, self._model = engines, model
         self._step = 0
-        self._needed = [_needed_layers(schedule, layers[0]) for layers, _ in engines.segments]
+        self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._hidden: FloatArray = np.empty((rows, 1, model.hidden_size), dtype=np.float32)
@@ -109,15 +109,17 @@ class Decoder:
     def _prefill_segment(self, index: int, row: int, hidden: FloatArray, positions: IntArray, count: int) -> None:
         layers, engine = self._engines.segments[index]
         shape = (1, self._model.num_kv_heads, count, self._model.head_size)
-        slices = slice(row, row + 1)
+        # a layer that no decode step computes has no slots: its prompt's keys and values live for this call only
         buffers = [
-            tuple(np.zeros(shape, np.float32) if array is None else array[slices] for array in (self.kv.keys[l], self.kv.values[l]))
-            for l in layers
-        ]  # a layer that no decode step computes has no slots: its prompt's keys live for this call only
+            self.kv.rows(layer, slice(row, row + 1))
+            if self.kv.has(layer)
+            else (np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+            for layer in layers
+        ]
         for start in range(0, count, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, count)
             part = np.ascontiguousarray(hidden[:, start:stop])
-            inputs = {
+            inputs: dict[str, Array] = {
                 names.HIDDEN: part,
                 names.POSITION_IDS: np.ascontiguousarray(positions[:, start:stop]),
                 names.SEQLENS_K: np.array([stop - 1], dtype=np.int32),
@@ -131,33 +133,29 @@ class Decoder:
         if (index, start) not in self._climbs:
             layers, engine = self._engines.segments[index]
             hidden = self._hidden[start:]
-            inputs = {
+            inputs: dict[str, Array] = {
                 names.HIDDEN: hidden,
                 names.POSITION_IDS: self._positions[start:],
                 names.SEQLENS_K: self._seqlens_k[start:],
                 names.TOTAL_SEQUENCE_LENGTH: self._totals[start : start + 1],  # of the longest row of the suffix
             }
-            buffers = [(self.kv.keys[l][start:], self.kv.values[l][start:]) for l in layers]  # type: ignore[index]
+            buffers = [self.kv.rows(layer, slice(start, None)) for layer in layers]
             self._climbs[index, start] = _bind_segment(engine, layers, inputs, hidden, buffers)
         return self._climbs[index, start]
-
-
-def _needed_layers(schedule: Schedule, layer: int) -> int:
-    """The least layer count that includes `layer`."""
-    return 0 if layer < schedule.warmup_layers else schedule.num_layers - layer + schedule.warmup_layers
 
 
 def _bind_segment(
     engine: OrtEngine,
     layers: tuple[int, ...],
-    inputs: dict[str, np.ndarray],  # type: ignore[type-arg]
+    inputs: Mapping[str, Array],
     hidden: FloatArray,
-    buffers: list[tuple[FloatArray, ...]],
+    buffers: Sequence[tuple[FloatArray, FloatArray]],
 ) -> Callable[[], None]:
     """Bind a segment; hidden state and KV buffer are read and written in place."""
-    inputs, outputs = dict(inputs), {names.HIDDEN_OUT: hidden}
+    bound: dict[str, Array] = dict(inputs)
+    outputs: dict[str, Array] = {names.HIDDEN_OUT: hidden}
     for layer, (key, value) in zip(layers, buffers, strict=True):
         for past, present, array in ((names.PAST_KEY, names.PRESENT_KEY, key), (names.PAST_VALUE, names.PRESENT_VALUE, value)):
-            inputs[names.of_layer(past, layer)] = array
+            bound[names.of_layer(past, layer)] = array
             outputs[names.of_layer(present, layer)] = array
-    return engine.bind(inputs, outputs)
+    return engine.bind(bound, outputs)

@@ -77,7 +77,9 @@ class Generator:
         BundleError, TargetError: see `load`.
     """
 
-    def __init__(self, bundle: Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False) -> None:
+    def __init__(
+        self, bundle: Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False
+    ) -> None:
         started = time.perf_counter()
         self.path = bundle
         self.manifest = manifests.read(bundle)
@@ -155,6 +157,7 @@ class Generator:
             decoder.prefill(index, np.array(row.prompt_ids, dtype=np.int64))
         self._prefill_s = time.perf_counter() - started
         layers: int | None = None
+        tokens: IntArray = np.zeros(0, dtype=np.int64)
         for step in range(max_new_tokens):
             if step:
                 layers = decoder.decode_step(tokens)
@@ -171,7 +174,9 @@ class Generator:
         Raises:
             CapacityError: text, but the bundle has no tokenizer; no prompt at all.
         """
-        several: Sequence[Any] = [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else prompts
+        several: Sequence[Any] = (
+            [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else prompts
+        )
         if not len(several):
             raise CapacityError("there is no prompt", "give at least one")
         if not isinstance(several[0], str):
@@ -201,7 +206,9 @@ class Generator:
     def _check(self, rows: list[Row], max_new_tokens: int) -> None:
         limits, vocabulary = self.manifest.limits, self.manifest.model.vocab_size
         if len(rows) > limits.max_batch:
-            raise CapacityError(f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch")
+            raise CapacityError(
+                f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch"
+            )
         if max_new_tokens < 1:
             raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
         for index, row in enumerate(rows):
@@ -216,7 +223,9 @@ class Generator:
                 )
             outside = next((token for token in row.prompt_ids if not 0 <= token < vocabulary), None)
             if outside is not None:
-                raise CapacityError(f"token id {outside} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where)
+                raise CapacityError(
+                    f"token id {outside} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where
+                )
 
 
 def load(bundle: str | Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False) -> Generator:
@@ -238,7 +247,9 @@ def load(bundle: str | Path, *, target: str | None = None, threads: int | None =
 def _load_engines(manifest: manifests.Manifest, bundle: Path, name: str | None, threads: int | None) -> Engines:
     known = [target.name for target in manifest.targets]
     if not known or (name is not None and name not in known):
-        raise TargetError(f"target {name or 'cpu'!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle))
+        raise TargetError(
+            f"target {name or 'cpu'!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
+        )
     target = next(target for target in manifest.targets if name in (None, target.name))
     check_library(target.library_version)
     if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):

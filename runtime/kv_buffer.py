@@ -14,7 +14,7 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...]:
     """Slots that each layer needs for `prompt` + `new` tokens: none where no decode step computes it.
 
-    Position `t` of a row lies in slot `t` (absolute) or `prompt + t` (generated); layer `l` is active at a prefix of the positions.
+    Position `t` of a row lies in slot `t` (absolute) or `prompt + t` (generated).
     """
     caps = [schedule.cap(layer) for layer in range(schedule.num_layers)]
     if schedule.anchor is Anchor.ABSOLUTE:
@@ -38,6 +38,16 @@ class KVBuffer:
         self.keys = [allocate(count) for count in slots]
         self.values = [allocate(count) for count in slots]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
+
+    def has(self, layer: int) -> bool:
+        """Whether any decode step computes `layer`."""
+        return self.keys[layer] is not None
+
+    def rows(self, layer: int, rows: slice) -> tuple[FloatArray, FloatArray]:
+        """Keys and values of some rows of a layer, contiguous, at the buffer's own addresses."""
+        key, value = self.keys[layer], self.values[layer]
+        assert key is not None and value is not None, f"no decode step computes layer {layer}"
+        return key[rows], value[rows]
 
     @property
     def nbytes(self) -> int:

@@ -97,11 +97,11 @@ class Manifest:
     def __post_init__(self) -> None:
         depth = self.model.num_layers
         checks = (
-            (self.format_version == FORMAT_VERSION, "format_version", f"{self.format_version}, this runtime reads {FORMAT_VERSION}"),
+            (self.format_version == FORMAT_VERSION, "format_version", "is another"),
             (self.schedule.num_layers == depth, "schedule.num_layers", f"differs from the model's {depth} layers"),
             ([layer for s in self.segments for layer in s] == list(range(depth)), "segments", "do not cover each layer once"),
-            (self.kv_slots == tuple(self.schedule.cap(layer) for layer in range(depth)), "kv_slots", "do not follow from the schedule"),
-            ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one of the schedule's"),
+            (self.kv_slots == tuple(map(self.schedule.cap, range(depth))), "kv_slots", "do not follow from the schedule"),
+            ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (min(dataclasses.astuple(self.limits)) >= 1, "limits", "are not positive"),
         )  # fmt: skip
@@ -111,11 +111,15 @@ class Manifest:
         for variant in self.variants:
             self._check_variant(variant)
         known = {file.path for file in self.files}
-        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head)] + [v.graph for v in self.variants if v.graph]
+        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head)] + [
+            v.graph for v in self.variants if v.graph
+        ]
         for path in [*known, *used]:
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or "\\" in path or path not in known:
-                raise BundleError(f"{path!r} is outside the bundle or not among its files", "export the model again", where=MANIFEST)
+                raise BundleError(
+                    f"{path!r} is outside the bundle or not among its files", "export the model again", where=MANIFEST
+                )
 
     def _check_variant(self, variant: Variant) -> None:
         if all(0 <= index < len(self.segments) for index in variant.segments):
@@ -146,7 +150,9 @@ def read(bundle: Path) -> Manifest:
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         raise BundleError(
-            f"format_version is {version!r}, this runtime reads {FORMAT_VERSION}", "export the model with this version", where=str(path)
+            f"format_version is {version!r}, this runtime reads {FORMAT_VERSION}",
+            "export the model with this version",
+            where=str(path),
         )
     try:
         manifest: Manifest = _decode(Manifest, data, "")
@@ -180,7 +186,9 @@ def check_hashes(manifest: Manifest, bundle: Path) -> None:
     """
     for file in manifest.files:
         if describe_file(bundle, file.path).sha256 != file.sha256:
-            raise BundleError("its contents are not what the manifest says", "export the model again", where=str(bundle / file.path))
+            raise BundleError(
+                "its contents are not what the manifest says", "export the model again", where=str(bundle / file.path)
+            )
 
 
 def _check_size(bundle: Path, file: File) -> None:

@@ -49,7 +49,8 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
         [B] int64.
     """
     if not sampling.do_sample:
-        return logits.argmax(axis=1)
+        likeliest: IntArray = logits.argmax(axis=1)
+        return likeliest
     order = np.argsort(-logits, axis=1, kind="stable")  # ties: lower id first
     scores = np.take_along_axis(logits, order, axis=1).astype(np.float64) / sampling.temperature
     if sampling.top_k:
@@ -60,7 +61,8 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
     cumulated = np.cumsum(mass * kept, axis=1)
     draws = np.array([uniform(sampling.seed, int(row), step) for row in rows])
     picks = (cumulated <= (draws * cumulated[:, -1])[:, None]).sum(axis=1)
-    return np.take_along_axis(order, picks[:, None], axis=1)[:, 0]
+    tokens: IntArray = np.take_along_axis(order, picks[:, None], axis=1)[:, 0]
+    return tokens
 
 
 def uniform(seed: int, row: int, step: int) -> float:

@@ -7,12 +7,12 @@ training) derives from `Schedule.active`, `Schedule.cap` and `Schedule.layers_at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from skipdecode.errors import ScheduleError
 
 
-class Anchor(str, Enum):
+class Anchor(StrEnum):
     """Where positions are counted from."""
 
     GENERATED = "generated"  # t = 0 at the first decode step; the prompt runs at full depth
@@ -45,7 +45,7 @@ class Schedule:
         for t, count in enumerate(self.layers):
             if not least <= count <= self.num_layers:
                 raise ScheduleError(
-                    f"{count} layers at position {t}: the model has {self.num_layers} layers and {self.warmup_layers} warm-up layers",
+                    f"{count} layers at position {t}: the model has {self.num_layers} and {self.warmup_layers} warm-up layers",
                     f"choose counts from {least} to {self.num_layers}",
                     where=f"{self.name} schedule",
                 )
@@ -74,9 +74,13 @@ class Schedule:
         """Active layers at `t`: the first `w` and the last `k(t) - w`, ascending (paper section 3.2)."""
         return active_layers(self.num_layers, self.warmup_layers, self.layers_at(position))
 
+    def least_count(self, layer: int) -> int:
+        """The least layer count that includes `layer`."""
+        return 0 if layer < self.warmup_layers else self.num_layers - layer + self.warmup_layers
+
     def cap(self, layer: int) -> int | None:
         """How many positions compute `layer`: it is active on exactly `[0, cap)`. None: on all of them."""
-        needed = 0 if layer < self.warmup_layers else self.num_layers - layer + self.warmup_layers
+        needed = self.least_count(layer)
         if self.layers[-1] >= needed:
             return None
         return next(t for t, count in enumerate(self.layers) if count < needed)

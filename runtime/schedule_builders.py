@@ -120,7 +120,7 @@ def _check_reached(lower: int, upper: int, least: int, speedup: float, num_layer
     low = max(least, min(lower, num_layers))
     high = max(low, min(upper, num_layers))
     raise ScheduleError(
-        f"--speedup {speedup:g} with the given ends would need {upper} -> {lower} layers, but {least} <= min <= max <= {num_layers}",
+        f"--speedup {speedup:g} with the given ends needs {upper} -> {lower} layers, out of {num_layers} -> {least}",
         f"the nearest that can is --speedup {_floor(2 * num_layers / (low + high)):g}",
     )
 
@@ -151,7 +151,7 @@ def _power(request: ScheduleRequest, lower: int, upper: int, num_layers: int) ->
     found = counts(_bisect(lambda alpha: sum(counts(alpha)) / request.span - target))
     if abs(sum(found) / request.span - target) > 1:
         raise ScheduleError(
-            f"--speedup {request.speedup or DEFAULT_SPEEDUP:g} cannot be reached from {upper} to {lower} layers over {request.span} positions",
+            f"--speedup {request.speedup or DEFAULT_SPEEDUP:g} cannot be reached from {upper} to {lower} layers",
             f"the nearest that can is --speedup {_floor(num_layers * request.span / sum(found)):g}",
             where="power schedule",
         )

@@ -14,7 +14,13 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
 LAYERS, VOCABULARY, MAX_LENGTH = 6, 99, 48
-_SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+_SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
 _GATED = {**_SIZES, "intermediate_size": 96}
 _GROUPED = {**_GATED, "num_key_value_heads": 2}
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
@@ -23,7 +29,9 @@ _OPT = {**_SIZES, **_IDS, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(**_OPT),
     "opt-350m": lambda: transformers.OPTConfig(**{**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "gpt2": lambda: transformers.GPT2Config(n_layer=LAYERS, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=64, initializer_range=0.1),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_layer=LAYERS, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=64, initializer_range=0.1
+    ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**_GATED, **_IDS),
     "llama": lambda: transformers.LlamaConfig(**_GROUPED, **_IDS),
     "mistral": lambda: transformers.MistralConfig(**_GROUPED, **_IDS, sliding_window=None),
@@ -61,7 +69,9 @@ class Zoo:
         path = self._folder / f"{name}.bundle"
         if not path.exists():
             schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)
-            export(ExportRequest(model=str(self.checkpoint(name)), out=path, schedule=schedule, max_batch=4, max_length=MAX_LENGTH))
+            export(
+                ExportRequest(model=str(self.checkpoint(name)), out=path, schedule=schedule, max_batch=4, max_length=MAX_LENGTH)
+            )
         return path
 
     def model(self, name: str) -> Any:

@@ -19,7 +19,19 @@ PROMPTS, NEW_TOKENS, ROUNDS = 4, 48, 7
 
 
 def main() -> None:
-    command = ["skip-export", str(HERE / "model"), "--schedule", "linear", "--speedup", "2", "--span", "48", "--out", str(BUNDLE), "--force"]
+    command = [
+        "skip-export",
+        str(HERE / "model"),
+        "--schedule",
+        "linear",
+        "--speedup",
+        "2",
+        "--span",
+        "48",
+        "--out",
+        str(BUNDLE),
+        "--force",
+    ]
     print("$", " ".join(command), flush=True)
     subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
     model = skipdecode.load(BUNDLE)

@@ -40,9 +40,7 @@ def train_tokenizer(pairs: list[tuple[str, str]], out: Path) -> Tokenizer:
         vocab_size=VOCABULARY, special_tokens=["<s>", "<pad>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator((prompt(mr) + " " + text for mr, text in pairs), trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>"
-    ).save_pretrained(out)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>").save_pretrained(out)
     return tokenizer
 
 

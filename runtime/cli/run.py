@@ -29,14 +29,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="skip-run", description="Generate with a bundle.", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="skip-run",
+        description="Generate with a bundle.",
+        epilog=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable: a batch")
     parser.add_argument("--prompt-file", type=Path, metavar="F", help="one prompt, the file's whole text")
     parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="repeatable; instead of text")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens a row (64)")
-    parser.add_argument("--temperature", type=float, metavar="X", help="sample; above 0 (greedy unless a sampling option is given)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="sample; above 0 (greedy unless a sampling option is given)"
+    )
     parser.add_argument("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of mass P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
@@ -79,7 +84,9 @@ def _prompts(options: argparse.Namespace) -> Any:
         try:
             texts.append(options.prompt_file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise CapacityError(f"cannot be read ({error})", "name a UTF-8 text file", where=f"--prompt-file {options.prompt_file}") from error
+            raise CapacityError(
+                f"cannot be read ({error})", "name a UTF-8 text file", where=f"--prompt-file {options.prompt_file}"
+            ) from error
     if bool(texts) == bool(options.token_ids):
         raise CapacityError("give either text or token ids", "use --prompt, --prompt-file or --token-ids", where="skip-run")
     try:

@@ -109,13 +109,16 @@ def test_slim_leaves_out_the_graphs_and_runs_the_same(zoo: Zoo, tmp_path: Path) 
     made = export(ExportRequest(model=str(zoo.checkpoint("opt")), out=tmp_path / "slim", slim=True, max_length=MAX_LENGTH))
     assert not any(file.path.startswith("graphs") for file in made.files)
     assert all(variant.graph is None for variant in made.variants)
-    runs = [skipdecode.load(path).generate([5, 6, 7], schedule="full", max_new_tokens=9) for path in (tmp_path / "slim", zoo.bundle("opt"))]
+    runs = [
+        skipdecode.load(path).generate([5, 6, 7], schedule="full", max_new_tokens=9)
+        for path in (tmp_path / "slim", zoo.bundle("opt"))
+    ]
     assert runs[0].sequences == runs[1].sequences
 
 
 def test_random_weights_need_no_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
-    transformers.LlamaConfig(**{"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48,
-                                "vocab_size": 50, "max_position_embeddings": 64}).save_pretrained(tmp_path / "bare")  # fmt: skip
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 50}
+    transformers.LlamaConfig(num_hidden_layers=4, **sizes).save_pretrained(tmp_path / "bare")
     export(ExportRequest(model=str(tmp_path / "bare"), out=tmp_path / "out", random_weights=True, max_length=32))
     assert len(skipdecode.load(tmp_path / "out").generate([1, 2], max_new_tokens=5, ignore_eos=True).sequences[0].token_ids) == 5
 
@@ -186,7 +189,9 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
         ({"schedule": ScheduleRequest(name="wibble")}, SkipDecodeError, "choose one of"),
     ],
 )
-def test_options_out_of_range_are_refused(zoo: Zoo, tmp_path: Path, changes: dict[str, object], kind: type[SkipDecodeError], says: str) -> None:
+def test_options_out_of_range_are_refused(
+    zoo: Zoo, tmp_path: Path, changes: dict[str, object], kind: type[SkipDecodeError], says: str
+) -> None:
     _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", kind, says, **changes)
 
 
@@ -211,7 +216,9 @@ def test_force_replaces_a_bundle_and_nothing_else(zoo: Zoo, tmp_path: Path) -> N
 
 def test_a_bundle_with_many_variants_weighs_what_one_with_a_single_variant_weighs(zoo: Zoo, tmp_path: Path) -> None:
     one = export(
-        ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "one", schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH)
+        ExportRequest(
+            model=str(zoo.checkpoint("llama")), out=tmp_path / "one", schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH
+        )
     )
     many = manifests.read(zoo.bundle("llama"))
 

@@ -32,7 +32,9 @@ def _schedules(tmp_path: Path) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_equal_the_reference_for_every_schedule_alone_and_in_a_ragged_batch(name: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_the_reference_for_every_schedule_alone_and_in_a_ragged_batch(
+    name: str, zoo: Zoo, tmp_path: Path
+) -> None:
     generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
     for schedule in _schedules(tmp_path):
         expected = [greedy_tokens(model, schedule, prompt, NEW)[0] for prompt in RAGGED]
@@ -62,7 +64,9 @@ def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(name: str
 def test_full_depth_equals_transformers_generate(name: str, zoo: Zoo) -> None:
     generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
     prompt = RAGGED[1]
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, attention_mask=torch.ones(1, len(prompt)))
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, attention_mask=torch.ones(1, len(prompt))
+    )
     result = generator.generate(prompt, max_new_tokens=NEW, schedule="full", ignore_eos=True)
     expected = out[0, len(prompt) :].tolist()
     stop = next((i for i, token in enumerate(result.sequences[0].token_ids) if token == 2), NEW)

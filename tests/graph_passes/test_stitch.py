@@ -11,7 +11,8 @@ from skipdecode.graph_passes.stitch import instantiate, stitch
 def _template() -> ir.Model:
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 24]>
-        layer (float[B,S,4] hidden, float[B,1,C,4] past_key, float[4] weight) => (float[B,S,4] hidden_out, float[B,1,C,4] present_key)
+        layer (float[B,S,4] hidden, float[B,1,C,4] past_key, float[4] weight)
+            => (float[B,S,4] hidden_out, float[B,1,C,4] present_key)
         <float half = {0.5}> {
             scaled = Mul (hidden, weight)
             hidden_out = Mul (scaled, half)

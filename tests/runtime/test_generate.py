@@ -32,7 +32,9 @@ def generator(zoo: Zoo) -> Generator:
         ("text", 4, "no tokenizer"),
     ],
 )
-def test_a_bad_request_is_one_line_and_the_generator_stays_usable(generator: Generator, prompts: object, new: int, says: str) -> None:
+def test_a_bad_request_is_one_line_and_the_generator_stays_usable(
+    generator: Generator, prompts: object, new: int, says: str
+) -> None:
     before = generator.generate(PROMPT, max_new_tokens=6).sequences
     with pytest.raises(CapacityError, match=says) as caught:
         generator.generate(prompts, max_new_tokens=new)  # type: ignore[arg-type]

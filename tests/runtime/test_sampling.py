@@ -50,7 +50,9 @@ def test_the_generator_gives_the_documented_numbers() -> None:
     assert [uniform(0, 0, 0), uniform(1, 0, 0), uniform(0, 1, 0), uniform(0, 0, 1)] == pytest.approx(EXPECTED, abs=0)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}]
+)
 def test_values_out_of_range_are_refused_in_one_line(bad: dict[str, float]) -> None:
     with pytest.raises(CapacityError, match="choose"):
         Sampling(do_sample=True, **bad)

@@ -23,7 +23,9 @@ def test_linear_on_24_layers_runs_as_the_blueprint_says(speedup: float, top: int
 
 
 @given(SHAPES, st.integers(2, 64), st.floats(1, 10), st.integers(0, 3), st.integers(1, 300))
-def test_mean_layers_are_within_one_of_what_the_speedup_promises(name: str, depth: int, speedup: float, warmup: int, span: int) -> None:
+def test_mean_layers_are_within_one_of_what_the_speedup_promises(
+    name: str, depth: int, speedup: float, warmup: int, span: int
+) -> None:
     assume(warmup < depth)
     try:
         schedule = build_schedule(ScheduleRequest(name=name, speedup=speedup, warmup_layers=warmup, span=span), depth)

@@ -1,0 +1,172 @@
+"""examples:
+  skip-inspect engines/
+  skip-inspect engines/ --json
+  skip-inspect engines/ --check-hashes      (reads the whole bundle)
+
+exit status: 0 done, 2 bad input (one line: what, where, what to do)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from skipdecode import manifest as manifests
+from skipdecode.cli import Parser, guarded
+from skipdecode.kv_buffer import slots_per_layer
+from skipdecode.manifest import Manifest, Target, Variant
+from skipdecode.schedule import Schedule, full_depth
+
+_COLUMNS = 64
+_WARM_UP, _ACTIVE, _SKIPPED = "▓", "█", "·"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The `skip-inspect` command."""
+    parser = Parser(
+        prog="skip-inspect",
+        description="What is inside a bundle: schedule, variants, segments, memory, targets.",
+        epilog=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
+    parser.add_argument("--json", action="store_true", help="one object on standard output")
+    parser.add_argument("--check-hashes", action="store_true", help="compare every file's SHA-256")
+    parser.add_argument("--quiet", action="store_true", help="print nothing: the exit status says whether the bundle is whole")
+    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    options = parser.parse_args(argv)
+    return guarded(lambda: _inspect(options), debug=options.debug)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    manifest = manifests.read(options.bundle)
+    if options.check_hashes:
+        manifests.check_hashes(manifest, options.bundle)
+    if options.json:
+        print(json.dumps(facts(manifest)))
+    elif not options.quiet:
+        print("\n".join(_page(manifest)))
+    return 0
+
+
+def facts(manifest: Manifest) -> dict[str, Any]:
+    """Everything the page shows, as plain JSON values with units in the keys."""
+    model, schedule = manifest.model, manifest.schedule
+    sizes = {file.path: file.size for file in manifest.files}
+    return {
+        "format_version": manifest.format_version,
+        "model": {"name": model.name, "type": model.model_type, "layers": model.num_layers, "hidden_size": model.hidden_size,
+                  "heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_size": model.head_size,
+                  "vocabulary": model.vocab_size, "parameters": model.num_parameters},
+        "limits": {"length_tokens": manifest.limits.max_length, "batch_rows": manifest.limits.max_batch},
+        "schedule": {"name": schedule.name, "anchor": schedule.anchor.value, "warmup_layers": schedule.warmup_layers,
+                     "layers": list(schedule.layers), "mean_layers": schedule.mean_layers,
+                     "speedup": schedule.num_layers / schedule.mean_layers},
+        "variants": [
+            {"name": v.name, "layers": v.num_layers, "segments": list(v.segments), "positions": _positions(schedule, v)}
+            for v in manifest.variants
+        ],
+        "segments": [{"layers": list(layers)} for layers in manifest.segments],
+        "weights_bytes": 4 * model.num_parameters,
+        "kv_bytes_per_row": kv_bytes(manifest, schedule),
+        "kv_bytes_per_row_without_skipping": kv_bytes(manifest, full_depth(model.num_layers)),
+        "targets": [_target_facts(target, sizes) for target in manifest.targets],
+        "bundle_bytes": sum(sizes.values()),
+    }  # fmt: skip
+
+
+def _target_facts(target: Target, sizes: dict[str, int]) -> dict[str, Any]:
+    return {
+        "name": target.name, "library": target.library, "library_version": target.library_version, "machine": target.machine,
+        "cpu_features": list(target.cpu_features),
+        "segment_bytes": [engine_bytes(path, sizes) for path in target.segments],
+        "head_bytes": engine_bytes(target.head, sizes),
+    }  # fmt: skip
+
+
+def engine_bytes(engine: str, sizes: dict[str, int]) -> int:
+    """Bytes of an engine with its weights, which lie beside it."""
+    return sizes[engine] + sizes.get(engine.removesuffix(".onnx") + ".bin", 0)
+
+
+def kv_bytes(manifest: Manifest, schedule: Schedule) -> int:
+    """Bytes of one row's KV buffer where half of the longest run is the prompt."""
+    prompt = manifest.limits.max_length // 2
+    slots = slots_per_layer(schedule, prompt, manifest.limits.max_length - prompt)
+    return sum(slots) * 2 * manifest.model.num_kv_heads * manifest.model.head_size * 4
+
+
+def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:
+    """[first, last] position that uses `variant`; last None: without end; None: no decode step does."""
+    count = variant.num_layers
+    used = [t for t, layers in enumerate(schedule.layers) if layers == count]
+    if not used:
+        return None
+    return [used[0], None if schedule.layers[-1] == count else used[-1]]
+
+
+def picture(schedule: Schedule) -> list[str]:
+    """Layers (top layer first) against positions, a character a position or a few of them."""
+    width = min(_COLUMNS, schedule.span)
+    columns = [schedule.active(i * schedule.span // width) for i in range(width)]
+    rows = []
+    for layer in reversed(range(schedule.num_layers)):
+        active = _WARM_UP if layer < schedule.warmup_layers else _ACTIVE
+        rows.append(f"{layer:>5} " + "".join(active if layer in column else _SKIPPED for column in columns))
+    left, right = "0", f"{schedule.span - 1} and on"
+    rows.append(" " * 6 + left + right.rjust(max(width - len(left), len(right) + 1)))
+    return rows
+
+
+def _page(manifest: Manifest) -> list[str]:
+    data, model, schedule = facts(manifest), manifest.model, manifest.schedule
+    kv, whole = data["kv_bytes_per_row"], data["kv_bytes_per_row_without_skipping"]
+    return [
+        f"{model.name}: {model.model_type}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads "
+        f"({model.num_kv_heads} key/value) of {model.head_size}, vocabulary {model.vocab_size}, "
+        f"{model.num_parameters / 1e6:,.1f} M parameters",
+        f"limits: {manifest.limits.max_length} tokens a row, {manifest.limits.max_batch} rows",
+        "",
+        f"schedule {schedule.name}, anchor {schedule.anchor.value}: {schedule.layers[0]} -> {schedule.layers[-1]} layers over "
+        f"{schedule.span} positions, mean {schedule.mean_layers:.1f} ({data['schedule']['speedup']:.2f}x fewer)",
+        f"layer  ({_WARM_UP} warm-up, {_ACTIVE} active, {_SKIPPED} skipped; positions to the right)",
+        *picture(schedule),
+        "",
+        "variants",
+        *(
+            f"  {v['name']:<5} {_span_text(v['positions']):<22} segments {' '.join(map(str, v['segments']))}"
+            for v in data["variants"]
+        ),
+        "",
+        *(line for target in data["targets"] for line in _target_lines(target, manifest)),
+        f"weights    {_mib(data['weights_bytes'])}, once for all {len(manifest.variants)} variants",
+        f"KV buffer  {_mib(kv)} a row of {manifest.limits.max_length} tokens (half prompt), "
+        f"{_mib(whole)} without skipping: {kv / whole:.0%}",
+        f"bundle     {_mib(data['bundle_bytes'])} on disk",
+    ]
+
+
+def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
+    lines = ["target {name}: {library} {library_version}, {machine} ".format(**target) + " ".join(target["cpu_features"])]
+    for index, (layers, size) in enumerate(zip(manifest.segments, target["segment_bytes"], strict=True)):
+        name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+        lines.append(f"  segment {index:<3} layers {name:<7} {_mib(size)}")
+    return [*lines, ""]
+
+
+def _span_text(positions: list[int | None] | None) -> str:
+    if positions is None:
+        return "prefill and baseline"
+    first, last = positions
+    return f"positions {first} and on" if last is None else f"positions {first} .. {last}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Schedule -> variants and segments."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode.graph_passes.plan import plan_variants
+from skipdecode.schedule import Schedule, active_layers
+from tests.runtime.test_schedule import schedules
+
+
+@given(schedules(), st.none() | st.integers(1, 5))
+def test_segments_partition_the_layers_and_variants_climb_exactly_their_own(schedule: Schedule, limit: int | None) -> None:
+    plan = plan_variants(schedule, max_layers_per_segment=limit)
+    assert [layer for segment in plan.segments for layer in segment] == list(range(schedule.num_layers))
+    assert {schedule.num_layers, *schedule.variants} == {count for count, _ in plan.variants}
+    for count, indices in plan.variants:
+        climbed = tuple(layer for index in indices for layer in plan.segments[index])
+        assert climbed == active_layers(schedule.num_layers, min(schedule.warmup_layers, count), count)
+    if limit:
+        assert max(map(len, plan.segments)) <= limit
+
+
+@given(schedules())
+def test_segments_are_maximal_neighbours_differ_in_some_variant(schedule: Schedule) -> None:
+    plan = plan_variants(schedule)
+    users = [{count for count, indices in plan.variants if index in indices} for index in range(len(plan.segments))]
+    assert all(left != right for left, right in itertools.pairwise(users))

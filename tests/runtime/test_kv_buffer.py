@@ -1,0 +1,39 @@
+"""The KV buffer has the schedule's shape."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode.kv_buffer import KVBuffer, slots_per_layer
+from skipdecode.manifest import Model
+from skipdecode.schedule import Anchor, Schedule
+from tests.runtime.test_schedule import schedules
+
+
+@given(schedules(), st.integers(1, 50), st.integers(1, 80))
+def test_each_layer_has_a_slot_for_the_prompt_and_each_step_that_computes_it(schedule: Schedule, prompt: int, new: int) -> None:
+    slots = slots_per_layer(schedule, prompt, new)
+    for layer, count in enumerate(slots):
+        steps = sum(layer in schedule.active(t) for t in range(new))
+        assert count == (prompt + steps if steps else 0)
+
+
+@given(schedules(), st.integers(1, 50), st.integers(1, 80))
+def test_an_absolute_anchor_counts_the_prompt_too(schedule: Schedule, prompt: int, new: int) -> None:
+    absolute = dataclasses.replace(schedule, anchor=Anchor.ABSOLUTE)
+    slots = slots_per_layer(absolute, prompt, new)
+    for layer, count in enumerate(slots):
+        assert count == sum(layer in schedule.active(t) for t in range(prompt + new))
+
+
+def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> None:
+    model = Model(
+        name="m", model_type="opt", num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, vocab_size=9,
+        num_parameters=1, eos_token_ids=(),
+    )  # fmt: skip
+    buffer = KVBuffer(model, 5, (7, 0, 4))
+    assert buffer.nbytes == 2 * 5 * 2 * 4 * 4 * (7 + 4)
+    assert [buffer.has(layer) for layer in range(3)] == [True, False, True]
