@@ -138,9 +138,9 @@ def _num_parameters(bones: Skeleton) -> int:
 
 
 def _check_disk(out: Path, bones: Skeleton) -> None:
-    """Weights once as source and once more, while they are compiled twice more, one segment at a time."""
+    """Weights once as source and twice compiled (plain and prepacked), and one segment on its way."""
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    needed = 4 * (2 * _num_parameters(bones)) + 3 * _SEGMENT_BYTES // 4
+    needed = 3 * 4 * _num_parameters(bones) + _SEGMENT_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(
