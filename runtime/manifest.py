@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import reprlib
 import types
 import typing
 from dataclasses import dataclass
@@ -96,14 +97,18 @@ class Manifest:
 
     def __post_init__(self) -> None:
         depth = self.model.num_layers
+        layers = [layer for segment in self.segments for layer in segment]
+        # lengths are compared first: a depth of 10**9 is refused before anything of that size is made
+        caps = tuple(map(self.schedule.cap, range(depth))) if len(self.kv_slots) == depth else None
         checks = (
             (self.format_version == FORMAT_VERSION, "format_version", "is another"),
             (self.schedule.num_layers == depth, "schedule.num_layers", f"differs from the model's {depth} layers"),
-            ([layer for s in self.segments for layer in s] == list(range(depth)), "segments", "do not cover each layer once"),
-            (self.kv_slots == tuple(map(self.schedule.cap, range(depth))), "kv_slots", "do not follow from the schedule"),
+            (len(layers) == depth and layers == list(range(depth)), "segments", "do not cover each layer once"),
+            (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),
             ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
-            (min(dataclasses.astuple(self.limits)) >= 1, "limits", "are not positive"),
+            (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
+            (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
             if not holds:
@@ -122,7 +127,8 @@ class Manifest:
                 )
 
     def _check_variant(self, variant: Variant) -> None:
-        if all(0 <= index < len(self.segments) for index in variant.segments):
+        fits = 1 <= variant.num_layers <= self.model.num_layers
+        if fits and all(0 <= index < len(self.segments) for index in variant.segments):
             layers = tuple(layer for index in variant.segments for layer in self.segments[index])
             warmup = self.schedule.warmup_layers
             if layers == active_layers(self.model.num_layers, min(warmup, variant.num_layers), variant.num_layers):
@@ -150,7 +156,7 @@ def read(bundle: Path) -> Manifest:
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         raise BundleError(
-            f"format_version is {version!r}, this runtime reads {FORMAT_VERSION}",
+            f"format_version is {reprlib.repr(version)}, this runtime reads {FORMAT_VERSION}",
             "export the model with this version",
             where=str(path),
         )
@@ -185,7 +191,11 @@ def check_hashes(manifest: Manifest, bundle: Path) -> None:
         BundleError: a file that changed.
     """
     for file in manifest.files:
-        if describe_file(bundle, file.path).sha256 != file.sha256:
+        try:
+            found = describe_file(bundle, file.path)
+        except OSError as error:
+            raise _unreadable(bundle / file.path, error) from error
+        if found.sha256 != file.sha256:
             raise BundleError(
                 "its contents are not what the manifest says", "export the model again", where=str(bundle / file.path)
             )
@@ -193,10 +203,23 @@ def check_hashes(manifest: Manifest, bundle: Path) -> None:
 
 def _check_size(bundle: Path, file: File) -> None:
     path = bundle / file.path
-    if not path.is_file():
+    try:
+        size = path.stat().st_size if path.is_file() else None
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise _unreadable(path, error) from error
+    if size is None:
         raise BundleError("is missing", "export the model again", where=str(path))
-    if path.stat().st_size != file.size:
-        raise BundleError(f"has {path.stat().st_size} bytes, not {file.size}", "export the model again", where=str(path))
+    if size != file.size:
+        raise BundleError(f"has {size} bytes, not {file.size}", "export the model again", where=str(path))
+
+
+def _unreadable(path: Path, error: OSError) -> BundleError:
+    return BundleError(f"cannot be read ({error.strerror})", "check its name and permissions", where=str(path))
+
+
+def _sizes_hold(value: Model | Limits) -> bool:
+    """Whether every number is one that a size can be: what divides by it or multiplies it is safe."""
+    return all(0 < number < 2**63 for number in dataclasses.astuple(value) if isinstance(number, int))
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
@@ -226,9 +249,11 @@ def _decode_object(kind: Any, data: Any, where: str) -> Any:
     odd = sorted(set(data) ^ set(hints))
     if odd:
         word = "unknown" if odd[0] in data else "missing"
-        raise BundleError(f"{where or 'the manifest'} has {word} key {odd[0]!r}", "export the model again", where=MANIFEST)
+        key = reprlib.repr(odd[0])
+        raise BundleError(f"{where or 'the manifest'} has {word} key {key}", "export the model again", where=MANIFEST)
     return kind(**{name: _decode(hint, data[name], f"{where}.{name}".lstrip(".")) for name, hint in hints.items()})
 
 
 def _malformed(where: str, wanted: str, data: Any) -> BundleError:
-    return BundleError(f"{where or 'the manifest'} is {str(data)[:40]!r}, not {wanted}", "export the model again", where=MANIFEST)
+    shown = reprlib.repr(data)  # short, and safe on deeply nested data
+    return BundleError(f"{where or 'the manifest'} is {shown}, not {wanted}", "export the model again", where=MANIFEST)

@@ -18,14 +18,16 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        print(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
 
 
 def guarded(action: Callable[[], int], *, debug: bool) -> int:
     """Run a command; print a user's error as one line and return the exit status."""
     try:
-        return action()
+        status = action()
+        sys.stdout.flush()  # a reader that went away must show here, not when Python shuts down
+        return status
     except SkipDecodeError as error:
         if debug:
             raise

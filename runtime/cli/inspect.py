@@ -21,7 +21,8 @@ from skipdecode.manifest import Manifest, Target, Variant
 from skipdecode.schedule import Schedule, full_depth
 
 _COLUMNS = 64
-_WARM_UP, _ACTIVE, _SKIPPED = "▓", "█", "·"
+_WARM_UP, _ACTIVE, _SKIPPED = _MARKS = "▓█·"
+_PLAIN_MARKS = "%#."  # where standard output has no block characters
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts(manifest)))
     elif not options.quiet:
-        print("\n".join(_page(manifest)))
+        print(_printable(_page(manifest)))
     return 0
 
 
@@ -61,6 +62,7 @@ def facts(manifest: Manifest) -> dict[str, Any]:
         "model": {"name": model.name, "type": model.model_type, "layers": model.num_layers, "hidden_size": model.hidden_size,
                   "heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_size": model.head_size,
                   "vocabulary": model.vocab_size, "parameters": model.num_parameters},
+        "dtype": manifest.dtype,
         "limits": {"length_tokens": manifest.limits.max_length, "batch_rows": manifest.limits.max_batch},
         "schedule": {"name": schedule.name, "anchor": schedule.anchor.value, "warmup_layers": schedule.warmup_layers,
                      "layers": list(schedule.layers), "mean_layers": schedule.mean_layers,
@@ -71,6 +73,7 @@ def facts(manifest: Manifest) -> dict[str, Any]:
         ],
         "segments": [{"layers": list(layers)} for layers in manifest.segments],
         "weights_bytes": 4 * model.num_parameters,
+        "kv_prompt_tokens": manifest.limits.max_length // 2,
         "kv_bytes_per_row": kv_bytes(manifest, schedule),
         "kv_bytes_per_row_without_skipping": kv_bytes(manifest, full_depth(model.num_layers)),
         "targets": [_target_facts(target, sizes) for target in manifest.targets],
@@ -82,6 +85,7 @@ def _target_facts(target: Target, sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "name": target.name, "library": target.library, "library_version": target.library_version, "machine": target.machine,
         "cpu_features": list(target.cpu_features),
+        "embed_bytes": engine_bytes(target.embed, sizes),
         "segment_bytes": [engine_bytes(path, sizes) for path in target.segments],
         "head_bytes": engine_bytes(target.head, sizes),
     }  # fmt: skip
@@ -155,6 +159,17 @@ def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         lines.append(f"  segment {index:<3} layers {name:<7} {_mib(size)}")
     return [*lines, ""]
+
+
+def _printable(lines: list[str]) -> str:
+    """Text that standard output can write: names come from the bundle and may hold anything, terminal codes too."""
+    encoding = sys.stdout.encoding or "ascii"
+    text = "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
+    try:
+        _MARKS.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(str.maketrans(_MARKS, _PLAIN_MARKS))
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _span_text(positions: list[int | None] | None) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "missing_key": (lambda d: d.pop("limits"), "missing key 'limits'"),
     "unknown_key_in_model": (lambda d: d["model"].update(extra=1), "model has unknown key 'extra'"),
     "missing_key_in_target": (lambda d: d["targets"][0].pop("head"), r"targets\[0\] has missing key 'head'"),
-    "bool_for_number": (lambda d: d["limits"].update(max_batch=True), "limits.max_batch is 'True', not a whole number"),
+    "bool_for_number": (lambda d: d["limits"].update(max_batch=True), "limits.max_batch is True, not a whole number"),
     "float_for_number": (lambda d: d["limits"].update(max_batch=2.0), "not a whole number"),
     "text_for_number": (lambda d: d["model"].update(num_layers="6"), "not a whole number"),
     "number_for_text": (lambda d: d["model"].update(name=6), "not a string"),
@@ -118,17 +120,41 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "empty_schedule": (lambda d: d["schedule"].update(layers=[]), "empty"),
     "schedule_of_another_depth": (lambda d: d["schedule"].update(num_layers=7), "num_layers differs"),
     "zero_limit": (lambda d: d["limits"].update(max_length=0), "not positive"),
+    "negative_limit": (lambda d: d["limits"].update(max_batch=-1), "not positive"),
+    "limit_beyond_64_bits": (lambda d: d["limits"].update(max_length=2**63), "below"),
+    "model_without_heads": (lambda d: d["model"].update(num_kv_heads=0), "model has sizes that are not positive"),
+    "model_of_negative_width": (lambda d: d["model"].update(hidden_size=-8), "model has sizes that are not positive"),
+    "more_parameters_than_a_float_can_hold": (lambda d: d["model"].update(num_parameters=10**400), "below"),
+    "depth_beyond_memory": (lambda d: [d[part].update(num_layers=2**62) for part in ("model", "schedule")], "do not cover"),
+    "depth_beyond_an_index": (lambda d: d["model"].update(num_layers=2**70), "num_layers differs"),
+    "negative_depth": (lambda d: d["model"].update(num_layers=-1), "num_layers differs"),
     "segment_missing_a_layer": (lambda d: d["segments"][-1].pop(), "do not cover each layer once"),
     "overlapping_segments": (lambda d: d["segments"][1].insert(0, 0), "do not cover each layer once"),
     "kv_slots_of_another_schedule": (lambda d: d["kv_slots"].__setitem__(1, 3), "kv_slots do not follow"),
     "variant_missing": (lambda d: d["variants"].pop(), "variants lack one"),
     "variant_that_climbs_other_layers": (lambda d: d["variants"][-1]["segments"].reverse(), "does not climb its layers"),
+    "variant_of_fewer_than_no_layers": (
+        lambda d: d["variants"].append({"name": "v", "num_layers": -5, "segments": [], "graph": None}),
+        "does not climb",
+    ),
+    "variant_deeper_than_memory": (
+        lambda d: d["variants"].append({"name": "v", "num_layers": 2**62, "segments": [0], "graph": None}),
+        "does not climb",
+    ),
     "variant_with_a_segment_that_is_not_there": (lambda d: d["variants"][0]["segments"].append(99), "does not climb"),
     "target_lacking_an_engine": (lambda d: d["targets"][0]["segments"].pop(), "lack an engine"),
     "engine_that_is_no_file": (lambda d: d["targets"][0].update(head="other.onnx"), "not among its files"),
     "absolute_path": (lambda d: d["files"][0].update(path="/etc/passwd"), "outside the bundle"),
     "path_that_climbs_out": (lambda d: d["files"][0].update(path="../x"), "outside the bundle"),
     "backslash_path": (lambda d: d["files"][0].update(path="..\\x"), "outside the bundle"),
+    "path_with_nothing_in_it": (lambda d: d["files"].append({"path": "", "size": 0, "sha256": ""}), "is missing"),
+    "path_longer_than_a_name_may_be": (
+        lambda d: d["files"].append({"path": "a" * 300, "size": 0, "sha256": ""}),
+        "cannot be read|is missing",
+    ),
+    "path_with_a_zero_byte": (lambda d: d["files"].append({"path": "a\0b", "size": 0, "sha256": ""}), "is missing"),
+    "path_with_half_a_character": (lambda d: d["files"].append({"path": "\ud800", "size": 0, "sha256": ""}), "is missing"),
+    "path_with_a_line_break": (lambda d: d["files"].append({"path": "a\nb", "size": 0, "sha256": ""}), "is missing"),
     "wrong_size": (lambda d: d["files"][0].update(size=1), "bytes, not 1"),
 }
 
@@ -136,6 +162,42 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_malformation(attack: Any, name: str) -> None:
     attack(*CHANGES[name])
+
+
+LEVELS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "the manifest": lambda d: d,
+    "model": lambda d: d["model"],
+    "limits": lambda d: d["limits"],
+    "schedule": lambda d: d["schedule"],
+    "variants[0]": lambda d: d["variants"][0],
+    "targets[0]": lambda d: d["targets"][0],
+    "files[0]": lambda d: d["files"][0],
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_unknown_key_is_refused_at_every_level(attack: Any, level: str) -> None:
+    attack(lambda d: LEVELS[level](d).update(extra=1), re.escape(f"{level} has unknown key 'extra'"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_key_of_every_level_is_required(attack: Any, bundle: Path, level: str) -> None:
+    keys = set(LEVELS[level](json.loads((bundle / "bundle.json").read_text()))) - {"format_version"}
+    for key in sorted(keys):
+        attack(lambda d, key=key: LEVELS[level](d).pop(key), re.escape(f"{level} has missing key '{key}'"))
+
+
+def test_nesting_just_below_the_interpreters_limit_is_refused_too(bundle: Path, tmp_path: Path) -> None:
+    good = json.loads((bundle / "bundle.json").read_text())
+    good["model"]["name"] = good["dtype"] = "here"
+    text = json.dumps(good)
+    for depth in range(sys.getrecursionlimit() - 150, sys.getrecursionlimit()):
+        for field in ('"name": "here"', '"dtype": "here"'):
+            nested = field.split(":")[0] + ": " + "[" * depth + "]" * depth
+            (tmp_path / "bundle.json").write_text(text.replace(field, nested))
+            _refused(tmp_path, "not a string|cannot be read")
+        (tmp_path / "bundle.json").write_text('{"format_version": ' + "[" * depth + "]" * depth + "}")
+        _refused(tmp_path, "format_version is|cannot be read")
 
 
 def test_a_missing_file_and_a_truncated_one_are_named(bundle: Path) -> None:
@@ -153,7 +215,11 @@ def test_a_changed_byte_shows_when_hashes_are_checked(bundle: Path) -> None:
     whole = engine.read_bytes()
     engine.write_bytes(b"X" + whole[1:])
     manifest = manifests.read(bundle)
-    with pytest.raises(BundleError, match="not what the manifest says"):
+    with pytest.raises(BundleError, match="not what the manifest says") as caught:
+        manifests.check_hashes(manifest, bundle)
+    assert "\n" not in str(caught.value)
+    engine.unlink()
+    with pytest.raises(BundleError, match=r"segment_0\.onnx: cannot be read"):
         manifests.check_hashes(manifest, bundle)
     engine.write_bytes(whole)
     manifests.check_hashes(manifest, bundle)

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode.graph_passes.plan import plan_variants
+from skipdecode.graph_passes.plan import Plan, plan_variants
 from skipdecode.schedule import Schedule, active_layers
 from tests.runtime.test_schedule import schedules
 
@@ -27,5 +27,24 @@ def test_segments_partition_the_layers_and_variants_climb_exactly_their_own(sche
 @given(schedules())
 def test_segments_are_maximal_neighbours_differ_in_some_variant(schedule: Schedule) -> None:
     plan = plan_variants(schedule)
-    users = [{count for count, indices in plan.variants if index in indices} for index in range(len(plan.segments))]
+    users = _users(plan)
     assert all(left != right for left, right in itertools.pairwise(users))
+
+
+@given(schedules(), st.integers(1, 5))
+def test_a_segment_is_cut_only_where_variants_differ_or_where_it_is_full(schedule: Schedule, limit: int) -> None:
+    plan = plan_variants(schedule, max_layers_per_segment=limit)
+    for segment, (left, right) in zip(plan.segments, itertools.pairwise(_users(plan)), strict=False):
+        assert left != right or len(segment) == limit
+
+
+@given(schedules())
+def test_variants_come_once_each_full_depth_first(schedule: Schedule) -> None:
+    counts = [count for count, _ in plan_variants(schedule).variants]
+    assert counts[0] == schedule.num_layers
+    assert counts == sorted(set(counts), reverse=True)
+
+
+def _users(plan: Plan) -> list[set[int]]:
+    """The variants, by layer count, that climb each segment."""
+    return [{count for count, indices in plan.variants if index in indices} for index in range(len(plan.segments))]

@@ -1,15 +1,42 @@
-"""What skip-inspect shows."""
+"""What skip-inspect shows, mostly of a bundle made by hand."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
-from skipdecode.schedule import Schedule
+from skipdecode.errors import BundleError
+from skipdecode.schedule import Schedule, full_depth
+from tests.attacks.test_manifest import make_manifest
 from tests.conftest import LAYERS, Zoo
+
+SCHEDULE = Schedule(name="table", num_layers=6, warmup_layers=1, layers=(5, 4, 4, 2))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """Engines of a few bytes; segment 1 has its weights beside it."""
+    folder = tmp_path / "bundle"
+    manifest = make_manifest(SCHEDULE, folder)
+    (folder / "segment_1.bin").write_bytes(b"w" * 1000)
+    weights = manifests.describe_file(folder, "segment_1.bin")
+    manifests.write(dataclasses.replace(manifest, files=(*manifest.files, weights)), folder)
+    return folder
+
+
+def rename(bundle: Path, name: str) -> None:
+    manifest = manifests.read(bundle)
+    manifests.write(dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, name=name)), bundle)
 
 
 def test_the_picture_has_the_top_layer_first_and_warm_up_layers_marked() -> None:
@@ -17,28 +44,115 @@ def test_the_picture_has_the_top_layer_first_and_warm_up_layers_marked() -> None
     assert picture(schedule)[:4] == ["    3 ███", "    2 ██·", "    1 █··", "    0 ▓▓▓"]
 
 
-def test_the_page_names_variants_segments_and_memory(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(zoo.bundle("llama"))]) == 0
-    page = capsys.readouterr().out
-    for words in (
-        "schedule linear",
-        "positions 0",
-        "prefill and baseline|v6",
-        "segment 0",
-        "once for all 5 variants",
-        "without skipping",
+def test_a_long_span_is_drawn_in_64_columns_over_its_positions() -> None:
+    schedule = Schedule(name="table", num_layers=3, warmup_layers=1, layers=(3,) * 500 + (2,) * 500)
+    top, middle, warmup, axis = picture(schedule)
+    assert (top[6:], middle[6:], warmup[6:]) == ("█" * 64, "█" * 32 + "·" * 32, "▓" * 64)
+    assert axis.split() == ["0", "999", "and", "on"] and len(axis) == 6 + 64
+
+
+def test_the_baseline_is_drawn_without_a_skipped_layer() -> None:
+    assert "·" not in "".join(picture(full_depth(3)))
+
+
+def test_the_page_names_the_model_variants_segments_and_memory(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "m: opt, 6 layers x 8, 2 heads (2 key/value) of 4, vocabulary 9, 0.0 M parameters",
+        "limits: 32 tokens a row, 4 rows",
+        "schedule table, anchor generated: 5 -> 2 layers over 4 positions, mean 3.8 (1.60x fewer)",
+        "5 ████",
+        "0 ▓▓▓▓",
+        "v6 prefill and baseline segments 0 1 2 3 4",
+        "v4 positions 1 .. 2 segments 0 3 4",
+        "v2 positions 3 and on segments 0 4",
+        "segment 3 layers 3-4 0.0 MiB",
     ):
-        assert any(word in page for word in words.split("|")), words
+        assert line in lines, line
+    assert any(line.startswith("target cpu: ") and line.endswith("onnxruntime 1, x86_64 avx2") for line in lines)
 
 
-def test_json_has_units_and_a_smaller_kv_buffer_than_full_depth(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_the_same_with_units(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), "--json"]) == 0
+    output = capsys.readouterr().out
+    data: dict[str, Any] = json.loads(output)
+    assert output.count("\n") == 1
+    assert data["schedule"]["layers"] == [5, 4, 4, 2] and data["schedule"]["mean_layers"] == 3.75
+    assert {v["name"]: v["positions"] for v in data["variants"]} == {"v6": None, "v5": [0, 0], "v4": [1, 2], "v2": [3, None]}
+    assert [s["layers"] for s in data["segments"]] == [list(s) for s in manifests.read(bundle).segments]
+    target = data["targets"][0]
+    assert target["segment_bytes"][:2] == [14, 14 + 1000], "an engine counts with the weights beside it"
+    assert (target["embed_bytes"], target["head_bytes"]) == (10, 9)
+    assert data["bundle_bytes"] == sum(file.size for file in manifests.read(bundle).files)
+
+
+def test_the_kv_buffer_of_a_row_is_that_of_the_schedule(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(bundle), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    prompt, slot = 16, 2 * 2 * 4 * 4  # half of 32 tokens; keys and values of 2 heads of 4 float32
+    steps = [sum(layer in SCHEDULE.active(t) for t in range(16)) for layer in range(6)]
+    assert data["kv_prompt_tokens"] == prompt
+    assert data["kv_bytes_per_row"] == slot * sum(prompt + count for count in steps if count)
+    assert data["kv_bytes_per_row_without_skipping"] == slot * 6 * 32
+
+
+def test_a_real_bundle_passes_the_check_of_its_hashes(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(zoo.bundle("llama")), "--json", "--check-hashes"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["model"]["layers"] == LAYERS
     assert data["kv_bytes_per_row"] < data["kv_bytes_per_row_without_skipping"]
-    assert sorted(layer for segment in data["segments"] for layer in segment["layers"]) == list(range(LAYERS))
+
+
+def test_a_changed_byte_is_found_only_when_hashes_are_checked(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle / "segment_1.bin").write_bytes(b"x" * 1000)
+    assert main([str(bundle), "--quiet"]) == 0
+    assert main([str(bundle), "--quiet", "--check-hashes"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "segment_1.bin" in err
 
 
 def test_a_folder_that_is_no_bundle_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+
+
+def test_debug_gives_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(BundleError):
+        main([str(tmp_path), "--debug"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["a", "--nothing\nlike it"]])
+def test_wrong_arguments_are_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_terminal_without_block_characters_gets_plain_ones(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename(bundle, "modèle")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main([str(bundle)]) == 0
+    page = written.getvalue().decode("ascii")
+    assert "    5 ####\n" in page and "    0 %%%%\n" in page and page.startswith("mod\\xe8le: opt")
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "a\ud800b"])
+def test_a_name_cannot_reach_the_terminal_as_a_code(bundle: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rename(bundle, name)
+    assert main([str(bundle)]) == 0
+    page = capsys.readouterr().out
+    assert page.splitlines()[0].startswith("a\\") and "\x1b" not in page
+
+
+def test_a_reader_that_goes_away_is_no_error(bundle: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "skipdecode.cli.inspect", str(bundle)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
