@@ -26,6 +26,7 @@ from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_so
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.plan import Plan, plan_variants
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
@@ -37,6 +38,8 @@ _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
     "merges.txt", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
+
+_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 Report = Callable[[str, float], None]  # (what is being done, fraction of the export that is done)
 
@@ -52,7 +55,7 @@ class ExportRequest:
     max_length: int | None = None  # tokens of a row; None: what the model has, at most 2048
     targets: tuple[str, ...] = ("cpu",)
     dtype: str = "auto"  # auto, fp32
-    quantize: str = "none"
+    quantize: str = "none"  # none, int8, int4: weight-only, blocks of 32
     random_weights: bool = False
     slim: bool = False  # leave out what the targets do not read
     force: bool = False  # replace `out`
@@ -87,7 +90,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         (partial / GRAPHS).mkdir()
         weights = write_weights(partial / GRAPHS, bones.shapes, torch.float32, source, advance)
         plan = _plan(bones, schedule)
-        written = _write_bundle(partial, bones, weights, plan, limits, report)
+        written = _write_bundle(partial, bones, weights, plan, _Compiler(partial, limits, _BITS[request.quantize]), report)
         _copy_tokenizer(folder, partial, config)
         if request.slim:
             written = _slim(partial, written)
@@ -104,14 +107,37 @@ class _Written:
     variants: dict[int, str | None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiler:
+    """Lowers and compiles graphs for the cpu target."""
+
+    partial: Path  # the bundle in the making
+    limits: manifest.Limits
+    bits: int | None  # of a quantised weight
+
+    def compile(self, graph: ir.Model, path: str) -> str:
+        """Compile a standard graph to the engine `path` of the bundle; returns the path."""
+        lowered = graph.clone()
+        passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=self.limits.max_length)]
+        if self.bits is not None:
+            passes.append(QuantizeWeightsPass(bits=self.bits))
+        ir.passes.Sequential(*passes)(lowered)
+        source = self.partial / GRAPHS / "lowered.onnx"
+        ir.save(lowered, source, external_data="lowered.bin" if self.bits is not None else None)
+        compile_ort(source, self.partial / path, prepack=self.bits is None)
+        for file in (source, source.with_suffix(".bin")):
+            file.unlink(missing_ok=True)
+        return path
+
+
 def _check_options(request: ExportRequest) -> None:
     unknown = [target for target in request.targets if target != "cpu"]
     if unknown:
         raise TargetError(f"target {unknown[0]!r} cannot be compiled by this version", "available: cpu", where="--target")
     if request.dtype not in ("auto", "fp32"):
         raise TargetError(f"{request.dtype} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
-    if request.quantize != "none":
-        raise TargetError(f"{request.quantize} cannot be compiled by this version", "choose none", where="--quantize")
+    if request.quantize not in _BITS:
+        raise TargetError(f"{request.quantize!r} is unknown", f"choose one of {', '.join(_BITS)}", where="--quantize")
     if request.max_batch < 1:
         raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
     if request.out.exists() and not request.force:
@@ -176,7 +202,7 @@ def _plan(bones: Skeleton, schedule: Schedule) -> Plan:
 
 
 def _write_bundle(
-    partial: Path, bones: Skeleton, weights: WeightFile, plan: Plan, limits: manifest.Limits, report: Report
+    partial: Path, bones: Skeleton, weights: WeightFile, plan: Plan, compiler: _Compiler, report: Report
 ) -> _Written:
     report("tracing embedding and head", 0.4)
     embed, head = outer_graphs(bones, weights)
@@ -199,25 +225,14 @@ def _write_bundle(
     for index, segment in enumerate(plan.segments):
         report(f"compiling segment {index + 1} of {len(plan.segments)}", 0.5 + 0.45 * index / len(plan.segments))
         graph = stitch([layers[layer] for layer in segment], name=f"segment_{index:03d}")
-        engines.append(_compile(graph, partial, f"targets/cpu/segment_{index:03d}.onnx", limits))
+        engines.append(compiler.compile(graph, f"targets/cpu/segment_{index:03d}.onnx"))
     report("compiling head", 0.95)
     return _Written(
         embed=f"{GRAPHS}/embed.onnx",
         segments=tuple(engines),
-        head=_compile(head, partial, "targets/cpu/head.onnx", limits),
+        head=compiler.compile(head, "targets/cpu/head.onnx"),
         variants=variants,
     )
-
-
-def _compile(graph: ir.Model, partial: Path, path: str, limits: manifest.Limits) -> str:
-    """Lower and compile one graph for the cpu target; returns the engine's path in the bundle."""
-    lowered = graph.clone()
-    LowerAttentionPass(max_length=limits.max_length)(lowered)
-    source = partial / GRAPHS / "lowered.onnx"
-    ir.save(lowered, source)
-    compile_ort(source, partial / path)
-    source.unlink()
-    return path
 
 
 def _copy_tokenizer(folder: Path | None, partial: Path, config: Any) -> None:
@@ -280,7 +295,9 @@ def _write_manifest(
         ),
         targets=(
             manifest.Target(
-                name="cpu", library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(),
+                name="cpu",
+                weights="fp32" if request.quantize == "none" else request.quantize,
+                library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(),
                 cpu_features=cpu_features(), embed=written.embed, segments=written.segments, head=written.head,
             ),
         ),

@@ -9,12 +9,14 @@ import onnxruntime as ort
 from skipdecode.engines.ort import use_threads
 
 
-def compile_ort(source: Path, engine: Path) -> None:
+def compile_ort(source: Path, engine: Path, *, prepack: bool = True) -> None:
     """Write `engine` (an ORT graph) and beside it `<name>.bin` with its prepacked weights.
 
     Args:
         source: the lowered graph, its weights by reference below its own folder.
         engine: `.onnx` path to write.
+        prepack: store prepacked weights too, so that loading maps them. Not for `MatMulNBits`: ORT 1.31 reads its stored form
+            back as NaN; it is packed at load instead.
 
     The `.bin` holds each weight twice, plain and prepacked: ORT 1.31 reads the plain one at load (zeroed, results change) and
     keeps only the prepacked one mapped.
@@ -28,5 +30,5 @@ def compile_ort(source: Path, engine: Path) -> None:
     options.use_per_session_threads = False
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1" if prepack else "0")
     ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])

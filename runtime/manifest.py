@@ -58,6 +58,7 @@ class Target:
     """Engines that are ready to load on one kind of device."""
 
     name: str  # cpu
+    weights: str  # of its engines: fp32, int8 or int4 (block-quantised)
     library: str  # onnxruntime
     library_version: str  # prepacked weights belong to it
     machine: str  # x86_64

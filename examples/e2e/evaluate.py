@@ -1,6 +1,6 @@
-"""BLEU of the shipped model at several speedups, from exported bundles through the runtime.
+"""BLEU of the shipped model at several speedups and weight formats, from exported bundles through the runtime.
 
-    python examples/e2e/evaluate.py --data FILE.csv [--inputs N]
+    python examples/e2e/evaluate.py --data FILE.csv [--inputs N] [--quantize int8]
 
 FILE is an E2E CSV file; inputs that occur several times are one input with several references.
 """
@@ -29,21 +29,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none")
     options = parser.parse_args()
     references: dict[str, list[str]] = defaultdict(list)
     for attributes, text in read_pairs(options.data):
         references[attributes].append(text)
     asked = list(references)[: options.inputs]
     for speedup in SPEEDUPS:
-        print(json.dumps({"speedup": speedup, "inputs": len(asked), **_score(asked, references, speedup)}), flush=True)
+        row = {"speedup": speedup, "quantize": options.quantize, "inputs": len(asked)}
+        print(json.dumps({**row, **_score(asked, references, speedup, options.quantize)}), flush=True)
 
 
-def _score(asked: list[str], references: dict[str, list[str]], speedup: float) -> dict[str, float]:
+def _score(asked: list[str], references: dict[str, list[str]], speedup: float, quantize: str) -> dict[str, float]:
     """BLEU (sacrebleu), mean layers a decode step, and seconds of decoding."""
     with tempfile.TemporaryDirectory() as folder:
         schedule = ScheduleRequest(name="full") if speedup == 1 else ScheduleRequest(speedup=speedup, span=SPAN)
-        export(ExportRequest(model=str(MODEL), out=Path(folder) / "bundle", schedule=schedule, slim=True))
-        model = skipdecode.load(Path(folder) / "bundle")
+        bundle = Path(folder) / "bundle"
+        export(ExportRequest(model=str(MODEL), out=bundle, schedule=schedule, quantize=quantize, slim=True))
+        model = skipdecode.load(bundle)
         said: list[str] = []
         layers: list[int] = []
         seconds = 0.0

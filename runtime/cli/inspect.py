@@ -83,7 +83,8 @@ def facts(manifest: Manifest) -> dict[str, Any]:
 
 def _target_facts(target: Target, sizes: dict[str, int]) -> dict[str, Any]:
     return {
-        "name": target.name, "library": target.library, "library_version": target.library_version, "machine": target.machine,
+        "name": target.name, "weights": target.weights, "library": target.library,
+        "library_version": target.library_version, "machine": target.machine,
         "cpu_features": list(target.cpu_features),
         "embed_bytes": engine_bytes(target.embed, sizes),
         "segment_bytes": [engine_bytes(path, sizes) for path in target.segments],
@@ -154,7 +155,9 @@ def _page(manifest: Manifest) -> list[str]:
 
 
 def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
-    lines = ["target {name}: {library} {library_version}, {machine} ".format(**target) + " ".join(target["cpu_features"])]
+    lines = [
+        "target {name}: {weights}, {library} {library_version}, {machine} ".format(**target) + " ".join(target["cpu_features"])
+    ]
     for index, (layers, size) in enumerate(zip(manifest.segments, target["segment_bytes"], strict=True)):
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         lines.append(f"  segment {index:<3} layers {name:<7} {_mib(size)}")

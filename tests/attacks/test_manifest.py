@@ -43,7 +43,8 @@ def make_manifest(schedule: Schedule, folder: Path) -> manifests.Manifest:
         variants=tuple(manifests.Variant(name=f"v{n}", num_layers=n, segments=s, graph=None) for n, s in plan.variants),
         targets=(
             manifests.Target(
-                name="cpu", library="onnxruntime", library_version="1", machine="x86_64", cpu_features=("avx2",),
+                name="cpu",
+                weights="fp32", library="onnxruntime", library_version="1", machine="x86_64", cpu_features=("avx2",),
                 embed="embed.onnx", segments=tuple(engines[2:]), head="head.onnx",
             ),
         ),

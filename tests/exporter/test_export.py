@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import skipdecode
 from skipdecode import manifest as manifests
+from skipdecode.decoder import Decoder
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
 from skipdecode.exporter import export as exporting
 from skipdecode.exporter.export import ExportRequest, export
@@ -182,7 +183,7 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
     [
         ({"targets": ("vulkan",)}, TargetError, "available: cpu"),
         ({"dtype": "fp16"}, TargetError, "choose fp32"),
-        ({"quantize": "int4"}, TargetError, "choose none"),
+        ({"quantize": "int3"}, TargetError, "choose one of none, int8, int4"),
         ({"max_batch": 0}, TargetError, "choose 1 or more"),
         ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),
@@ -227,3 +228,23 @@ def test_a_bundle_with_many_variants_weighs_what_one_with_a_single_variant_weigh
 
     assert len(many.variants) == 5
     assert weights(many) <= 1.1 * weights(one)
+
+
+@pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.03), ("int4", 0.4)])
+def test_quantised_engines_stay_near_the_exact_ones_and_are_smaller(
+    zoo: Zoo, tmp_path: Path, quantize: str, tolerance: float
+) -> None:
+    made = export(ExportRequest(model=str(zoo.checkpoint("opt")), out=tmp_path / "q", quantize=quantize, max_length=MAX_LENGTH))
+    assert made.targets[0].weights == quantize
+    sizes = {file.path: file.size for file in made.files}
+    exact = {file.path: file.size for file in manifests.read(zoo.bundle("opt")).files}
+    assert sizes["targets/cpu/segment_000.bin"] < 0.6 * exact["targets/cpu/segment_000.bin"]
+    logits = []
+    for path in (tmp_path / "q", zoo.bundle("opt")):
+        generator = skipdecode.load(path)
+        decoder = Decoder(generator._engines, generator.manifest.model, skipdecode.schedule.full_depth(LAYERS), [5], 2)
+        decoder.prefill(0, np.array([9, 8, 7, 6, 5]))
+        decoder.decode_step(np.array([4]))
+        logits.append(decoder.logits[0].copy())
+    error = np.linalg.norm(logits[0] - logits[1]) / np.linalg.norm(logits[1])
+    assert 0 < error < tolerance

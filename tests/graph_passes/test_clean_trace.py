@@ -22,9 +22,9 @@ g (float[B,S,8] x) => (float[B,S,8] y)
 """
 
 
-def _with_weight(text: str, name: str, data: np.ndarray) -> ir.Model:
+def with_weight(text: str, name: str, data: np.ndarray) -> ir.Model:
     """The text's value `weight` becomes the parameter `name` (text cannot hold a dotted name)."""
-    model = ir.from_onnx_text(text.replace("(float[B,S,8] x)", f"(float[B,S,8] x, float{list(data.shape)} weight)"))
+    model = ir.from_onnx_text(text.replace(" x) =>", f" x, float{list(data.shape)} weight) =>"))
     value = next(value for value in model.graph.inputs if value.name == "weight")
     model.graph.inputs.remove(value)
     value.name, value.const_value = name, ir.tensor(data, name=name)
@@ -33,7 +33,7 @@ def _with_weight(text: str, name: str, data: np.ndarray) -> ir.Model:
 
 
 def test_a_norm_in_pieces_becomes_one_operator() -> None:
-    model = _with_weight(RMS_NORM, "layer.norm.weight", np.ones(8, np.float32))
+    model = with_weight(RMS_NORM, "layer.norm.weight", np.ones(8, np.float32))
     clean_trace(model)
     (node,) = model.graph
     assert node.op_type == "RMSNormalization"
@@ -44,14 +44,14 @@ def test_parameters_are_never_folded_even_where_they_are_small() -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     g (float[B,S,8] x) => (float[B,S,8] y) { turned = Transpose <perm = [1, 0]> (weight)
         y = MatMul (x, turned) }"""
-    model = _with_weight(text, "layer.fc.weight", np.eye(8, dtype=np.float32))
+    model = with_weight(text, "layer.fc.weight", np.eye(8, dtype=np.float32))
     clean_trace(model)
     assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
     assert "layer.fc.weight" in model.graph.initializers
 
 
 def test_a_second_run_changes_no_text() -> None:
-    model = _with_weight(RMS_NORM, "layer.norm.weight", np.ones(8, np.float32))
+    model = with_weight(RMS_NORM, "layer.norm.weight", np.ones(8, np.float32))
     clean_trace(model)
     text = ir.to_onnx_text(model)
     clean_trace(model)

@@ -1,0 +1,105 @@
+"""Weight-only quantisation, block by block, by ONNX Runtime's own quantiser.
+
+    MatMul(x, Transpose(W)) or MatMul(x, W) or Gemm(x, W, bias)
+    -> com.microsoft.MatMulNBits(x, W quantised, scales[, bias]), symmetric, blocks of 32 inputs, activations in int8
+
+Decoding at batch 1 reads every weight once a step, so bytes are time (measured on 12 layers of width 1024, 2 cores: 17.9 ms in
+fp32, 9.5 in int8, 7.5 in int4). `accuracy_level=4` matters: without it 8 bits are 15x slower.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from skipdecode.graph_passes.clean_trace import is_parameter
+from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizeWeightsPass(ir.passes.InPlacePass):
+    """Declines matrices whose input width is no multiple of the block, and anything that is not a parameter.
+
+    Args:
+        bits: 4 or 8.
+        block_size: inputs that share one scale.
+    """
+
+    def __init__(self, *, bits: int, block_size: int = 32) -> None:
+        super().__init__()
+        self.bits, self.block_size = bits, block_size
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        count = 0
+        for node in list(model.graph):
+            weight = _weight(node)
+            if weight is not None and weight.shape[1] % self.block_size == 0:
+                _replace(model.graph, node, weight, self.bits, self.block_size)
+                count += 1
+        if count:
+            model.graph.opset_imports[MS_DOMAIN] = 1
+            RemoveUnusedNodesPass()(model)
+        logger.info("quantised %d matrices to %d bits", count, self.bits)
+        return ir.passes.PassResult(model, bool(count))
+
+
+def _weight(node: ir.Node) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
+    """The node's parameter as [N, K] (outputs, inputs), or None where it multiplies none."""
+    if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
+        return None
+    value, turned = (
+        node.inputs[1],
+        node.op_type == "Gemm" and "transB" in node.attributes and node.attributes["transB"].as_int() == 1,
+    )
+    producer = value.producer()
+    if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
+        value, turned = producer.inputs[0], not turned
+    if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 2:
+        return None
+    data = value.const_value.numpy()
+    return np.ascontiguousarray(data if turned else data.T, dtype=np.float32)
+
+
+def _replace(
+    graph: ir.Graph, node: ir.Node, weight: np.ndarray[tuple[int, ...], np.dtype[np.float32]], bits: int, block: int
+) -> None:
+    packed, scales = _quantise(np.ascontiguousarray(weight.T), bits, block)
+    outputs, inputs = weight.shape
+    name = f"{node.outputs[0].name}.quantised"
+    values = [_initializer(graph, f"{name}.{part}", data) for part, data in (("weight", packed), ("scales", scales.reshape(-1)))]
+    bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
+    attributes = {"K": inputs, "N": outputs, "bits": bits, "block_size": block, "accuracy_level": 4}
+    quantised = ir.node(
+        "MatMulNBits", [node.inputs[0], *values, *([None, None, bias] if bias is not None else [])], attributes, domain=MS_DOMAIN
+    )
+    graph.insert_before(node, quantised)
+    old, new = node.outputs[0], quantised.outputs[0]
+    new.name, new.shape, new.type = old.name, old.shape, old.type
+    old.name = f"{old.name}.before"
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _quantise(
+    weight: np.ndarray[tuple[int, ...], np.dtype[np.float32]], bits: int, block: int
+) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """A matrix [K, N] to blocks [N, K / block, block * bits / 8] and their scales [N, K / block]."""
+    guard = logging.NullHandler()  # importing the quantiser would switch on everybody's INFO messages
+    logging.getLogger().addHandler(guard)
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
+
+    logging.getLogger().removeHandler(guard)
+    config = DefaultWeightOnlyQuantConfig(block_size=block, is_symmetric=True, accuracy_level=4, bits=bits)
+    packed, scales, _ = DefaultWeightOnlyQuantizer(config).qbits_block_quant(weight)
+    return packed, scales
+
+
+def _initializer(graph: ir.Graph, name: str, data: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ir.Value:
+    tensor = ir.tensor(data, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(data.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value

@@ -1,0 +1,97 @@
+"""The model that ships, end to end: exported with a 2x schedule, run with text, against the reference."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import skipdecode
+from skipdecode.exporter.reference import greedy_tokens
+
+E2E = Path(__file__).parents[2] / "examples" / "e2e"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("e2e") / "engines"
+    command = [
+        BIN / "skip-export",
+        E2E / "model",
+        "--schedule",
+        "linear",
+        "--speedup",
+        "2",
+        "--span",
+        "48",
+        "--out",
+        out,
+        "--quiet",
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("", "")
+    return out
+
+
+def _prompts(count: int) -> list[str]:
+    with (E2E / "sample.csv").open(encoding="utf-8", newline="") as lines:
+        return [row["mr"] + " =>" for row in csv.DictReader(lines)][:count]
+
+
+def test_real_prompts_give_the_references_tokens_with_and_without_the_schedule(bundle: Path) -> None:
+    model = transformers.OPTForCausalLM.from_pretrained(E2E / "model", dtype="float32").eval()
+    generator = skipdecode.load(bundle)
+    prompts = generator.encode(_prompts(6))
+    assert len({len(prompt) for prompt in prompts}) > 1
+    for schedule in (generator.manifest.schedule, skipdecode.schedule.full_depth(12)):
+        result = generator.generate(prompts, max_new_tokens=40, schedule=schedule)
+        for prompt, row in zip(prompts, result.sequences, strict=True):
+            expected = greedy_tokens(model, schedule, prompt, len(row.token_ids))[0]
+            assert row.token_ids == expected
+            assert row.finish_reason == ("stop" if expected[-1] == 2 else "length")
+
+
+def test_tokens_of_a_prompt_are_those_of_transformers(bundle: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(E2E / "model")
+    generator = skipdecode.load(bundle)
+    for text in [*_prompts(20), "  spaces   and\ttabs\n", "Café £30 日本 🙂", "</s> inside"]:
+        assert generator.encode(text) == [tokenizer(text)["input_ids"]]
+
+
+def test_text_streams_to_the_same_text(bundle: Path) -> None:
+    (prompt,) = _prompts(1)
+    command = [str(BIN / "skip-run"), str(bundle), "--prompt", prompt]
+    streamed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    whole = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True, timeout=60)
+    row = json.loads(whole.stdout)["sequences"][0]
+    assert streamed.stdout.strip() == row["text"].strip()
+    assert row["finish_reason"] == "stop"
+    assert "decode steps" in streamed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "either text or token ids"),
+        (["--prompt", ""], "is empty"),
+        (["--prompt", "a", "--token-ids", "1"], "either text or token ids"),
+        (["--token-ids", "1,x"], "write numbers with commas"),
+        (["--token-ids", "1", "--temperature", "0"], "above 0"),
+        (["--prompt-file", "nowhere.txt"], "name a UTF-8 text file"),
+        (["--prompt", "a", "--target", "cuda"], "choose from cpu"),
+        (["--prompt", "a", "--max-new-tokens", "x"], "skip-run --help"),
+        (["--prompt", "a " * 300], "exceed the bundle's 256"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(bundle: Path, arguments: list[str], says: str) -> None:
+    done = subprocess.run(
+        [str(BIN / "skip-run"), str(bundle), *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert says in done.stderr

@@ -1,0 +1,80 @@
+"""Skipping in torch: what the parity tests and fine-tuning rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skipdecode.errors import CapacityError, ScheduleError
+from skipdecode.exporter.architectures import decoder_layers
+from skipdecode.exporter.reference import greedy_tokens, skip_schedule
+from skipdecode.schedule import Anchor, Schedule, full_depth
+from tests.conftest import CONFIGS, LAYERS, Zoo
+
+SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_full_schedule_changes_nothing(name: str, zoo: Zoo) -> None:
+    model = zoo.model(name)
+    with torch.no_grad():
+        plain = model(IDS, use_cache=False).logits
+        with skip_schedule(model, full_depth(LAYERS)):
+            torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_layer_computes_exactly_its_positions_and_the_model_is_itself_again(name: str, zoo: Zoo) -> None:
+    model, lengths = zoo.model(name), {}
+    for index, layer in enumerate(decoder_layers(model)):
+        attention = getattr(layer, "self_attn", None) or getattr(layer, "attn", None) or layer.attention
+        attention.register_forward_hook(
+            lambda module, args, kwargs, out, index=index: lengths.__setitem__(index, out[0].shape[1]), with_kwargs=True
+        )
+    with torch.no_grad():
+        plain = model(IDS, use_cache=False).logits
+        lengths.clear()
+        with skip_schedule(model, SCHEDULE):
+            skipped = model(IDS, use_cache=False).logits
+        caps = [SCHEDULE.cap(layer) for layer in range(LAYERS)]
+        assert lengths == {layer: 7 if cap is None else cap for layer, cap in enumerate(caps) if cap != 0}
+        assert not torch.allclose(skipped, plain)
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
+
+
+def test_a_prompt_anchored_at_the_generated_tokens_runs_at_full_depth(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(3, 2))
+    with torch.no_grad():
+        plain = model(IDS, use_cache=False).logits
+        with skip_schedule(model, schedule, prompt_length=4):
+            skipped = model(IDS, use_cache=False).logits
+    torch.testing.assert_close(skipped[:, :4], plain[:, :4])
+    assert not torch.allclose(skipped[:, 4:], plain[:, 4:])
+
+
+def test_later_positions_do_not_change_earlier_ones_so_training_and_decoding_agree(zoo: Zoo) -> None:
+    model = zoo.model("gpt2")
+    with torch.no_grad(), skip_schedule(model, SCHEDULE):
+        whole = model(IDS, use_cache=False).logits
+        for length in range(1, 7):
+            torch.testing.assert_close(
+                model(IDS[:, :length], use_cache=False).logits[:, -1], whole[:, length - 1], atol=1e-5, rtol=1e-4
+            )
+
+
+def test_gradients_reach_every_layer_that_was_computed_and_no_other(zoo: Zoo) -> None:
+    model = zoo.model("opt").train()
+    with skip_schedule(model, SCHEDULE):
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+    reached = [layer.fc1.weight.grad is not None for layer in decoder_layers(model)]
+    assert reached == [SCHEDULE.cap(layer) != 0 for layer in range(LAYERS)]
+
+
+def test_a_schedule_of_another_depth_and_an_empty_prompt_are_refused(zoo: Zoo) -> None:
+    model = zoo.model("opt")
+    with pytest.raises(ScheduleError, match="the model has 6"), skip_schedule(model, full_depth(5)):
+        pass
+    with pytest.raises(CapacityError, match="empty"):
+        greedy_tokens(model, full_depth(LAYERS), [], 3)

@@ -1,0 +1,59 @@
+"""Matrices before, block-quantised ones after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from skipdecode.engines.ort import use_threads
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from tests.graph_passes.test_clean_trace import with_weight
+
+FORMS = {
+    "linear": ("turned = Transpose <perm = [1, 0]> (weight)\n y = MatMul (x, turned)", (24, 64)),
+    "conv1d": ("y = MatMul (x, weight)", (64, 24)),
+    "gemm": ("flat = Reshape (x, two)\n made = Gemm <transB = 1> (flat, weight, bias)\n y = Reshape (made, back)", (24, 64)),
+}
+
+
+def _model(form: str) -> ir.Model:
+    body, shape = FORMS[form]
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,S,64] x) => (float[B,S,24] y)
+    <int64[2] two = {{-1, 64}}, int64[3] back = {{1, -1, 24}}, float[24] bias = {{{", ".join(["0.5"] * 24)}}}> {{ {body} }}"""
+    return with_weight(text, "layer.fc.weight", np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+
+
+def _run(model: ir.Model, x: np.ndarray) -> np.ndarray:
+    use_threads(None)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    result: np.ndarray = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options).run(None, {"x": x})[0]
+    return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.2)])
+def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, bits: int, tolerance: float) -> None:
+    before, after = _model(form), _model(form)
+    assert QuantizeWeightsPass(bits=bits)(after).modified
+    assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
+    assert not any(node.op_type in ("MatMul", "Gemm", "Transpose") for node in after.graph)
+    x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
+    expected, found = _run(before, x), _run(after, x)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert 0 < error < tolerance
+
+
+def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
+    model = _model("linear")
+    assert not QuantizeWeightsPass(bits=8, block_size=128)(model).modified
+    assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
+
+
+def test_a_second_run_changes_nothing() -> None:
+    model = _model("linear")
+    QuantizeWeightsPass(bits=4)(model)
+    assert not QuantizeWeightsPass(bits=4)(model).modified

@@ -1,0 +1,36 @@
+"""What a user gets: every module in the wheel, and a runtime that needs neither torch nor onnx."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_wheel_holds_every_module_of_the_three_packages(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    tracked = subprocess.run(
+        ["git", "ls-files", "runtime/*.py", "exporter/*.py", "graph_passes/*.py"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert len(tracked) > 20
+    wanted = {f"skipdecode/{path.removeprefix('runtime/')}" for path in tracked}
+    assert packed == wanted
+
+
+def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx() -> None:
+    code = (
+        "import sys, skipdecode, skipdecode.cli.run, skipdecode.cli.inspect;"
+        "print(sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxscript'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
