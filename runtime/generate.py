@@ -14,7 +14,7 @@ import numpy as np
 from skipdecode import manifest as manifests
 from skipdecode.cpu import cpu_features
 from skipdecode.decoder import Decoder, Engines
-from skipdecode.engines.ort import OrtEngine, check_library, use_threads
+from skipdecode.engines.ort import OrtEngine, check_library, release_loading_memory, use_threads
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.kv_buffer import IntArray
 from skipdecode.sampling import Sampling, choose_tokens
@@ -259,7 +259,7 @@ def _load_engines(manifest: manifests.Manifest, bundle: Path, name: str | None, 
         )  # fmt: skip
     use_threads(threads)
     try:
-        return Engines(
+        engines = Engines(
             embed=OrtEngine(bundle / target.embed),
             segments=tuple(
                 (layers, OrtEngine(bundle / path)) for layers, path in zip(manifest.segments, target.segments, strict=True)
@@ -268,6 +268,8 @@ def _load_engines(manifest: manifests.Manifest, bundle: Path, name: str | None, 
         )
     except MemoryError as error:
         raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
+    release_loading_memory()
+    return engines
 
 
 def _append(row: Row, token: int, stop_ids: frozenset[int], max_new_tokens: int) -> None:
