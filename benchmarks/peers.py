@@ -1,0 +1,138 @@
+"""The systems that are compared: one small class each, loaded in its own process by `worker.py`.
+
+Each has `generate(prompt, tokens) -> Run`: batch 1, greedy, exactly `tokens` new tokens, each stamped when it comes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One generate call."""
+
+    token_ids: tuple[int, ...]
+    token_s: tuple[float, ...]  # when each new token came, seconds since the call
+    total_s: float
+    layers: tuple[int, ...] = ()  # what each decode step computed; this runtime only
+
+    @property
+    def decode_ms(self) -> float:
+        """Milliseconds a decode step: the first token is the prefill's."""
+        return 1e3 * (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+class SkipDecode:
+    """This runtime on one bundle, with the bundle's own schedule."""
+
+    def __init__(self, bundle: Path, threads: int) -> None:
+        import skipdecode
+
+        self._generator = skipdecode.load(bundle, threads=threads)
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> Run:
+        clock = Clock()
+        result = self._generator.generate(list(prompt), max_new_tokens=tokens, ignore_eos=True, streamer=clock)
+        return clock.run(result.sequences[0].token_ids, layers=result.layers)
+
+    def outside_engines_us(self, prompt: Sequence[int], tokens: int) -> dict[str, float]:
+        """Microseconds a decode step that are not spent in an engine call, from one extra run with timed engine calls."""
+        from skipdecode.engines.ort import OrtEngine
+
+        engine_s, calls, bind = [0.0], [0], OrtEngine.bind
+
+        def timed_bind(engine: OrtEngine, *arrays: Any) -> Callable[[], None]:
+            run = bind(engine, *arrays)
+
+            def timed_run() -> None:
+                started = time.perf_counter()
+                run()
+                engine_s[0] += time.perf_counter() - started
+                calls[0] += 1
+
+            return timed_run
+
+        OrtEngine.bind = timed_bind  # type: ignore[method-assign, assignment]
+        try:
+            clock = Clock(lambda: (engine_s[0], calls[0]))
+            self._generator.generate(list(prompt), max_new_tokens=tokens, ignore_eos=True, streamer=clock)
+        finally:
+            OrtEngine.bind = bind  # type: ignore[method-assign]
+        steps = list(zip(clock.stamps, clock.notes, clock.stamps[1:], clock.notes[1:], strict=False))
+        outside = [1e6 * ((t1 - t0) - (e1[0] - e0[0])) for t0, e0, t1, e1 in steps]
+        return {
+            "median": statistics.median(outside),
+            "mean": statistics.fmean(outside),
+            "engine_calls_per_step": (clock.notes[-1][1] - clock.notes[0][1]) / len(steps),
+        }
+
+
+class Transformers:
+    """Hugging Face transformers: eager, KV cache, its default attention (sdpa)."""
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> Run:
+        ids, clock = self._torch.tensor([list(prompt)]), Clock()
+        out = self._model.generate(
+            ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+            use_cache=True, streamer=clock,
+        )  # fmt: skip
+        del clock.stamps[0]  # transformers gives the prompt first
+        return clock.run(out[0, len(prompt) :].tolist())
+
+
+class CTranslate2:
+    """CTranslate2 on a converted model."""
+
+    def __init__(self, folder: Path, threads: int, compute_type: str) -> None:
+        import ctranslate2
+
+        self._generator = ctranslate2.Generator(
+            str(folder), device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
+        )
+
+    def generate(self, prompt: Sequence[int], tokens: int) -> Run:
+        clock = Clock()
+        result = self._generator.generate_batch(
+            [[f"t{token}" for token in prompt]], max_length=tokens, min_length=tokens, beam_size=1, sampling_topk=1,
+            include_prompt_in_result=False, callback=lambda step: clock.put(step),
+        )  # fmt: skip
+        return clock.run(result[0].sequences_ids[0])
+
+
+class Clock:
+    """A streamer that stamps each token; `note` is read at each stamp."""
+
+    def __init__(self, note: Callable[[], Any] = lambda: None) -> None:
+        self.stamps: list[float] = []
+        self.notes: list[Any] = []
+        self._note = note
+        self._started = time.perf_counter()
+
+    def put(self, value: Any) -> bool:
+        self.notes.append(self._note())
+        self.stamps.append(time.perf_counter() - self._started)
+        return False  # CTranslate2 would stop at True
+
+    def end(self) -> None:
+        pass
+
+    def run(self, token_ids: Sequence[int], layers: tuple[int, ...] = ()) -> Run:
+        total = time.perf_counter() - self._started
+        assert len(token_ids) == len(self.stamps), "a peer stopped early"
+        return Run(token_ids=tuple(token_ids), token_s=tuple(self.stamps), total_s=total, layers=layers)

@@ -1,0 +1,65 @@
+"""A process of its own for each system: thread pools do not collide, and memory can be told apart."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class Worker:
+    """A long-lived process that holds one object and answers one method call at a time."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self._pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_serve, args=(theirs, make, args), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        return self._answer()
+
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory: rss (all), pss (shared pages by share), uss (this process's alone)."""
+        info = psutil.Process(self._process.pid).memory_full_info()
+        return {name: round(getattr(info, name) / 2**20, 1) for name in ("rss", "pss", "uss")}
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(timeout=10)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _answer(self) -> Any:
+        failed, value = self._pipe.recv()
+        if failed:
+            raise RuntimeError(f"a worker failed:\n{value}")
+        return value
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call once in a fresh process, so that nothing it loads stays."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=_SPAWN) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _serve(pipe: Connection, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        served = make(*args)
+        pipe.send((False, None))
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send((False, getattr(served, method)(*arguments)))
+    except EOFError:
+        return
+    except Exception:
+        pipe.send((True, traceback.format_exc()))
