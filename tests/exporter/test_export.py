@@ -197,7 +197,7 @@ def test_options_out_of_range_are_refused(
 
 
 def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "compile_ort", full)
