@@ -1,0 +1,44 @@
+"""What the README says is true: its Python runs, its options exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_first_python_example_runs_on_the_demos_bundle(tmp_path: Path) -> None:
+    schedule = ScheduleRequest(speedup=2, span=48)
+    export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=tmp_path / "demo", schedule=schedule))
+    code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Clowns" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["skip-export", "skip-run", "skip-inspect"])
+def test_every_option_in_the_table_of_commands_is_in_the_help(command: str) -> None:
+    row = next(line for line in README.splitlines() if line.startswith(f"| `{command}"))
+    page = subprocess.run(
+        [Path(sys.executable).parent / command, "--help"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    options = set(re.findall(r"--[a-z-]+", row)) | {"--quiet", "--debug"}
+    assert len(options) > 3
+    assert not {option for option in options if option not in page}
+    assert "examples:" in page
+
+
+def test_every_link_leads_to_a_file() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("examples/**/README.md"), ROOT / "benchmarks" / "README.md"]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
