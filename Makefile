@@ -25,7 +25,7 @@ test: install
 # what type checkers see of the folders that setuptools maps to one package
 links:
 	rm -rf .typing && mkdir -p .typing/skipdecode
-	for entry in runtime/* exporter graph_passes; do ln -s ../../$$entry .typing/skipdecode/; done
+	for entry in runtime/* exporter graph_passes plugins; do ln -s ../../$$entry .typing/skipdecode/; done
 
 lint: install links
 	$(BIN)/ruff check .

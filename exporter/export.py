@@ -73,7 +73,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     check_supported(config, limits.max_length)
     schedule = build_schedule(request.schedule, config.num_hidden_layers)
     bones = skeleton(config)
-    _check_disk(request.out, bones)
+    _check_disk(request.out, bones, _BITS[request.quantize])
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
     with ExitStack() as files, _fresh_folder(request.out, request.force) as partial:
@@ -163,10 +163,11 @@ def _num_parameters(bones: Skeleton) -> int:
     return sum(math.prod(shape) for shape in bones.shapes.values())
 
 
-def _check_disk(out: Path, bones: Skeleton) -> None:
-    """Weights once as source and twice compiled (plain and prepacked), and one segment on its way."""
+def _check_disk(out: Path, bones: Skeleton, bits: int | None) -> None:
+    """Weights once as source, compiled twice (plain and prepacked) or once quantised; one segment on its way."""
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    needed = 3 * 4 * _num_parameters(bones) + _SEGMENT_BYTES
+    compiled = 2 * 4 if bits is None else (bits + 1) / 8
+    needed = int((4 + compiled) * _num_parameters(bones)) + _SEGMENT_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(
