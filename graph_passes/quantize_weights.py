@@ -36,9 +36,11 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
         for node in list(model.graph):
-            weight = _weight(node)
-            if weight is not None and weight.shape[1] % self.block_size == 0:
-                _replace(model.graph, node, weight, self.bits, self.block_size)
+            found = _parameter(node)
+            if found is not None and _matrix(*found).shape[1] % self.block_size == 0:
+                _replace(model.graph, node, _matrix(*found), self.bits, self.block_size)
+                if isinstance(found[0], ir.ExternalTensor):
+                    found[0].release()  # the pages of a mapped matrix would stay until the last one is done
                 count += 1
         if count:
             model.graph.opset_imports[MS_DOMAIN] = 1
@@ -47,21 +49,23 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(count))
 
 
-def _weight(node: ir.Node) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-    """The node's parameter as [N, K] (outputs, inputs), or None where it multiplies none."""
+def _parameter(node: ir.Node) -> tuple[ir.TensorProtocol, bool] | None:
+    """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
         return None
-    value, turned = (
-        node.inputs[1],
-        node.op_type == "Gemm" and "transB" in node.attributes and node.attributes["transB"].as_int() == 1,
-    )
-    producer = value.producer()
+    transposed = node.op_type == "Gemm" and "transB" in node.attributes and node.attributes["transB"].as_int() == 1
+    value, producer = node.inputs[1], node.inputs[1].producer()
     if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
-        value, turned = producer.inputs[0], not turned
+        value, transposed = producer.inputs[0], not transposed
     if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 2:
         return None
-    data = value.const_value.numpy()
-    return np.ascontiguousarray(data if turned else data.T, dtype=np.float32)
+    return value.const_value, transposed
+
+
+def _matrix(tensor: ir.TensorProtocol, transposed: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """The parameter as [N, K] float32, mapped where it is stored so."""
+    data = tensor.numpy()
+    return np.asarray(data if transposed else data.T, dtype=np.float32)
 
 
 def _replace(
