@@ -132,7 +132,7 @@ class Manifest:
         if fits and all(0 <= index < len(self.segments) for index in variant.segments):
             layers = tuple(layer for index in variant.segments for layer in self.segments[index])
             warmup = self.schedule.warmup_layers
-            if layers == active_layers(self.model.num_layers, min(warmup, variant.num_layers), variant.num_layers):
+            if layers == active_layers(self.model.num_layers, warmup, variant.num_layers):
                 return
         raise BundleError(f"variants: {variant.name} does not climb its layers", "export the model again", where=MANIFEST)
 

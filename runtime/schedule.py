@@ -24,12 +24,12 @@ class Schedule:
     """`t -> k(t)`: how many layers position `t` computes; never increasing, so active layers are nested.
 
     Raises:
-        ScheduleError: the counts rise, or leave `warmup_layers + 1 .. num_layers`.
+        ScheduleError: the counts rise, or leave `least_layers(...) .. num_layers`.
     """
 
     name: str  # full, linear, power, step or table: how it was made, for people
     num_layers: int  # L
-    warmup_layers: int  # w: the first w layers, which every position computes; 0 .. L
+    warmup_layers: int  # w: the first w layers, which every position computes; L: early exit, the first k(t) and none on top
     layers: tuple[int, ...]  # k(t) for t < span; later positions stay at the last one
     anchor: Anchor = Anchor.GENERATED
 
@@ -37,11 +37,11 @@ class Schedule:
         if not 0 <= self.warmup_layers <= self.num_layers:
             raise ScheduleError(
                 f"warmup_layers {self.warmup_layers}: the model has {self.num_layers} layers",
-                f"choose --warmup-layers 0..{self.num_layers - 1}",
+                f"choose --warmup-layers 0..{self.num_layers - 1}, or {self.num_layers} for early exit",
             )
         if not self.layers:
             raise ScheduleError("the table of layer counts is empty", "give one count a position")
-        least = min(self.warmup_layers + 1, self.num_layers)
+        least = least_layers(self.num_layers, self.warmup_layers)
         for t, count in enumerate(self.layers):
             if not least <= count <= self.num_layers:
                 raise ScheduleError(
@@ -76,7 +76,7 @@ class Schedule:
 
     def least_count(self, layer: int) -> int:
         """The least layer count that includes `layer`."""
-        return 0 if layer < self.warmup_layers else self.num_layers - layer + self.warmup_layers
+        return layer + 1 if layer < self.warmup_layers else self.num_layers - layer + self.warmup_layers
 
     def cap(self, layer: int) -> int | None:
         """How many positions compute `layer`: it is active on exactly `[0, cap)`. None: on all of them."""
@@ -91,9 +91,15 @@ class Schedule:
         return tuple(sorted(set(self.layers), reverse=True))
 
 
+def least_layers(num_layers: int, warmup_layers: int) -> int:
+    """The fewest layers a position may compute: the warm-up layers and one on top; 1 for early exit, which has no top."""
+    return 1 if warmup_layers == num_layers else warmup_layers + 1
+
+
 def active_layers(num_layers: int, warmup_layers: int, count: int) -> tuple[int, ...]:
-    """The first `warmup_layers` and the last `count - warmup_layers` of `num_layers` layers."""
-    return (*range(warmup_layers), *range(num_layers - (count - warmup_layers), num_layers))
+    """The first `warmup_layers` (no more than `count`) and the last ones, `count` of `num_layers` layers in all."""
+    first = min(warmup_layers, count)
+    return (*range(first), *range(num_layers - (count - first), num_layers))
 
 
 def full_depth(num_layers: int) -> Schedule:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule import Anchor, Schedule, full_depth
+from skipdecode.schedule import Anchor, Schedule, full_depth, least_layers
 
 SCHEDULES = ("linear", "full", "power", "step", "table:FILE")
 DEFAULT_SPEEDUP = 2.0
@@ -23,7 +23,7 @@ class ScheduleRequest:
     speedup: float | None = None  # L / mean layers over the span
     max_layers: int | None = None
     min_layers: int | None = None
-    warmup_layers: int = 1
+    warmup_layers: int = 1  # 0 .. L; L: early exit
     span: int = 128  # positions until min_layers is reached
     alpha: float | None = None  # decay per position, `power` only; 0 < alpha <= 1
     max_variants: int | None = None  # at most this many distinct counts, rounded up
@@ -55,11 +55,12 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
 
 
 def _check_request(request: ScheduleRequest, num_layers: int) -> None:
-    least = min(request.warmup_layers + 1, num_layers)
-    if not 0 <= request.warmup_layers < num_layers:
+    if not 0 <= request.warmup_layers <= num_layers:
         raise ScheduleError(
-            f"--warmup-layers {request.warmup_layers}: the model has {num_layers} layers", f"choose 0..{num_layers - 1}"
+            f"--warmup-layers {request.warmup_layers}: the model has {num_layers} layers",
+            f"choose 0..{num_layers - 1}, or {num_layers} for early exit",
         )
+    least = least_layers(num_layers, request.warmup_layers)
     for option, value in (("--max-layers", request.max_layers), ("--min-layers", request.min_layers)):
         if value is not None and not least <= value <= num_layers:
             raise ScheduleError(
@@ -75,7 +76,7 @@ def _check_request(request: ScheduleRequest, num_layers: int) -> None:
 
 def _ends(request: ScheduleRequest, num_layers: int) -> tuple[int, int]:
     """(min, max): what was given, else a 1:3 range around the mean that the speedup asks for."""
-    least, lower, upper = request.warmup_layers + 1, request.min_layers, request.max_layers
+    least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
     speedup = request.speedup
     if speedup is None and lower is None and upper is None:
         speedup = DEFAULT_SPEEDUP
@@ -103,7 +104,7 @@ def _ends(request: ScheduleRequest, num_layers: int) -> tuple[int, int]:
 
 
 def _mean_for(speedup: float, request: ScheduleRequest, num_layers: int) -> float:
-    least = request.warmup_layers + 1
+    least = least_layers(num_layers, request.warmup_layers)
     if not 1.0 <= speedup <= num_layers / least:
         nearest = 1.0 if not speedup >= 1.0 else num_layers / least
         raise ScheduleError(

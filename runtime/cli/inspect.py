@@ -119,7 +119,7 @@ def picture(schedule: Schedule) -> list[str]:
     columns = [schedule.active(i * schedule.span // width) for i in range(width)]
     rows = []
     for layer in reversed(range(schedule.num_layers)):
-        active = _WARM_UP if layer < schedule.warmup_layers else _ACTIVE
+        active = _WARM_UP if layer < schedule.warmup_layers < schedule.num_layers else _ACTIVE
         rows.append(f"{layer:>5} " + "".join(active if layer in column else _SKIPPED for column in columns))
     left, right = "0", f"{schedule.span - 1} and on"
     rows.append(" " * 6 + left + right.rjust(max(width - len(left), len(right) + 1)))

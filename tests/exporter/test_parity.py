@@ -28,7 +28,8 @@ def _schedules(tmp_path: Path) -> list[Schedule]:
         for name, top in (("linear", 5), ("step", 6), (f"table:{table}", None))
         for anchor in Anchor
     ]
-    return [full_depth(LAYERS), *(build_schedule(request, LAYERS) for request in requests)]
+    early_exit = Schedule(name="table", num_layers=LAYERS, warmup_layers=LAYERS, layers=(6, 4, 4, 3, 1))
+    return [full_depth(LAYERS), early_exit, *(build_schedule(request, LAYERS) for request in requests)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

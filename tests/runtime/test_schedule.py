@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule import Schedule, full_depth
+from skipdecode.schedule import Schedule, full_depth, least_layers
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     depth = draw(st.integers(1, 40))
-    warmup = draw(st.integers(0, depth - 1))
-    counts = draw(st.lists(st.integers(warmup + 1, depth), min_size=1, max_size=60))
+    warmup = draw(st.integers(0, depth))
+    counts = draw(st.lists(st.integers(least_layers(depth, warmup), depth), min_size=1, max_size=60))
     return Schedule(name="table", num_layers=depth, warmup_layers=warmup, layers=tuple(sorted(counts, reverse=True)))
 
 
@@ -34,7 +34,8 @@ def test_positions_of_a_layer_are_a_prefix_that_ends_at_its_cap(schedule: Schedu
 
 @given(schedules(), st.integers(0, 100))
 def test_active_layers_are_the_first_w_and_the_last_rest(schedule: Schedule, t: int) -> None:
-    active, w = schedule.active(t), schedule.warmup_layers
+    active = schedule.active(t)
+    w = min(schedule.warmup_layers, len(active))
     assert len(active) == schedule.layers_at(t)
     assert active == tuple(sorted(set(active)))
     assert active[:w] == tuple(range(w))
@@ -51,6 +52,12 @@ def test_variants_are_the_distinct_counts_most_layers_first(schedule: Schedule) 
     assert schedule.variants == tuple(sorted({schedule.layers_at(t) for t in range(schedule.span)}, reverse=True))
 
 
+def test_early_exit_computes_the_first_layers_and_none_on_top() -> None:
+    schedule = Schedule(name="table", num_layers=6, warmup_layers=6, layers=(6, 4, 1))
+    assert [schedule.active(t) for t in range(3)] == [(0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (0,)]
+    assert [schedule.cap(layer) for layer in range(6)] == [None, 2, 2, 2, 1, 1]
+
+
 def test_full_depth_computes_every_layer_everywhere() -> None:
     schedule = full_depth(5)
     assert schedule.active(0) == schedule.active(999) == (0, 1, 2, 3, 4)
@@ -64,7 +71,8 @@ def test_full_depth_computes_every_layer_everywhere() -> None:
         ((7,), 1, "choose counts from 2 to 6"),
         ((1,), 1, "choose counts from 2 to 6"),
         ((), 1, "empty"),
-        ((6,), 7, "--warmup-layers 0..5"),
+        ((6, 0), 6, "choose counts from 1 to 6"),
+        ((6,), 7, "--warmup-layers 0..5, or 6 for early exit"),
         ((6,), -1, "--warmup-layers 0..5"),
     ],
 )
