@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import platform
@@ -105,6 +106,7 @@ class _Written:
     segments: tuple[str, ...]
     head: str
     variants: dict[int, str | None]
+    weight_bytes: dict[str, int]  # of each engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class _Compiler:
     partial: Path  # the bundle in the making
     limits: manifest.Limits
     bits: int | None  # of a quantised weight
+    weight_bytes: dict[str, int] = field(default_factory=dict)  # of each engine compiled so far
 
     def compile(self, graph: ir.Model, path: str) -> str:
         """Compile a standard graph to the engine `path` of the bundle; returns the path."""
@@ -122,6 +125,8 @@ class _Compiler:
         if self.bits is not None:
             passes.append(QuantizeWeightsPass(bits=self.bits))
         ir.passes.Sequential(*passes)(lowered)
+        initializers = lowered.graph.initializers.values()
+        self.weight_bytes[path] = sum(value.const_value.nbytes for value in initializers if value.const_value is not None)
         source = self.partial / GRAPHS / "lowered.onnx"
         ir.save(lowered, source, external_data="lowered.bin" if self.bits is not None else None)
         compile_ort(source, self.partial / path, prepack=self.bits is None)
@@ -233,6 +238,7 @@ def _write_bundle(
         segments=tuple(engines),
         head=compiler.compile(head, "targets/cpu/head.onnx"),
         variants=variants,
+        weight_bytes=compiler.weight_bytes,
     )
 
 
@@ -249,7 +255,7 @@ def _slim(partial: Path, written: _Written) -> _Written:
     embed = "targets/cpu/embed.onnx"
     compile_ort(partial / written.embed, partial / embed)
     shutil.rmtree(partial / GRAPHS)
-    return _Written(embed=embed, segments=written.segments, head=written.head, variants=dict.fromkeys(written.variants))
+    return dataclasses.replace(written, embed=embed, variants=dict.fromkeys(written.variants))
 
 
 def _eos_ids(partial: Path, config: Any) -> tuple[int, ...]:
@@ -300,6 +306,8 @@ def _write_manifest(
                 weights="fp32" if request.quantize == "none" else request.quantize,
                 library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(),
                 cpu_features=cpu_features(), embed=written.embed, segments=written.segments, head=written.head,
+                segment_weight_bytes=tuple(written.weight_bytes[path] for path in written.segments),
+                head_weight_bytes=written.weight_bytes[written.head],
             ),
         ),
         files=tuple(manifest.describe_file(partial, path) for path in paths),

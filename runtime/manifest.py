@@ -66,6 +66,8 @@ class Target:
     embed: str
     segments: tuple[str, ...]  # one engine a segment
     head: str
+    segment_weight_bytes: tuple[int, ...]  # of each segment's weights, which a decode step through it reads once
+    head_weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ class Manifest:
             (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),
             ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
+            (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
             (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
@@ -216,6 +219,11 @@ def _check_size(bundle: Path, file: File) -> None:
 
 def _unreadable(path: Path, error: OSError) -> BundleError:
     return BundleError(f"cannot be read ({error.strerror})", "check its name and permissions", where=str(path))
+
+
+def _weights_hold(target: Target) -> bool:
+    sizes = (*target.segment_weight_bytes, target.head_weight_bytes)
+    return len(sizes) == len(target.segments) + 1 and all(0 < size < 2**63 for size in sizes)
 
 
 def _sizes_hold(value: Model | Limits) -> bool:

@@ -1,9 +1,10 @@
-"""Train the model that ships in examples/e2e: OPT architecture, 12 layers, through the reference with the schedule on.
+"""Train one model of the experiment: OPT architecture, 24 layers, through the reference with a schedule or without.
 
-    python examples/e2e/train.py --data DIR --out DIR
+    python examples/e2e/train.py --data DIR --out DIR --steps 800                                      from nothing, full depth
+    python examples/e2e/train.py --data DIR --out DIR --steps 400 --start MODEL --speedups 1,2,3,4,5   fine-tuned to skip
 
-DIR holds the E2E data's `trainset.csv` and `devset.csv`. Each batch draws a speedup from 1x to 4x, so that one model serves
-full depth and every schedule up to 4x (SkipDecode, arXiv 2307.02628, section 3; the draw per batch is ours).
+DIR of --data holds the E2E data's `trainset.csv` and `devset.csv`. Each batch draws one of the speedups, so that one model serves
+all of them (SkipDecode, arXiv 2307.02628, section 3, trains one model a speedup; the draw per batch is ours).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import random
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,16 +24,37 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from skipdecode.exporter.reference import skip_schedule
+from skipdecode.schedule import Schedule, active_layers
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
-LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 12, 192, 6, 2048, 256
+LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 24, 128, 4, 2048, 256
 SPAN = 48  # positions until the schedule reaches its least count; the sentences' 90th percentile
-SPEEDUPS = (1.0, 2.0, 2.0, 3.0, 4.0)
 BATCH = 64
 PAD, BOS, EOS = 1, 0, 2
 
+Pairs = list[tuple[str, str]]
+Batch = list[tuple[list[int], list[int]]]  # (prompt's ids, sentence's ids) a row; the prompts of a batch have one length
 
-def train_tokenizer(pairs: list[tuple[str, str]], out: Path) -> Tokenizer:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one model is trained."""
+
+    steps: int
+    speedups: tuple[float, ...]  # each batch draws one; (1.0,) is training without skipping
+    warmup_layers: int  # of the schedules; LAYERS: early exit
+    learning_rate: float  # at its peak
+    bf16: bool  # matrix products in bfloat16; weights and optimizer stay in float32
+
+    def draw(self, rng: random.Random, num_layers: int) -> Schedule:
+        """The schedule of the next batch."""
+        speedup = rng.choice(self.speedups)
+        if speedup == 1:
+            return build_schedule(ScheduleRequest(name="full"), num_layers)
+        return build_schedule(ScheduleRequest(speedup=speedup, span=SPAN, warmup_layers=self.warmup_layers), num_layers)
+
+
+def train_tokenizer(pairs: Pairs) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 2048 entries over prompts and sentences; no start token is added."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,17 +63,33 @@ def train_tokenizer(pairs: list[tuple[str, str]], out: Path) -> Tokenizer:
         vocab_size=VOCABULARY, special_tokens=["<s>", "<pad>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator((prompt(mr) + " " + text for mr, text in pairs), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>").save_pretrained(out)
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>")
 
 
-def batches(pairs: list[tuple[str, str]], tokenizer: Tokenizer, rng: random.Random) -> list[list[tuple[list[int], list[int]]]]:
+def new_model() -> OPTForCausalLM:
+    """OPT with weights drawn as transformers draws them."""
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, ffn_dim=4 * WIDTH, num_attention_heads=HEADS,
+        max_position_embeddings=POSITIONS, word_embed_proj_dim=WIDTH, dropout=0.0,
+        bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS,
+    )  # fmt: skip
+    return OPTForCausalLM(config)
+
+
+def truncate(model: OPTForCausalLM, count: int) -> None:
+    """Keep the layers that a position with `count` layers computes: the first one and the last ones."""
+    kept = active_layers(len(model.model.decoder.layers), 1, count)
+    model.model.decoder.layers = torch.nn.ModuleList(model.model.decoder.layers[layer] for layer in kept)
+    model.config.num_hidden_layers = count
+
+
+def batches(pairs: Pairs, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[Batch]:
     """One epoch of batches whose rows have the same prompt length, so that no position is padding before the sentence."""
-    groups: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
-    asked = tokenizer.encode_batch([prompt(shuffled(mr, rng)) for mr, _ in pairs])
-    said = tokenizer.encode_batch([" " + text for _, text in pairs])
+    groups: dict[int, Batch] = defaultdict(list)
+    asked = tokenizer([prompt(shuffled(mr, rng)) for mr, _ in pairs])["input_ids"]
+    said = tokenizer([" " + text for _, text in pairs])["input_ids"]
     for question, answer in zip(asked, said, strict=True):
-        groups[len(question.ids)].append((question.ids, [*answer.ids, EOS]))
+        groups[len(question)].append((question, [*answer, EOS]))
     rows = []
     for group in groups.values():
         rng.shuffle(group)
@@ -59,7 +98,7 @@ def batches(pairs: list[tuple[str, str]], tokenizer: Tokenizer, rng: random.Rand
     return rows
 
 
-def loss_of(model: OPTForCausalLM, batch: list[tuple[list[int], list[int]]], request: ScheduleRequest) -> torch.Tensor:
+def loss_of(model: OPTForCausalLM, batch: Batch, schedule: Schedule) -> torch.Tensor:
     """Mean cross-entropy of the sentences' tokens, each position computing what the schedule says."""
     start = len(batch[0][0])
     length = min(POSITIONS, max(len(q) + len(a) for q, a in batch))
@@ -69,71 +108,63 @@ def loss_of(model: OPTForCausalLM, batch: list[tuple[list[int], list[int]]], req
         tokens = torch.tensor([*question, *answer][:length])
         ids[row, : len(tokens)] = tokens
         labels[row, start : len(tokens)] = tokens[start:]
-    with skip_schedule(model, build_schedule(request, LAYERS), prompt_length=start):
+    with skip_schedule(model, schedule, prompt_length=start):
         hidden = model.model.decoder(ids, use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[:, start - 1 : -1])
+    logits = model.lm_head(hidden[:, start - 1 : -1]).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, start:].flatten())
 
 
-def train(model: OPTForCausalLM, pairs: list[tuple[str, str]], tokenizer: Tokenizer, minutes: float) -> dict[str, float]:
-    """AdamW with a cosine over the time that is allowed; returns what the model card tells."""
+def train(model: OPTForCausalLM, pairs: Pairs, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> dict[str, float]:
+    """AdamW, a short warm-up, then a cosine to nothing; returns what the model card tells."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.05)
-    began, step, epochs, smooth = time.monotonic(), 0, 0.0, 0.0
-    while epochs == int(epochs):
-        rows = batches(pairs, tokenizer, rng)
-        for index, batch in enumerate(rows):
-            done = (time.monotonic() - began) / 60 / minutes
-            if done >= 1:
-                epochs += index / len(rows)
-                return {"epochs": round(epochs, 2), "steps": step, "minutes": round(minutes, 1), "last_loss": round(smooth, 3)}
-            for group in optimizer.param_groups:
-                group["lr"] = 1.2e-3 * min(1.0, (step + 1) / 300) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
-            request = ScheduleRequest(name="linear", speedup=rng.choice(SPEEDUPS), span=SPAN)
-            loss = loss_of(model, batch, request)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
-            if step % 100 == 0:
-                print(f"step {step} epoch {epochs + index / len(rows):.2f} loss {smooth:.3f} {done:.0%}", flush=True)
-        epochs += 1
-    return {}
-
-
-@torch.no_grad()
-def dev_losses(model: OPTForCausalLM, pairs: list[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, float]:
-    """Loss per token on the first development batches at each speedup."""
-    model.eval()
-    rows = batches(pairs, tokenizer, random.Random(1))[:24]
-    losses = {}
-    for speedup in sorted(set(SPEEDUPS)):
-        request = ScheduleRequest(name="linear", speedup=speedup, span=SPAN)
-        losses[f"{speedup:g}x"] = round(sum(loss_of(model, batch, request).item() for batch in rows) / len(rows), 4)
-    return losses
+    began, smooth = time.monotonic(), 0.0
+    rows: list[Batch] = []
+    for step in range(recipe.steps):
+        rows = rows or batches(pairs, tokenizer, rng)
+        rising, falling = min(1.0, (step + 1) / 60), (1 + math.cos(math.pi * step / recipe.steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * rising * (0.02 + 0.98 * falling)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bf16):
+            loss = loss_of(model, rows.pop(), recipe.draw(rng, len(model.model.decoder.layers)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        smooth = loss.item() if step == 0 else 0.98 * smooth + 0.02 * loss.item()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1} of {recipe.steps} loss {smooth:.3f} {time.monotonic() - began:.0f} s", flush=True)
+    return {"steps": recipe.steps, "minutes": round((time.monotonic() - began) / 60, 1), "last_loss": round(smooth, 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with trainset.csv and devset.csv")
+    parser.add_argument("--data", type=Path, required=True, help="folder with trainset.csv")
     parser.add_argument("--out", type=Path, required=True, help="where the model goes")
-    parser.add_argument("--minutes", type=float, default=40, help="training time")
+    parser.add_argument("--steps", type=int, required=True, help=f"batches of {BATCH} rows")
+    parser.add_argument("--start", type=Path, help="the model to fine-tune; without it a new one")
+    parser.add_argument("--keep-layers", type=int, help="truncate it first to this many layers")
+    parser.add_argument("--speedups", type=lambda text: tuple(map(float, text.split(","))), default=(1.0,))
+    parser.add_argument("--warmup-layers", type=int, default=1, help=f"of the schedules; {LAYERS} is early exit")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--bf16", action="store_true", help="matrix products in bfloat16, where the processor has them")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     pairs = read_pairs(options.data / "trainset.csv")
-    tokenizer = train_tokenizer(pairs, options.out)
-    config = OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, ffn_dim=4 * WIDTH, num_attention_heads=HEADS,
-        max_position_embeddings=POSITIONS, word_embed_proj_dim=WIDTH, dropout=0.0,
-        bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS,
+    start = options.start
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(start) if start else train_tokenizer(pairs)
+    model = OPTForCausalLM.from_pretrained(start, dtype=torch.float32) if start else new_model()
+    if options.keep_layers:
+        truncate(model, options.keep_layers)
+    recipe = Recipe(
+        steps=options.steps, speedups=options.speedups, warmup_layers=options.warmup_layers,
+        learning_rate=options.learning_rate, bf16=options.bf16,
     )  # fmt: skip
-    model = OPTForCausalLM(config)
-    record = {"training": train(model, pairs, tokenizer, options.minutes), "threads": options.threads}
-    record["dev_loss"] = dev_losses(model, read_pairs(options.data / "devset.csv"), tokenizer)
+    record = {"command": vars(options) | {"data": None, "out": None, "start": start and start.name}}
+    record["training"] = train(model, pairs, tokenizer, recipe)
+    tokenizer.save_pretrained(options.out)
     model.half().save_pretrained(options.out)
     (options.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record))

@@ -89,6 +89,8 @@ def _target_facts(target: Target, sizes: dict[str, int]) -> dict[str, Any]:
         "embed_bytes": engine_bytes(target.embed, sizes),
         "segment_bytes": [engine_bytes(path, sizes) for path in target.segments],
         "head_bytes": engine_bytes(target.head, sizes),
+        "segment_weight_bytes": list(target.segment_weight_bytes),
+        "head_weight_bytes": target.head_weight_bytes,
     }  # fmt: skip
 
 
@@ -147,7 +149,6 @@ def _page(manifest: Manifest) -> list[str]:
         ),
         "",
         *(line for target in data["targets"] for line in _target_lines(target, manifest)),
-        f"weights    {_mib(data['weights_bytes'])}, once for all {len(manifest.variants)} variants",
         f"KV buffer  {_mib(kv)} a row of {manifest.limits.max_length} tokens (half prompt), "
         f"{_mib(whole)} without skipping: {kv / whole:.0%}",
         f"bundle     {_mib(data['bundle_bytes'])} on disk",
@@ -161,7 +162,8 @@ def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
     for index, (layers, size) in enumerate(zip(manifest.segments, target["segment_bytes"], strict=True)):
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         lines.append(f"  segment {index:<3} layers {name:<7} {_mib(size)}")
-    return [*lines, ""]
+    weights = sum(target["segment_weight_bytes"]) + target["head_weight_bytes"]
+    return [*lines, f"  weights {_mib(weights)}, once for all {len(manifest.variants)} variants", ""]
 
 
 def _printable(lines: list[str]) -> str:
