@@ -61,7 +61,13 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-layers", type=int, metavar="N", help="layers at position 0")
     group.add_argument("--min-layers", type=int, metavar="N", help="layers from the span's end on")
-    group.add_argument("--warmup-layers", type=int, default=1, metavar="W", help="first layers that every position computes (1); all of the model's: early exit")
+    group.add_argument(
+        "--warmup-layers",
+        type=int,
+        default=1,
+        metavar="W",
+        help="first layers that all positions compute (1); L: early exit",
+    )
     group.add_argument("--span", type=int, default=128, metavar="N", help="positions until min-layers is reached (128)")
     group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")
     group.add_argument(

@@ -125,14 +125,23 @@ class _Compiler:
         if self.bits is not None:
             passes.append(QuantizeWeightsPass(bits=self.bits))
         ir.passes.Sequential(*passes)(lowered)
-        initializers = lowered.graph.initializers.values()
-        self.weight_bytes[path] = sum(value.const_value.nbytes for value in initializers if value.const_value is not None)
+        self.weight_bytes[path] = _weight_bytes(lowered.graph)
         source = self.partial / GRAPHS / "lowered.onnx"
         ir.save(lowered, source, external_data="lowered.bin" if self.bits is not None else None)
         compile_ort(source, self.partial / path, prepack=self.bits is None)
         for file in (source, source.with_suffix(".bin")):
             file.unlink(missing_ok=True)
         return path
+
+
+def _weight_bytes(graph: ir.Graph) -> int:
+    """What a step reads whole: not the rotary tables, of which attention takes a row a position."""
+    weights = (
+        value.const_value.nbytes
+        for value in graph.initializers.values()
+        if value.const_value is not None and not any(use.node.op_type == "GroupQueryAttention" for use in value.uses())
+    )
+    return sum(weights)
 
 
 def _check_options(request: ExportRequest) -> None:

@@ -95,6 +95,11 @@ class Decoder:
         self._step += 1
         return int(counts[-1])
 
+    def rewind(self, position: int, length: int) -> None:
+        """Make the next decode step the one at `position`, on rows of `length` valid tokens: for measuring one step again."""
+        self._step = position
+        self.kv.lengths[:] = length
+
     def _layer_counts(self) -> IntArray:
         """[B]: how many layers each row computes in this step, never falling from row to row."""
         if self.schedule.anchor is Anchor.GENERATED:

@@ -85,7 +85,8 @@ class Generator:
         self.manifest = manifests.read(bundle)
         if check_hashes:
             manifests.check_hashes(self.manifest, bundle)
-        self._engines = _load_engines(self.manifest, bundle, target, threads)
+        self.target = _choose_target(self.manifest, bundle, target)
+        self._engines = _load_engines(self.manifest, bundle, self.target, threads)
         self.tokenizer = Tokenizer.of(bundle)
         self.load_s = time.perf_counter() - started
         self._prefill_s = 0.0
@@ -152,7 +153,7 @@ class Generator:
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
         ordered = [rows[row] for row in order]
         started = time.perf_counter()
-        decoder = Decoder(self._engines, self.manifest.model, chosen, [len(row.prompt_ids) for row in ordered], max_new_tokens)
+        decoder = self.decoder([len(row.prompt_ids) for row in ordered], max_new_tokens, chosen)
         for index, row in enumerate(ordered):
             decoder.prefill(index, np.array(row.prompt_ids, dtype=np.int64))
         self._prefill_s = time.perf_counter() - started
@@ -167,6 +168,11 @@ class Generator:
             yield Step(token_ids=tuple(_newest(row, step) for row in rows), layers=layers)
             if all(row.finish_reason for row in rows):
                 return
+
+    def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
+        """A decoder of this bundle's engines, to go step by step; `Decoder`'s arguments, schedule None for the bundle's."""
+        chosen = self._schedule(schedule)
+        return Decoder(self._engines, self.manifest.model, chosen, prompt_lengths, new)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of each prompt.
@@ -244,13 +250,16 @@ def load(bundle: str | Path, *, target: str | None = None, threads: int | None =
     return Generator(Path(bundle), target=target, threads=threads, check_hashes=check_hashes)
 
 
-def _load_engines(manifest: manifests.Manifest, bundle: Path, name: str | None, threads: int | None) -> Engines:
+def _choose_target(manifest: manifests.Manifest, bundle: Path, name: str | None) -> manifests.Target:
     known = [target.name for target in manifest.targets]
     if not known or (name is not None and name not in known):
         raise TargetError(
             f"target {name or 'cpu'!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
         )
-    target = next(target for target in manifest.targets if name in (None, target.name))
+    return next(target for target in manifest.targets if name in (None, target.name))
+
+
+def _load_engines(manifest: manifests.Manifest, bundle: Path, target: manifests.Target, threads: int | None) -> Engines:
     check_library(target.library_version)
     if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):
         raise TargetError(

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 import skipdecode
 from skipdecode import manifest as manifests
-from skipdecode.decoder import Decoder
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
 from skipdecode.exporter import export as exporting
 from skipdecode.exporter.export import ExportRequest, export
@@ -242,7 +241,7 @@ def test_quantised_engines_stay_near_the_exact_ones_and_are_smaller(
     logits = []
     for path in (tmp_path / "q", zoo.bundle("opt")):
         generator = skipdecode.load(path)
-        decoder = Decoder(generator._engines, generator.manifest.model, skipdecode.schedule.full_depth(LAYERS), [5], 2)
+        decoder = generator.decoder([5], 2, skipdecode.schedule.full_depth(LAYERS))
         decoder.prefill(0, np.array([9, 8, 7, 6, 5]))
         decoder.decode_step(np.array([4]))
         logits.append(decoder.logits[0].copy())

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import skipdecode
-from skipdecode.decoder import Decoder
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
@@ -53,7 +52,7 @@ def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(name: str
     prompt = RAGGED[1]
     for schedule in _schedules(tmp_path):
         tokens, expected = greedy_tokens(model, schedule, prompt, NEW)
-        decoder = Decoder(generator._engines, generator.manifest.model, schedule, [len(prompt)], NEW)
+        decoder = generator.decoder([len(prompt)], NEW, schedule)
         decoder.prefill(0, np.array(prompt))
         for step, row in enumerate(expected.numpy()):
             if step:

@@ -1,0 +1,92 @@
+"""The torch reference in a process of its own, for `skip-validate --reference`: the runtime does not import torch.
+
+    python -m skipdecode.exporter.reference_run OUT < request.json
+
+Request: `model`, `dimensions` (those of the bundle's manifest, which the model must have), `schedules` (names to `layers` and
+`warmup_layers`, anchored at the generated tokens), `prompts` (token ids), `new` (tokens to generate). With `"check": true` only
+the dimensions are compared. OUT is a safetensors file, for schedule s, prompt p, layer l: `{s}.{p}.tokens` [new] int64,
+`{s}.{p}.logits` [new,V], `{s}.{p}.key.{l}` and `{s}.{p}.value.{l}` [KVH, positions, D] float32.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from skipdecode.cli import guarded
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import check_supported
+from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.reference import greedy_tokens, skip_schedule
+from skipdecode.schedule import Schedule
+
+
+def main() -> int:
+    """Read the request, write the arrays."""
+    return guarded(lambda: answer(json.load(sys.stdin), Path(sys.argv[1])), debug=False)
+
+
+def answer(request: dict[str, Any], out: Path) -> int:
+    """Compare the dimensions, run every schedule on every prompt, write OUT; returns the exit status, 0."""
+    config, folder = load_config(request["model"])
+    _check_dimensions(config, request["dimensions"], request["model"])
+    if request.get("check"):
+        return 0
+    model = _load(folder or fetch_checkpoint(request["model"]))
+    arrays: dict[str, torch.Tensor] = {}
+    for name, given in request["schedules"].items():
+        schedule = Schedule(
+            name="table", num_layers=config.num_hidden_layers, warmup_layers=given["warmup_layers"], layers=tuple(given["layers"])
+        )
+        for index, prompt in enumerate(request["prompts"]):
+            tokens, logits = greedy_tokens(model, schedule, prompt, request["new"])
+            arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
+            arrays[f"{name}.{index}.logits"] = logits
+            for layer, (key, value) in enumerate(_keys_and_values(model, schedule, prompt, tokens)):
+                arrays[f"{name}.{index}.key.{layer}"], arrays[f"{name}.{index}.value.{layer}"] = key, value
+    save_file({name: array.contiguous() for name, array in arrays.items()}, out)
+    return 0
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
+    check_supported(config, 2)
+    bones = skeleton(config)
+    found = {
+        "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
+        "num_heads": config.num_attention_heads, "num_kv_heads": bones.num_kv_heads, "head_size": bones.head_size,
+        "vocab_size": bones.vocab_size,
+    }  # fmt: skip
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise ModelNotSupportedError(
+                f"has {name} {found[name]}, the bundle {value}", "name the model that was exported", where=f"--reference {model}"
+            )
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _keys_and_values(
+    model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each layer's keys and values [KVH, positions that computed it, D] after all tokens but the last were fed."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with skip_schedule(model, schedule, prompt_length=len(prompt)):
+        model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""examples:
+  skip-validate engines/                                        (is it whole, how fast is it)
+  skip-validate engines/ --reference ./opt-1.3b                 (every variant against the torch reference)
+  skip-validate engines/ --batch 1,8 --context 128,1024 --report report.html
+  skip-validate engines/ --slo "p99_token_ms<=30" --slo "decode_gain>=1.8"        (a gate: exit 1 where one does not hold)
+  skip-validate engines/ --eval dev.jsonl --speedup 2,3,4       (BLEU and ROUGE-L against speedup)
+  skip-validate engines/ --json > new.json; skip-validate engines/ --baseline new.json
+
+a run that is killed goes on where it was when the same command is given again
+
+exit status: 0 all holds, 1 a validation did not hold, 2 bad input (one line: what, where, what to do)
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skipdecode.cli import Parser, guarded
+from skipdecode.errors import CapacityError, TargetError
+from skipdecode.validation.baseline import read_baseline
+from skipdecode.validation.quality import read_examples
+from skipdecode.validation.slo import NAMES, check_measured, parse_slo
+from skipdecode.validation.validate import Progress, ValidateRequest, validate
+from skipdecode.validation.workload import read_requests
+
+DOES_NOT_HOLD = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The `skip-validate` command."""
+    options = _parser().parse_args(argv)
+    return guarded(lambda: _validate(options), debug=options.debug)
+
+
+def _parser() -> argparse.ArgumentParser:
+    objectives = "\n".join(f"  {name:<16} {meaning}" for name, meaning in NAMES.items())
+    parser = Parser(
+        prog="skip-validate",
+        description="Is a bundle right, is it fast enough, is it good? Offline, with a report.",
+        epilog=f"objectives of --slo (operators <= >= < >):\n{objectives}\n\n{__doc__}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
+    parser.add_argument("--target", metavar="T", help="where to run (every target that this machine can)")
+    parser.add_argument("--threads", type=_count, metavar="N", help="one a core")
+    right = parser.add_argument_group("is it right")
+    right.add_argument("--reference", metavar="MODEL", help="what was exported: compare every variant with it in torch")
+    fast = parser.add_argument_group("is it fast enough")
+    fast.add_argument("--batch", type=_counts, action="extend", metavar="N,..", help="rows (1,4)")
+    fast.add_argument("--context", type=_counts, action="extend", metavar="N,..", help="valid tokens a row (32,512)")
+    fast.add_argument("--prompt-tokens", type=_count, metavar="N", help="of each row of the workload (64)")
+    fast.add_argument("--new-tokens", type=_count, metavar="N", help="of the workload and of --eval (the schedule's span + 1)")
+    fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
+    fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="repeatable; names below")
+    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is significantly slower")
+    good = parser.add_argument_group("is it good")
+    good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
+    good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="also at these, of --eval")
+    parser.add_argument("--report", type=Path, metavar="F", help="write one self-contained HTML page")
+    parser.add_argument("--json", action="store_true", help="one object on standard output")
+    parser.add_argument("--quiet", action="store_true", help="print only what does not hold")
+    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    return parser
+
+
+def _validate(options: argparse.Namespace) -> int:
+    request = _request(options)
+    with _progress(options.quiet) as progress:
+        result = validate(request, progress)
+    if options.report is not None:
+        from skipdecode.validation.report import write_report
+
+        write_report(result, options.report)
+    if options.json:
+        print(json.dumps(result))
+    elif not options.quiet:
+        from skipdecode.validation.terminal import show
+
+        show(result)
+    for line in _failures(result):
+        print(line, file=sys.stderr)
+    return 0 if result["holds"] else DOES_NOT_HOLD
+
+
+def _request(options: argparse.Namespace) -> ValidateRequest:
+    """Everything the options name, read and checked."""
+    _require("rich", None)
+    slos = tuple(map(parse_slo, options.slo))
+    given = {name for name, value in (("--reference", options.reference), ("--eval", options.eval)) if value is not None}
+    check_measured(list(slos), given)
+    if options.speedup and options.eval is None:
+        raise CapacityError("says at which speedups --eval scores", "add --eval FILE.jsonl", where="--speedup")
+    if options.eval is not None:
+        _require("sacrebleu", "--eval")
+        _require("rouge_score", "--eval")
+    if options.report is not None:
+        _check_writable(options.report)
+    return ValidateRequest(
+        bundle=options.bundle,
+        target=options.target,
+        threads=options.threads,
+        reference=options.reference,
+        batches=tuple(options.batch) if options.batch else None,
+        contexts=tuple(options.context) if options.context else None,
+        requests=tuple(read_requests(options.workload)) if options.workload else None,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        examples=tuple(read_examples(options.eval)) if options.eval else None,
+        examples_path=options.eval,
+        speedups=tuple(options.speedup),
+        slos=slos,
+        baseline=read_baseline(options.baseline) if options.baseline else None,
+    )
+
+
+def _failures(result: dict[str, Any]) -> Iterator[str]:
+    """A line for each validation that did not hold."""
+    if not result["integrity"]["holds"]:
+        yield f"does not hold: {result['integrity']['what']}"
+    for target in result["targets"]:
+        for variant in target.get("parity") or ():
+            if variant["holds"] is False:
+                yield (
+                    f"does not hold: {target['name']} {variant['name']} differs from the reference by "
+                    f"{variant['relative_error']:.2g} of the largest logit"
+                )
+    for row in result["slo"]:
+        if not row["holds"]:
+            yield f"does not hold: {row['slo']} on {row['target']}: measured {row['value']:.4g}"
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise CapacityError("cannot be written", "name a file in a folder that may be written", where=f"--report {path}")
+
+
+def _require(module: str, option: str | None) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise TargetError(f"needs {module}", "pip install 'skipdecode[validate]'", where=option or "skip-validate")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive count")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(item.strip()) for item in text.split(",")]
+
+
+def _speedups(text: str) -> list[float]:
+    try:
+        return [float(item) for item in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers with commas: 2,3,4") from error
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """What is being measured, on standard error, only where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        silent: Callable[[str], None] = lambda what: None  # noqa: E731
+        yield silent
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("checking") as status:
+        yield lambda what: status.update(what)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What a validation has measured so far: a run that was killed goes on from here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """A JSONL file in the user's cache folder, a line a finished measurement; removed when all is done.
+
+    Args:
+        identity: everything that the measurements depend on; another identity is another file.
+    """
+
+    def __init__(self, identity: dict[str, Any]) -> None:
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.path = cache / "skipdecode" / "validate" / f"{key}.jsonl"
+        self._done: dict[str, Any] = dict(_read(self.path))
+        self.resumed = len(self._done)
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What `measure` gives, as JSON has it; from the file where an earlier run got that far."""
+        if name not in self._done:
+            line = json.dumps([name, measure()])
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}\n")  # a line torn by an earlier kill ends here
+            self._done[name] = json.loads(line)[1]
+        return self._done[name]
+
+    def finish(self) -> None:
+        """Forget: the next run measures anew."""
+        self.path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> list[tuple[str, Any]]:
+    if not path.is_file():
+        return []
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            name, value = json.loads(line)
+        except ValueError:  # torn by the kill
+            continue
+        entries.append((name, value))
+    return entries

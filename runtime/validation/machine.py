@@ -1,0 +1,64 @@
+"""What the figures were measured on: CPU, memory, versions, and the read bandwidth that bounds a decode step."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def machine_facts(libraries: Sequence[str]) -> dict[str, Any]:
+    """CPU model, cores this process may use, memory, and the versions of those `libraries` that are installed."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
+    return {
+        "cpu": models[0].strip() if models else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "libraries": {name: found for name in libraries if (found := _version(name))},
+    }
+
+
+def resident_bytes() -> int:
+    """Of this process, now; mapped weights that were touched count."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class ReadBandwidth:
+    """Reads of an array far larger than the last-level cache, by as many threads as the engines get."""
+
+    def __init__(self, threads: int, mib: int = 512) -> None:
+        self._parts = np.array_split(np.ones(mib << 18, dtype=np.float32), threads)
+        self._bytes = sum(part.nbytes for part in self._parts)
+
+    def gb_per_s(self, passes: int = 3) -> float:
+        """The best of a few passes (one reads everything once): a bound is what the machine can do."""
+        best = float("inf")
+        with ThreadPoolExecutor(len(self._parts)) as pool:
+            for _ in range(passes):
+                started = time.perf_counter()
+                list(pool.map(_read, self._parts))
+                best = min(best, time.perf_counter() - started)
+        return self._bytes / best / 1e9
+
+
+def _read(part: np.ndarray[Any, np.dtype[np.float32]]) -> float:
+    return float(np.maximum.reduce(part))  # of numpy's reductions the fastest; a sum is bound by its additions
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

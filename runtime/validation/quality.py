@@ -1,0 +1,145 @@
+"""How good the text is at several speedups: BLEU (sacrebleu) and ROUGE-L (rouge-score), with bootstrap confidence intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipdecode.errors import CapacityError
+from skipdecode.generate import Generator
+from skipdecode.manifest import Manifest
+from skipdecode.schedule import Schedule, full_depth
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+from skipdecode.validation.workload import read_jsonl
+
+_RESAMPLES = 1000
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One prompt with its acceptable answers."""
+
+    prompt: str
+    references: tuple[str, ...]  # one or more
+
+
+def read_examples(path: Path) -> list[Example]:
+    """A JSONL file: `{"prompt": "...", "references": ["...", ...]}` a line.
+
+    Raises:
+        CapacityError: unreadable, empty, or a malformed line (which one).
+    """
+    examples = []
+    for where, data in read_jsonl(path):
+        prompt, references = (data.get("prompt"), data.get("references")) if isinstance(data, dict) else (None, None)
+        texts = [prompt, *references] if isinstance(references, list) and references else []
+        if not texts or not prompt or not all(isinstance(text, str) for text in texts):
+            raise CapacityError("is no example", 'write {"prompt": "...", "references": ["...", "..."]}', where=where)
+        examples.append(Example(prompt=prompt, references=tuple(texts[1:])))
+    return examples
+
+
+def schedule_for(manifest: Manifest, speedup: float) -> Schedule:
+    """The bundle's kind of schedule at another speedup, its counts rounded up to variants that the bundle has.
+
+    Raises:
+        ScheduleError: a speedup that the model cannot reach.
+    """
+    own = manifest.schedule
+    if speedup == 1:
+        return full_depth(own.num_layers)
+    request = ScheduleRequest(speedup=speedup, warmup_layers=own.warmup_layers, span=own.span, anchor=own.anchor)
+    wanted = build_schedule(request, own.num_layers)
+    counts = sorted(variant.num_layers for variant in manifest.variants)
+    rounded = tuple(next(count for count in counts if count >= k) for k in wanted.layers)
+    return dataclasses.replace(wanted, name="table", layers=rounded)
+
+
+def check_examples(examples: Sequence[Example], generator: Generator, new_tokens: int, where: Path) -> None:
+    """Raises CapacityError where the bundle cannot run an example: no tokenizer, or a prompt too long."""
+    limit = generator.manifest.limits.max_length
+    for number, ids in enumerate(generator.encode([example.prompt for example in examples]), 1):
+        if len(ids) + new_tokens > limit:
+            raise CapacityError(
+                f"its {len(ids)} tokens and {new_tokens} new ones exceed the bundle's {limit}",
+                "shorten it, lower --new-tokens, or export with a larger --max-length",
+                where=f"{where}, example {number}",
+            )
+
+
+def answer(generator: Generator, examples: Sequence[Example], schedule: Schedule, new_tokens: int) -> dict[str, Any]:
+    """Greedy answers of all examples, batched; and what they cost.
+
+    Returns:
+        `texts`; `mean_layers` a decode step; `schedule_speedup` (L over the schedule's mean); `decode_s`.
+    """
+    batch = generator.manifest.limits.max_batch
+    # prompts of like length share a batch, so that the batch as a whole ends early
+    order = sorted(range(len(examples)), key=lambda index: (len(examples[index].prompt), index))
+    texts, seconds = [""] * len(examples), 0.0
+    layers: list[int] = []
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        result = generator.generate([examples[i].prompt for i in chosen], max_new_tokens=new_tokens, schedule=schedule)
+        for index, row in zip(chosen, result.sequences, strict=True):
+            texts[index] = " ".join((row.text or "").split())
+        layers += result.layers
+        seconds += result.timings.decode_s
+    return {
+        "texts": texts,
+        "mean_layers": sum(layers) / len(layers) if layers else float(schedule.num_layers),
+        "schedule_speedup": schedule.num_layers / schedule.mean_layers,
+        "decode_s": seconds,
+    }
+
+
+def score(texts: Sequence[str], examples: Sequence[Example], baseline: Sequence[str] | None = None) -> dict[str, Any]:
+    """BLEU (0-100) and ROUGE-L F1 (0-100, the best reference counts) with 95 % intervals; against `baseline`'s texts if given.
+
+    The differences' intervals are of paired resamples: the same examples are drawn for both.
+    """
+    draws = np.random.default_rng(12345).integers(0, len(texts), (_RESAMPLES, len(texts)))
+    found = {"bleu": _bleu(texts, examples, draws), "rouge_l": _rouge_l(texts, examples, draws)}
+    result: dict[str, Any] = {name: _interval(value, resampled) for name, (value, resampled) in found.items()}
+    if baseline is not None:
+        other = {"bleu": _bleu(baseline, examples, draws), "rouge_l": _rouge_l(baseline, examples, draws)}
+        for name, (value, resampled) in found.items():
+            result[f"{name}_loss"] = _interval(other[name][0] - value, other[name][1] - resampled)
+    return result
+
+
+def _bleu(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tuple[float, Array]:
+    from sacrebleu.metrics.bleu import BLEU
+
+    metric = BLEU(effective_order=True)  # of a sentence only the counts are taken, which add up to the corpus's
+    sentences = [metric.sentence_score(text, example.references) for text, example in zip(texts, examples, strict=True)]
+    statistics = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in sentences])  # [N, 10]
+
+    def corpus(sums: Array) -> float:
+        counts = sums.tolist()
+        return float(BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9]).score)
+
+    return corpus(statistics.sum(axis=0)), np.array([corpus(statistics[draw].sum(axis=0)) for draw in draws])
+
+
+def _rouge_l(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tuple[float, Array]:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"])
+    each = np.array([
+        100 * scorer.score_multi(example.references, text)["rougeL"].fmeasure
+        for text, example in zip(texts, examples, strict=True)
+    ])  # fmt: skip
+    return float(each.mean()), each[draws].mean(axis=1)
+
+
+def _interval(value: float, resampled: Iterable[float]) -> dict[str, float]:
+    low, high = np.percentile(np.fromiter(resampled, dtype=np.float64), [2.5, 97.5])
+    return {"value": value, "low": float(low), "high": float(high)}

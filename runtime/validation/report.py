@@ -1,0 +1,47 @@
+"""The report: one HTML file with its data, styles and chart library inside, so that it opens offline."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from skipdecode.errors import CapacityError
+
+
+def write_report(result: dict[str, Any], path: Path) -> None:
+    """Write what `validate` gave as a page. The charts are drawn by Observable Plot when it opens.
+
+    Raises:
+        CapacityError: the file cannot be written.
+    """
+    page = Template(_asset("report.html")).substitute(
+        title=html.escape(f"{result['bundle']['model']['name']}: skip-validate"),
+        style=_asset("report.css"),
+        # inside a script element only "</" ends it
+        data=json.dumps(_without_texts(result)).replace("</", "<\\/"),
+        libraries=_asset("d3.min.js") + "\n" + _asset("plot.umd.min.js"),
+        script=_asset("report.js"),
+    )
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise CapacityError(f"cannot be written ({error.strerror})", "choose another file", where=f"--report {path}") from error
+
+
+def _without_texts(result: dict[str, Any]) -> dict[str, Any]:
+    """The result less the generated answers, which no chart shows."""
+    targets = [
+        {**target, "quality": [{k: v for k, v in row.items() if k != "texts"} for row in target["quality"]]}
+        if target.get("quality")
+        else target
+        for target in result["targets"]
+    ]
+    return {**result, "targets": targets}
+
+
+def _asset(name: str) -> str:
+    return (files("skipdecode.validation") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,103 @@
+"""Service level objectives: `p99_token_ms<=30` as a gate on what was measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from skipdecode.errors import CapacityError
+
+_LATENCIES = {
+    f"{quantile}_{short}_ms": (f"{meaning}, with the schedule, worst batch size", f"{key}.{field}")
+    for short, key, meaning in (("token", "token_ms", "time of a decode step"), ("ttft", "ttft_ms", "time to first token"))
+    for quantile, field in (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
+}
+NAMES: dict[str, str] = {
+    **{name: meaning for name, (meaning, _) in _LATENCIES.items()},
+    "tokens_per_s": "generated tokens a second, prefill included, worst batch size",
+    "decode_gain": "wall-clock gain of the schedule over full depth, decode only, worst batch size",
+    "end_to_end_gain": "the same with prefill",
+    "resident_mib": "resident memory after load",
+    "max_logit_error": "against the reference, worst variant (with --reference)",
+    "bleu": "at the bundle's own schedule (with --eval)",
+    "rouge_l": "at the bundle's own schedule, 0-100 (with --eval)",
+}
+_NEEDS = {"max_logit_error": "--reference", "bleu": "--eval", "rouge_l": "--eval"}
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": lambda value, bound: value <= bound,
+    ">=": lambda value, bound: value >= bound,
+    "<": lambda value, bound: value < bound,
+    ">": lambda value, bound: value > bound,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """A bound on one figure."""
+
+    name: str  # one of NAMES
+    operator: str  # one of <= >= < >
+    bound: float  # in the unit that the name ends in
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.operator}{self.bound:g}"
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is within the bound."""
+        return _OPERATORS[self.operator](value, self.bound)
+
+
+def parse_slo(text: str) -> Slo:
+    """`NAME OPERATOR NUMBER`, the number in the unit that the name ends in.
+
+    Raises:
+        CapacityError: not of that form, or an unknown name.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|<|>)\s*([0-9.eE+-]+)\s*(\S*)\s*", text)
+    if match is None:
+        raise CapacityError(f"{text!r} is no objective", 'write for example "p99_token_ms<=30"', where="--slo")
+    name, operator, number, unit = match.groups()
+    if name not in NAMES:
+        raise CapacityError(f"{name!r} is not measured", f"choose one of {', '.join(NAMES)}", where="--slo")
+    if unit:
+        raise CapacityError(f"{text!r}: unit {unit!r} after the number", f"the unit is in the name, {name}", where="--slo")
+    try:
+        return Slo(name=name, operator=operator, bound=float(number))
+    except ValueError as error:
+        raise CapacityError(f"{number!r} is no number", 'write for example "p99_token_ms<=30"', where="--slo") from error
+
+
+def check_measured(slos: list[Slo], given: set[str]) -> None:
+    """Raises CapacityError where an objective needs an option that was not given."""
+    for slo in slos:
+        needed = _NEEDS.get(slo.name)
+        if needed and needed not in given:
+            raise CapacityError(f"{slo.name} is measured only with {needed}", f"add {needed}, or drop it", where="--slo")
+
+
+def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each objective with the figure of `target`'s results that is worst for it, and whether it holds."""
+    judged = []
+    for slo in slos:
+        values = list(_values(slo.name, target))
+        worst = (max if slo.operator.startswith("<") else min)(values)
+        judged.append({"slo": str(slo), "value": worst, "holds": slo.holds(worst)})
+    return judged
+
+
+def _values(name: str, target: dict[str, Any]) -> Iterator[float]:
+    if name in _LATENCIES:
+        key, field = _LATENCIES[name][1].split(".")
+        yield from (load["own"][key][field] for load in target["workloads"])
+    elif name == "tokens_per_s":
+        yield from (load["own"]["tokens_per_s"]["median"] for load in target["workloads"])
+    elif name in ("decode_gain", "end_to_end_gain"):
+        yield from (load[name]["median"] for load in target["workloads"])
+    elif name == "resident_mib":
+        yield target["memory"]["resident_bytes"] / 2**20
+    elif name == "max_logit_error":
+        yield from (variant["max_logit_error"] for variant in target["parity"])
+    else:
+        yield next(row[name]["value"] for row in target["quality"] if row["own"])

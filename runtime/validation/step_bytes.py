@@ -1,0 +1,28 @@
+"""The bytes that a decode step must read: what bounds its time, and what a schedule's promise is counted in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from skipdecode.manifest import Manifest, Target
+from skipdecode.schedule import active_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """Weights of the active segments and the head once, keys and values of every valid position a row."""
+
+    manifest: Manifest
+    target: Target
+
+    def of(self, num_layers: int, batch: int, context: int) -> int:
+        """Bytes of one step of the variant with `num_layers` layers, `batch` rows and `context` valid positions each."""
+        schedule, model = self.manifest.schedule, self.manifest.model
+        active = active_layers(model.num_layers, schedule.warmup_layers, num_layers)
+        kv = len(active) * batch * context * 2 * model.num_kv_heads * model.head_size * 4
+        return self._weights(frozenset(active)) + kv
+
+    def _weights(self, active: Collection[int]) -> int:
+        segments = zip(self.manifest.segments, self.target.segment_weight_bytes, strict=True)
+        return self.target.head_weight_bytes + sum(size for layers, size in segments if layers[0] in active)

@@ -1,0 +1,138 @@
+"""The short tables that `skip-validate` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what was measured, a table a question."""
+    console = Console()
+    console.print(_heading(result))
+    for target in result["targets"]:
+        if not target["runs"]:
+            console.print(f"target {target['name']} does not run here: {target['why']}", markup=False)
+            continue
+        for table in _tables(target):
+            console.print(table)
+    if result["baseline"]:
+        console.print(_baseline(result["baseline"]))
+    if result["slo"]:
+        console.print(_slo(result["slo"]))
+    console.print(Text("all holds" if result["holds"] else "does not hold", style="green" if result["holds"] else "bold red"))
+
+
+def _heading(result: dict[str, Any]) -> str:
+    bundle, machine, integrity = result["bundle"], result["machine"], result["integrity"]
+    schedule = bundle["schedule"]
+    whole = f"{integrity['files']} files as the manifest says" if integrity["holds"] else f"damaged: {integrity['what']}"
+    return (
+        f"{bundle['model']['name']}: {bundle['model']['layers']} layers, schedule {schedule['name']} "
+        f"{schedule['layers'][0]} -> {schedule['layers'][-1]} over {len(schedule['layers'])} positions "
+        f"({schedule['speedup']:.2f}x fewer layers), {len(bundle['variants'])} variants; {whole}\n"
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    )
+
+
+def _tables(target: dict[str, Any]) -> Iterator[Table]:
+    if target["parity"]:
+        yield _parity(target)
+    yield _latency(target)
+    yield _workloads(target)
+    if target["quality"]:
+        yield _quality(target)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _parity(target: dict[str, Any]) -> Table:
+    table = _table(f"{target['name']}: against the reference", "variant", "max error", "mean error", "of largest",
+                   "first token that differs", "max KV error", "")  # fmt: skip
+    for row in target["parity"]:
+        kv = max(max(layer["max_key_error"], layer["max_value_error"]) for layer in row["kv"])
+        first = row["first_token_that_differs"]
+        verdict = {True: "holds", False: "DOES NOT HOLD", None: "told only"}[row["holds"]]
+        table.add_row(
+            row["name"], f"{row['max_logit_error']:.2e}", f"{row['mean_logit_error']:.2e}", f"{row['relative_error']:.1e}",
+            "none" if first is None else str(first), f"{kv:.1e}", verdict,
+        )  # fmt: skip
+    return table
+
+
+def _latency(target: dict[str, Any]) -> Table:
+    """Full depth and the variant with the fewest layers; the report has them all."""
+    table = _table(
+        f"{target['name']}: decode step, read bandwidth {target['read_gb_per_s']:.1f} GB/s",
+        "batch", "context", "prefill ms", "variant", "ms", "±", "of bound", "gain", "promised",
+    )  # fmt: skip
+    for cell in target["latency"]:
+        for index, row in enumerate((cell["variants"][0], cell["variants"][-1])):
+            where = (
+                (str(cell["batch"]), str(cell["context"]), f"{cell['prefill_ms']['median']:.1f}") if not index else ("", "", "")
+            )
+            table.add_row(
+                *where, row["name"], f"{row['ms']['median']:.2f}", _spread(row["ms"]), f"{row['share_of_bound']:.0%}",
+                f"{row['gain']['median']:.2f}x", f"{row['promised_gain']:.2f}x",
+            )  # fmt: skip
+    return table
+
+
+def _workloads(target: dict[str, Any]) -> Table:
+    table = _table(f"{target['name']}: workload, schedule against full depth", "batch", "ttft ms", "token ms p50", "p90", "p99",
+                   "tokens/s", "full depth", "gain decode", "end to end", "±")  # fmt: skip
+    for load in target["workloads"]:
+        own, full, gain = load["own"], load["full"], load["decode_gain"]
+        tokens = [f"{own['token_ms'][key]:.2f}" for key in ("median", "p90", "p99")] if own["token_ms"] else ["-"] * 3
+        table.add_row(
+            str(load["batch"]), f"{own['ttft_ms']['median']:.1f}", *tokens, f"{own['tokens_per_s']['median']:.1f}",
+            f"{full['tokens_per_s']['median']:.1f}", f"{gain['median']:.2f}x" if gain else "-",
+            f"{load['end_to_end_gain']['median']:.2f}x", _spread(load["end_to_end_gain"]),
+        )  # fmt: skip
+    return table
+
+
+def _quality(target: dict[str, Any]) -> Table:
+    table = _table(f"{target['name']}: quality [95 % interval]", "schedule", "fewer layers", "mean layers", "BLEU", "ROUGE-L",
+                   "BLEU lost against full depth")  # fmt: skip
+    for row in target["quality"]:
+        table.add_row(
+            row["name"], f"{row['schedule_speedup']:.2f}x", f"{row['mean_layers']:.2f}", _interval(row["bleu"]),
+            _interval(row["rouge_l"]), _interval(row["bleu_loss"]) if "bleu_loss" in row else "",
+        )  # fmt: skip
+    return table
+
+
+def _baseline(baseline: dict[str, Any]) -> Table:
+    title = "against the baseline" + ("" if baseline["same_machine"] else " (ANOTHER MACHINE)")
+    changed = [row for row in baseline["rows"] if row["verdict"] != "same"]
+    table = _table(
+        f"{title}: {len(changed)} of {len(baseline['rows'])} differ significantly", "", "old ms", "new ms", "ratio", ""
+    )
+    for row in changed:
+        table.add_row(row["name"], f"{row['old_ms']:.2f}", f"{row['new_ms']:.2f}", f"{row['ratio']:.2f}", row["verdict"])
+    return table
+
+
+def _slo(rows: list[dict[str, Any]]) -> Table:
+    table = _table("objectives", "", "target", "measured", "")
+    for row in rows:
+        table.add_row(row["slo"], row["target"], f"{row['value']:.4g}", "holds" if row["holds"] else "DOES NOT HOLD")
+    return table
+
+
+def _spread(summary: dict[str, float]) -> str:
+    return f"{(summary['high'] - summary['low']) / 2 / summary['median']:.1%}" if summary["median"] else "-"
+
+
+def _interval(value: dict[str, float]) -> str:
+    return f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"

@@ -1,0 +1,212 @@
+"""The whole of `skip-validate`: check what was asked, then measure, one journal entry at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skipdecode import manifest as manifests
+from skipdecode.cli.inspect import facts
+from skipdecode.errors import BundleError, CapacityError, TargetError
+from skipdecode.generate import Generator
+from skipdecode.validation.baseline import compare
+from skipdecode.validation.journal import Journal
+from skipdecode.validation.latency import measure_cell
+from skipdecode.validation.machine import ReadBandwidth, machine_facts, resident_bytes
+from skipdecode.validation.parity import check_reference, measure_parity
+from skipdecode.validation.quality import Example, answer, check_examples, schedule_for, score
+from skipdecode.validation.slo import Slo, judge
+from skipdecode.validation.step_bytes import StepBytes
+from skipdecode.validation.workload import Request, check_fits, measure_workload
+
+FORMAT = 1
+_LIBRARIES = ("skipdecode", "onnxruntime", "numpy", "torch", "transformers", "sacrebleu", "rouge_score")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateRequest:
+    """What to validate, files already read."""
+
+    bundle: Path
+    target: str | None = None  # None: every target of the bundle that this machine can run
+    threads: int | None = None  # None: one a core
+    reference: str | None = None  # local folder, hub id, or opt-SIZE
+    batches: tuple[int, ...] | None = None  # rows; None: 1 and 4
+    contexts: tuple[int, ...] | None = None  # valid tokens a row; None: 32 and 512
+    requests: tuple[Request, ...] | None = None  # the workload; None: `prompt_tokens` and `new_tokens`, once a row
+    prompt_tokens: int | None = None  # None: 64, or half of the bundle's length
+    new_tokens: int | None = None  # None: the schedule's span
+    examples: tuple[Example, ...] | None = None  # of --eval
+    examples_path: Path | None = None
+    speedups: tuple[float, ...] = ()  # of --eval, beside full depth and the bundle's own schedule
+    slos: tuple[Slo, ...] = ()
+    baseline: dict[str, Any] | None = None  # an earlier result
+
+
+def validate(request: ValidateRequest, progress: Progress = lambda what: None) -> dict[str, Any]:
+    """Measure everything that was asked for; `holds` tells whether all of it does.
+
+    Raises:
+        SkipDecodeError: bad input, before anything long starts.
+    """
+    manifest = manifests.read(request.bundle)
+    request = _filled(request, manifest)
+    generators = _load(request, manifest)
+    _check(request, manifest, next(generator for generator in generators.values() if isinstance(generator, Generator)))
+    machine = machine_facts(_LIBRARIES)
+    journal = Journal(_identity(request, machine))
+    if journal.resumed:
+        progress(f"going on after {journal.resumed} measurements of a run that was stopped")
+    result: dict[str, Any] = {
+        "validation_format": FORMAT,
+        "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "machine": machine,
+        "bundle": facts(manifest),
+        "settings": _settings(request),
+        "integrity": journal.once("integrity", lambda: _integrity(manifest, request.bundle, progress)),
+    }
+    result["targets"] = [_measure_target(name, generator, request, journal, progress) for name, generator in generators.items()]
+    ran = [target for target in result["targets"] if target["runs"]]
+    result["slo"] = [{"target": target["name"], **row} for target in ran for row in judge(list(request.slos), target)]
+    result["baseline"] = compare(result, request.baseline) if request.baseline else None
+    parities = [variant["holds"] for target in ran for variant in target["parity"] or ()]
+    judged = [row["holds"] for row in result["slo"]]
+    result["holds"] = result["integrity"]["holds"] and False not in parities and all(judged)
+    journal.finish()
+    return result
+
+
+def _filled(request: ValidateRequest, manifest: manifests.Manifest) -> ValidateRequest:
+    """Defaults that fit the bundle; what was given is checked against it."""
+    limits, span = manifest.limits, manifest.schedule.span
+    batches = request.batches or tuple(sorted({min(batch, limits.max_batch) for batch in (1, 4)}))
+    most = limits.max_length - len(manifest.variants)
+    contexts = request.contexts or tuple(sorted({max(1, min(context, most)) for context in (32, 512)}))
+    for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, most)):
+        for value in values:
+            if not 1 <= value <= bound:
+                raise CapacityError(f"{value}: the bundle takes 1..{bound}", "choose another, or export anew", where=option)
+    prompt = request.prompt_tokens or min(64, limits.max_length // 2)
+    new = request.new_tokens or max(2, min(span + 1, limits.max_length - prompt))
+    return dataclasses.replace(request, batches=batches, contexts=contexts, prompt_tokens=prompt, new_tokens=new)
+
+
+def _load(request: ValidateRequest, manifest: manifests.Manifest) -> dict[str, Generator | str]:
+    """By target: loaded, or why it does not run here. At least one does."""
+    names = [request.target] if request.target else [target.name for target in manifest.targets]
+    loaded: dict[str, Generator | str] = {}
+    failed: TargetError | None = None
+    for name in names:
+        try:
+            loaded[name] = Generator(request.bundle, target=name, threads=request.threads)
+        except TargetError as error:
+            failed = error
+            loaded[name] = str(error)
+    if failed is not None and all(isinstance(value, str) for value in loaded.values()):
+        raise failed
+    return loaded
+
+
+def _check(request: ValidateRequest, manifest: manifests.Manifest, generator: Generator) -> None:
+    """Everything about the input that can be known before measuring."""
+    check_fits(_requests(request, 1), generator, "--workload" if request.requests else "--prompt-tokens and --new-tokens")
+    for speedup in request.speedups:
+        schedule_for(manifest, speedup)
+    if request.examples is not None:
+        assert request.examples_path is not None and request.new_tokens is not None
+        check_examples(request.examples, generator, request.new_tokens, request.examples_path)
+    if request.reference is not None:
+        check_reference(manifest, request.reference)
+
+
+def _requests(request: ValidateRequest, batch: int) -> tuple[Request, ...]:
+    assert request.prompt_tokens and request.new_tokens
+    return request.requests or (Request(prompt_tokens=request.prompt_tokens, new_tokens=request.new_tokens),) * batch
+
+
+def _integrity(manifest: manifests.Manifest, bundle: Path, progress: Progress) -> dict[str, Any]:
+    progress("comparing every file's SHA-256")
+    try:
+        manifests.check_hashes(manifest, bundle)
+        return {"holds": True, "files": len(manifest.files), "what": None}
+    except BundleError as error:
+        return {"holds": False, "files": len(manifest.files), "what": f"{error.where}: {error.what}"}
+
+
+def _measure_target(
+    name: str, generator: Generator | str, request: ValidateRequest, journal: Journal, progress: Progress
+) -> dict[str, Any]:
+    if isinstance(generator, str):
+        return {"name": name, "runs": False, "why": generator}
+
+    def once(what: str, measure: Callable[[], Any]) -> Any:
+        progress(f"{name}: {what}")
+        return journal.once(f"{name}: {what}", measure)
+
+    assert request.batches and request.contexts
+    step_bytes = StepBytes(manifest=generator.manifest, target=generator.target)
+    memory = once("memory", lambda: {"resident_bytes": resident_bytes(), "load_s": generator.load_s})
+    parity = once("parity", lambda: measure_parity(generator, request.reference or "")) if request.reference else None
+    threads = request.threads or len(os.sched_getaffinity(0))
+    gb_per_s = once("read bandwidth", lambda: ReadBandwidth(threads).gb_per_s())
+    latency = [
+        once(f"batch {rows}, context {context}", partial(measure_cell, generator, step_bytes, rows, context, gb_per_s))
+        for rows in request.batches
+        for context in request.contexts
+    ]
+    workloads = [
+        once(f"workload, batch {rows}", partial(measure_workload, generator, step_bytes, _requests(request, rows), rows))
+        for rows in request.batches
+    ]
+    return {
+        "name": name, "runs": True, "weights": generator.target.weights, "threads": threads, "memory": memory,
+        "read_gb_per_s": gb_per_s, "parity": parity, "latency": latency, "workloads": workloads,
+        "quality": _measure_quality(generator, request, once) if request.examples else None,
+    }  # fmt: skip
+
+
+def _measure_quality(
+    generator: Generator, request: ValidateRequest, once: Callable[[str, Callable[[], Any]], Any]
+) -> list[dict[str, Any]]:
+    """Full depth, the bundle's own schedule, and the speedups that were asked for; the losses are against full depth."""
+    manifest, examples, new = generator.manifest, request.examples, request.new_tokens
+    assert examples is not None and new is not None
+    schedules = {"full depth": schedule_for(manifest, 1.0), "bundle's own": manifest.schedule}
+    schedules |= {f"{speedup:g}x": schedule_for(manifest, speedup) for speedup in request.speedups if speedup != 1}
+    rows: list[dict[str, Any]] = []
+    for name, schedule in schedules.items():
+        said = once(f"answers, {name}", partial(answer, generator, examples, schedule, new))
+        scores = once(f"scores, {name}", partial(score, said["texts"], examples, rows[0]["texts"] if rows else None))
+        rows.append({"name": name, "own": name == "bundle's own", **said, **scores})
+    return rows
+
+
+def _settings(request: ValidateRequest) -> dict[str, Any]:
+    """What was asked, as plain JSON; files by what was in them."""
+    return {
+        "target": request.target, "threads": request.threads, "reference": request.reference,
+        "batches": list(request.batches or ()), "contexts": list(request.contexts or ()),
+        "workload": [dataclasses.asdict(one) for one in request.requests] if request.requests else None,
+        "prompt_tokens": request.prompt_tokens, "new_tokens": request.new_tokens,
+        "examples": len(request.examples) if request.examples else None, "speedups": list(request.speedups),
+        "slo": [str(slo) for slo in request.slos],
+    }  # fmt: skip
+
+
+def _identity(request: ValidateRequest, machine: dict[str, Any]) -> dict[str, Any]:
+    """What the measurements depend on: bundle, machine, versions and settings, but not the gates and outputs."""
+    examples = [dataclasses.astuple(example) for example in request.examples or ()]
+    manifest = (request.bundle / manifests.MANIFEST).read_bytes()
+    return {
+        "format": FORMAT, "bundle": hashlib.sha256(manifest).hexdigest(), "machine": machine,
+        "settings": {**_settings(request), "slo": None}, "examples": examples,
+    }  # fmt: skip

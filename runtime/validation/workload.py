@@ -1,0 +1,160 @@
+"""Whole runs as a service sees them: time to first token and of every token, tokens per second; against full depth."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipdecode.errors import CapacityError
+from skipdecode.generate import Generator, Row
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import Anchor, Schedule, full_depth
+from skipdecode.validation.samples import Effort, Summary, interleave
+from skipdecode.validation.step_bytes import StepBytes
+
+EFFORT = Effort(rounds=3, spread=0.02, seconds=12.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt's length and how many tokens it wants."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+def read_requests(path: Path) -> list[Request]:
+    """A JSONL file of real lengths: `{"prompt_tokens": 37, "new_tokens": 64}` a line.
+
+    Raises:
+        CapacityError: unreadable, empty, or a malformed line (which one).
+    """
+    requests = []
+    for where, data in read_jsonl(path):
+        prompt, new = (data.get("prompt_tokens"), data.get("new_tokens")) if isinstance(data, dict) else (None, None)
+        if type(prompt) is not int or type(new) is not int or min(prompt, new) < 1:
+            raise CapacityError("is no request", 'write {"prompt_tokens": 37, "new_tokens": 64}', where=where)
+        requests.append(Request(prompt_tokens=prompt, new_tokens=new))
+    return requests
+
+
+def read_jsonl(path: Path) -> list[tuple[str, Any]]:
+    """(file and line, value) of each line that is not blank.
+
+    Raises:
+        CapacityError: unreadable, not JSON (which line), or no line at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CapacityError(f"cannot be read ({error})", "name a UTF-8 file, an object a line", where=str(path)) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                rows.append((f"{path}, line {number}", json.loads(line)))
+            except ValueError as error:
+                raise CapacityError(f"is not JSON ({error})", "write an object a line", where=f"{path}, line {number}") from error
+    if not rows:
+        raise CapacityError("is empty", "write an object a line", where=str(path))
+    return rows
+
+
+def check_fits(requests: Sequence[Request], generator: Generator, where: str) -> None:
+    """Raises CapacityError where a request exceeds the bundle's length."""
+    limit = generator.manifest.limits.max_length
+    for request in requests:
+        if request.prompt_tokens + request.new_tokens > limit:
+            raise CapacityError(
+                f"{request.prompt_tokens} prompt tokens and {request.new_tokens} new ones exceed the bundle's {limit}",
+                "ask for fewer, or export with a larger --max-length",
+                where=where,
+            )
+
+
+@dataclass(slots=True)
+class _Trace:
+    """When the tokens of one pass over the workload came: seconds, a list a batch of requests."""
+
+    first: list[float]
+    gaps: list[list[float]]  # of each decode step
+    tokens: int = 0
+    total: float = 0.0
+
+    @property
+    def decode(self) -> float:
+        return sum(map(sum, self.gaps))
+
+
+def measure_workload(generator: Generator, step_bytes: StepBytes, requests: Sequence[Request], batch: int) -> dict[str, Any]:
+    """Run the requests `batch` at a time, in their order; the schedule and full depth take turns.
+
+    Returns:
+        For the schedule ("own") and full depth ("full"): ms to the first token (prefill and sampling), ms a token, tokens per
+        second end to end; the gains, as medians of the rounds' ratios; and for each position of the first batch the median time
+        and what the layer count promises.
+    """
+    own = generator.manifest.schedule
+    schedules = {"own": own, "full": full_depth(own.num_layers)}
+    traces: dict[str, list[_Trace]] = {name: [] for name in schedules}
+
+    def run(name: str) -> float:
+        traces[name].append(_run(generator, requests, batch, schedules[name]))
+        return traces[name][-1].decode
+
+    interleave({name: lambda name=name: run(name) for name in schedules}, EFFORT)  # type: ignore[misc]
+    kept = {name: found[1:] for name, found in traces.items()}  # the first was the warm-up
+    pairs = list(zip(kept["full"], kept["own"], strict=True))
+    return {
+        "batch": batch,
+        "requests": len(requests),
+        **{name: _figures(found) for name, found in kept.items()},
+        "decode_gain": asdict(Summary.of([full.decode / own.decode for full, own in pairs])) if kept["own"][0].decode else None,
+        "end_to_end_gain": asdict(Summary.of([full.total / own.total for full, own in pairs])),
+        "positions": _positions(kept, own, step_bytes, min(batch, len(requests)), requests[0].prompt_tokens),
+    }
+
+
+def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule: Schedule) -> _Trace:
+    trace, rng = _Trace(first=[], gaps=[]), np.random.default_rng(0)
+    for start in range(0, len(requests), batch):
+        group = requests[start : start + batch]
+        ids = [rng.integers(0, generator.manifest.model.vocab_size, request.prompt_tokens).tolist() for request in group]
+        steps = generator.stream(
+            [Row(prompt_ids=row) for row in ids], max_new_tokens=max(request.new_tokens for request in group),
+            sampling=Sampling(), schedule=schedule, ignore_eos=True,
+        )  # fmt: skip
+        times = [time.perf_counter(), *(time.perf_counter() for _ in steps)]
+        trace.first.append(times[1] - times[0])
+        trace.gaps.append(np.diff(times[1:]).tolist())
+        trace.tokens += sum(request.new_tokens for request in group)
+        trace.total += times[-1] - times[0]
+    return trace
+
+
+def _figures(traces: list[_Trace]) -> dict[str, Any]:
+    gaps = [1e3 * gap for trace in traces for batch in trace.gaps for gap in batch]
+    return {
+        "ttft_ms": asdict(Summary.of([1e3 * first for trace in traces for first in trace.first])),
+        "token_ms": asdict(Summary.of(gaps)) if gaps else None,
+        "tokens_per_s": asdict(Summary.of([trace.tokens / trace.total for trace in traces])),
+    }
+
+
+def _positions(
+    traces: dict[str, list[_Trace]], own: Schedule, step_bytes: StepBytes, batch: int, prompt: int
+) -> list[dict[str, Any]]:
+    """Of the first batch: position, layers, median ms of both, and full depth's ms scaled by the bytes that are read."""
+    medians = {name: 1e3 * np.median([trace.gaps[0] for trace in found], axis=0) for name, found in traces.items()}
+    rows = []
+    for t, (taken, full) in enumerate(zip(medians["own"].tolist(), medians["full"].tolist(), strict=True)):
+        layers, context = own.layers_at(t if own.anchor is Anchor.GENERATED else prompt + t), prompt + t + 1
+        share = step_bytes.of(layers, batch, context) / step_bytes.of(own.num_layers, batch, context)
+        rows.append({"position": t, "layers": layers, "ms": taken, "full_ms": full, "promised_ms": full * share})
+    return rows

@@ -1,0 +1,33 @@
+"""What the validation tests share: a real bundle with a tokenizer, measured with little effort."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.validation.samples import Effort
+
+MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model at 2x with few variants."""
+    out = tmp_path_factory.mktemp("validated") / "engines"
+    schedule = ScheduleRequest(speedup=2, span=24, max_variants=3)
+    export(ExportRequest(model=str(MODEL), out=out, schedule=schedule, max_batch=4, max_length=128))
+    return out
+
+
+@pytest.fixture(scope="session", autouse=True)
+def little_effort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One round of everything, and a cache folder of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for place in ("latency.DECODE", "latency.PREFILL", "workload.EFFORT"):
+            patch.setattr(f"skipdecode.validation.{place}", Effort(rounds=1, seconds=0.0))
+        yield

@@ -1,0 +1,109 @@
+"""Latency, workload, bytes and parity on real engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import skipdecode
+from skipdecode.errors import CapacityError
+from skipdecode.exporter import reference_run
+from skipdecode.generate import Generator
+from skipdecode.validation import parity
+from skipdecode.validation.latency import measure_cell
+from skipdecode.validation.parity import measure_parity
+from skipdecode.validation.step_bytes import StepBytes
+from skipdecode.validation.workload import Request, check_fits, measure_workload, read_requests
+from tests.conftest import CONFIGS, LAYERS, Zoo
+
+
+def _step_bytes(generator: Generator) -> StepBytes:
+    return StepBytes(manifest=generator.manifest, target=generator.target)
+
+
+def test_a_step_reads_the_weights_of_its_layers_the_head_and_every_valid_position(zoo: Zoo) -> None:
+    generator = skipdecode.load(zoo.bundle("llama"))
+    model, target = generator.manifest.model, generator.target
+    step_bytes = _step_bytes(generator)
+    weights = sum(target.segment_weight_bytes) + target.head_weight_bytes
+    kv = LAYERS * 2 * model.num_kv_heads * model.head_size * 4
+    assert step_bytes.of(LAYERS, batch=3, context=10) == weights + 3 * 10 * kv
+    layer = sum(parameter.nbytes for parameter in zoo.model("llama").model.layers[0].parameters())
+    assert step_bytes.of(LAYERS, 1, 0) - step_bytes.of(2, 1, 0) == pytest.approx((LAYERS - 2) * layer, rel=0.02)
+
+
+def test_a_cell_has_every_variant_most_layers_first(zoo: Zoo) -> None:
+    generator = skipdecode.load(zoo.bundle("opt"))
+    cell = measure_cell(generator, _step_bytes(generator), batch=2, context=20, gb_per_s=10.0)
+    layers = [row["layers"] for row in cell["variants"]]
+    assert layers == sorted((v.num_layers for v in generator.manifest.variants), reverse=True)
+    assert cell["variants"][0]["gain"]["median"] == cell["variants"][0]["promised_gain"] == 1
+    promised = [row["promised_gain"] for row in cell["variants"]]
+    assert promised == sorted(promised)
+    assert all(row["ms"]["median"] > 0 for row in cell["variants"])
+
+
+def test_a_workload_tells_every_position_with_its_layers(zoo: Zoo) -> None:
+    generator = skipdecode.load(zoo.bundle("opt"))
+    load = measure_workload(generator, _step_bytes(generator), [Request(prompt_tokens=5, new_tokens=9)] * 2, batch=2)
+    schedule = generator.manifest.schedule
+    assert [row["layers"] for row in load["positions"]] == [schedule.layers_at(t) for t in range(8)]
+    assert all(row["promised_ms"] <= row["full_ms"] for row in load["positions"])
+    assert load["own"]["token_ms"]["n"] % 8 == 0
+
+
+def test_one_new_token_is_a_workload_without_decode_steps(zoo: Zoo) -> None:
+    generator = skipdecode.load(zoo.bundle("opt"))
+    load = measure_workload(generator, _step_bytes(generator), [Request(prompt_tokens=5, new_tokens=1)], batch=1)
+    assert (load["decode_gain"], load["own"]["token_ms"], load["positions"]) == (None, None, [])
+
+
+def test_real_lengths_run_in_their_order_batched(zoo: Zoo, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(
+        '{"prompt_tokens": 5, "new_tokens": 3}\n{"prompt_tokens": 9, "new_tokens": 6}\n{"prompt_tokens": 2, "new_tokens": 2}\n'
+    )
+    generator = skipdecode.load(zoo.bundle("opt"))
+    requests = read_requests(path)
+    load = measure_workload(generator, _step_bytes(generator), requests, batch=2)
+    assert load["own"]["token_ms"]["n"] % (5 + 1) == 0  # the first two ride together until the longer ends
+    assert load["requests"] == 3
+    with pytest.raises(CapacityError, match="exceed the bundle's 48"):
+        check_fits([*requests, Request(prompt_tokens=40, new_tokens=9)], generator, "--workload")
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "{}", '{"prompt_tokens": 0, "new_tokens": 3}', '{"prompt_tokens": 5, "new_tokens": "3"}']
+)
+def test_a_malformed_length_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"prompt_tokens": 5, "new_tokens": 3}\n' + line)
+    with pytest.raises(CapacityError, match=r"lengths\.jsonl, line 2: "):
+        read_requests(path)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
+    name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = skipdecode.load(zoo.bundle(name))
+    # in this process: each of its own would load torch again
+    monkeypatch.setattr(parity, "_ask", lambda request, out: reference_run.answer(json.loads(json.dumps(request)), out))
+    rows = measure_parity(generator, str(zoo.checkpoint(name)))
+    assert [row["name"] for row in rows] == [variant.name for variant in generator.manifest.variants]
+    for row in rows:
+        assert row["holds"] and row["first_token_that_differs"] is None, row
+        assert len(row["kv"]) == int(row["name"].removeprefix("v"))
+        assert max(max(layer["max_key_error"], layer["max_value_error"]) for layer in row["kv"]) < 1e-3
+
+
+def test_a_reference_with_other_weights_does_not_hold(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model("llama")
+    model.model.layers[3].mlp.up_proj.weight.data.mul_(1.5)
+    model.save_pretrained(tmp_path / "other")
+    rows = measure_parity(skipdecode.load(zoo.bundle("llama")), str(tmp_path / "other"))
+    assert rows[0]["holds"] is False
+    errors = {layer["layer"]: layer["max_key_error"] for layer in rows[0]["kv"]}
+    assert errors[3] < 1e-3 < errors[4], "the KV buffer shows from which layer on it goes wrong"

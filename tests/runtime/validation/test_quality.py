@@ -1,0 +1,77 @@
+"""Scores with intervals, and schedules at other speedups on the bundle's own variants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+from skipdecode import manifest as manifests
+from skipdecode.errors import CapacityError
+from skipdecode.validation.quality import Example, read_examples, schedule_for, score
+from tests.conftest import LAYERS, Zoo
+
+EXAMPLES = [
+    Example(prompt="a", references=("the cat sat on the mat", "a cat sat on a mat")),
+    Example(prompt="b", references=("dogs bark loudly at the moon tonight",)),
+    Example(prompt="c", references=("rain falls mainly on the plain", "on the plain falls rain", "rain")),
+]
+SAID = ["the cat sat on a mat today", "dogs bark at the moon tonight again", "the rain falls on the plain"]
+
+
+def test_bleu_is_sacrebleus_with_as_many_references_as_each_example_has() -> None:
+    columns = [[e.references[i] if i < len(e.references) else None for e in EXAMPLES] for i in range(3)]
+    found = score(SAID, EXAMPLES)
+    assert found["bleu"]["value"] == pytest.approx(sacrebleu.corpus_bleu(SAID, columns).score, abs=1e-9)
+    assert found["bleu"]["low"] <= found["bleu"]["value"] <= found["bleu"]["high"]
+    assert found["rouge_l"]["low"] <= found["rouge_l"]["value"] <= found["rouge_l"]["high"]
+
+
+def test_the_best_reference_counts_for_rouge() -> None:
+    assert score([e.references[-1] for e in EXAMPLES], EXAMPLES)["rouge_l"]["value"] == pytest.approx(100)
+
+
+def test_equal_answers_lose_nothing_and_worse_ones_do() -> None:
+    best = [e.references[0] for e in EXAMPLES]
+    same = score(best, EXAMPLES, best)["bleu_loss"]
+    assert (same["value"], same["low"], same["high"]) == (0, 0, 0)
+    assert score(SAID, EXAMPLES, best)["bleu_loss"]["value"] > 0
+
+
+def test_another_speedup_is_rounded_up_to_the_variants_that_the_bundle_has(zoo: Zoo) -> None:
+    manifest = manifests.read(zoo.bundle("opt"))
+    counts = {variant.num_layers for variant in manifest.variants}
+    schedule = schedule_for(manifest, 2)
+    assert set(schedule.layers) <= counts
+    assert schedule.mean_layers >= LAYERS / 2
+    assert schedule_for(manifest, 1).layers == (LAYERS,)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is no example"),
+        ('{"prompt": "x"}', "is no example"),
+        ('{"prompt": "x", "references": []}', "is no example"),
+        ('{"prompt": "x", "references": "y"}', "is no example"),
+        ('{"prompt": "", "references": ["y"]}', "is no example"),
+        ('{"prompt": 3, "references": ["y"]}', "is no example"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"prompt": "x", "references": ["y"]}) + "\n\n" + line + "\n")
+    with pytest.raises(CapacityError, match=rf"eval\.jsonl, line 3: {says}") as caught:
+        read_examples(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="cannot be read"):
+        read_examples(tmp_path / "nowhere.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(CapacityError, match="is empty"):
+        read_examples(tmp_path / "empty.jsonl")

@@ -1,0 +1,115 @@
+"""The report in a real browser: every chart is drawn, nothing is on the console, and no request leaves the page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+
+from skipdecode.cli.validate import main
+
+MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
+CHARTS = {"staircase", "positions", "latency", "prefill", "roofline", "quality", "memory"}
+_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+          "--disable-component-update", "--disable-sync")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs Debian's chromium and chromium-driver")
+    options = Options()
+    options.binary_location = chromium
+    for flag in _FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    with webdriver.Chrome(options=options, service=Service(driver)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything measured, an objective missed, and compared with an earlier run."""
+    folder = tmp_path_factory.mktemp("report")
+    examples, path = folder / "eval.jsonl", folder / "report.html"
+    examples.write_text(json.dumps({"prompt": "name[The Mill] =>", "references": ["</script><b>The Mill", "A mill."]}))
+    (folder / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
+    options = ["--reference", str(MODEL), "--eval", str(examples), "--workload", str(folder / "lengths.jsonl"), "--json"]
+    sizes = ["--batch", "1,2", "--context", "8,16", "--new-tokens", "24", "--slo", "bleu>=101", "--quiet"]
+    with (folder / "old.json").open("w") as out, contextlib.redirect_stdout(out):
+        assert main([str(trained), *options, *sizes]) == 1
+    assert main([str(trained), *options[:-1], *sizes, "--baseline", str(folder / "old.json"), "--report", str(path)]) == 1
+    return path
+
+
+def test_every_chart_is_drawn_in_light_and_dark_without_a_word_on_the_console(browser: webdriver.Chrome, report: Path) -> None:
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        browser.get(report.as_uri())
+        assert browser.get_log("browser") == []
+        charts = _charts(browser)
+        assert set(charts) == CHARTS
+        for name, chart in charts.items():
+            assert chart["marks"] >= 2 and chart["width"] > 300 and chart["height"] > 100, (name, chart)
+            assert "NaN" not in chart["html"] and "undefined" not in chart["html"], name
+        paper, ink = _colors(browser)
+        assert abs(sum(paper) - sum(ink)) > 450, "text stands out from the page"
+        assert (sum(paper) > sum(ink)) == (scheme == "light")
+
+
+def test_the_page_says_what_does_not_hold_and_compares_with_the_baseline(browser: webdriver.Chrome, report: Path) -> None:
+    browser.get(report.as_uri())
+    text = browser.execute_script("return document.body.innerText")
+    for words in ("does not hold", "bleu>=101", "Against the baseline", "Is it right?", "v12", "first token that differs"):
+        assert words in text, words
+    assert "undefined" not in text and "NaN" not in text
+
+
+def test_the_page_asks_the_network_for_nothing(browser: webdriver.Chrome, report: Path) -> None:
+    browser.get_log("performance")
+    browser.get(report.as_uri())
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
+
+
+def test_what_was_not_measured_is_said_and_the_rest_is_drawn(
+    browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bare.html"
+    assert main([str(trained), "--batch", "1", "--context", "8", "--new-tokens", "1", "--report", str(path), "--quiet"]) == 0
+    browser.get(path.as_uri())
+    assert browser.get_log("browser") == []
+    assert set(_charts(browser)) == CHARTS - {"quality", "positions"}
+    text = browser.execute_script("return document.body.innerText")
+    assert "add --eval FILE.jsonl" in text and "add --reference MODEL" in text
+
+
+def _charts(browser: webdriver.Chrome) -> dict[str, Any]:
+    """By name: marks that were drawn, size, markup."""
+    script = """
+        return Object.fromEntries([...document.querySelectorAll("[data-chart]")].map((figure) => {
+            const svg = [...figure.querySelectorAll("svg")].sort((a, b) => b.clientWidth - a.clientWidth)[0];
+            const marks = figure.querySelectorAll("svg rect, svg path, svg circle").length;
+            return [figure.dataset.chart, {marks, width: svg.clientWidth, height: svg.clientHeight, html: svg.outerHTML}];
+        }));"""
+    return dict(browser.execute_script(script))
+
+
+def _colors(browser: webdriver.Chrome) -> tuple[list[int], list[int]]:
+    """Red, green and blue of the page and of its text."""
+    script = """
+        const style = getComputedStyle(document.body);
+        return [style.backgroundColor, style.color].map((color) => color.match(/\\d+/g).slice(0, 3).map(Number));"""
+    paper, ink = browser.execute_script(script)
+    return paper, ink

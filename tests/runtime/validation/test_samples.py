@@ -1,0 +1,50 @@
+"""Medians whose spread is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from skipdecode.validation.samples import Effort, Summary, interleave
+
+
+def test_the_interval_holds_the_true_median_in_about_95_of_100_cases() -> None:
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(1000):
+        summary = Summary.of(rng.exponential(size=40).tolist())
+        hits += summary.low <= np.log(2) <= summary.high
+    assert 930 <= hits <= 995
+
+
+def test_a_single_measurement_is_its_own_median() -> None:
+    summary = Summary.of([3.0])
+    assert (summary.n, summary.median, summary.low, summary.high, summary.p99) == (1, 3.0, 3.0, 3.0, 3.0)
+    assert summary.spread == 0
+
+
+def test_measures_take_turns_and_the_first_turn_does_not_count() -> None:
+    calls: list[str] = []
+
+    def measure(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    values = interleave({name: lambda n=name: measure(n) for name in "ab"}, Effort(rounds=2, seconds=0.0))
+    assert calls[:6] == ["a", "b", "a", "b", "a", "b"]
+    assert values["a"][:2] == [3.0, 5.0] and values["b"][:2] == [4.0, 6.0]
+
+
+def test_rounds_go_on_until_every_median_is_known() -> None:
+    rng = np.random.default_rng(0)
+    measures = {"steady": lambda: 1.0, "noisy": lambda: float(rng.normal(1.0, 0.1))}
+    values = interleave(measures, Effort(rounds=2, spread=0.02, seconds=60))
+    assert len(values["steady"]) == len(values["noisy"]) > 20
+    assert Summary.of(values["noisy"]).spread <= 0.02
+    few = interleave({"steady": lambda: 1.0}, Effort(rounds=2, spread=0.02, seconds=60))
+    assert len(few["steady"]) == 6
+
+
+def test_the_spread_is_half_the_interval_over_the_median() -> None:
+    summary = Summary(n=9, median=10.0, low=9.0, high=11.0, p90=11.0, p99=11.0)
+    assert summary.spread == pytest.approx(0.1)

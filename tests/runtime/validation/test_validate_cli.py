@@ -1,0 +1,145 @@
+"""`skip-validate` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.cli.validate import main
+from skipdecode.validation import validate as validation
+from tests.conftest import Zoo
+
+MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
+QUICK = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]
+
+
+@pytest.fixture
+def eval_file(tmp_path: Path) -> Path:
+    path = tmp_path / "eval.jsonl"
+    asked = [
+        ("name[The Mill], food[Italian] =>", ["The Mill serves Italian food."]),
+        ("name[Blue Spice] =>", ["Blue Spice is a restaurant."]),
+    ]
+    path.write_text("".join(json.dumps({"prompt": prompt, "references": texts}) + "\n" for prompt, texts in asked))
+    return path
+
+
+def test_everything_at_once_gives_tables_json_and_exit_0(
+    trained: Path, eval_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.html"
+    options = [
+        "--reference", str(MODEL), "--eval", str(eval_file), "--speedup", "3", "--slo", "p99_token_ms<=10000",
+        "--slo", "max_logit_error<=0.01", "--report", str(report),
+    ]  # fmt: skip
+    assert main([str(trained), *QUICK, *options, "--new-tokens", "20"]) == 0
+    page = capsys.readouterr().out
+    assert "all holds" in page and "against the reference" in page and "BLEU lost" in page
+    assert report.stat().st_size > 400_000
+
+    assert main([str(trained), *QUICK, *options[:8], "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (target,) = result["targets"]
+    assert [row["name"] for row in target["quality"]] == ["full depth", "bundle's own", "3x"]
+    assert result["holds"] and result["integrity"]["holds"] and len(target["parity"]) == len(result["bundle"]["variants"])
+
+
+def test_an_objective_that_does_not_hold_is_named_and_exit_is_1(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained), *QUICK, "--slo", "p50_token_ms<=0", "--slo", "tokens_per_s>=1", "--quiet"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("does not hold: p50_token_ms<=0 on cpu: measured ")
+
+
+def test_a_file_that_changed_does_not_hold(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "engines"
+    shutil.copytree(zoo.bundle("opt"), bundle)
+    config = (bundle / "config.json").read_text()
+    (bundle / "config.json").write_text(config.replace("0", "1", 1))
+    assert main([str(bundle), *QUICK]) == 1
+    assert "config.json: its contents are not what the manifest says" in capsys.readouterr().err
+
+
+def test_random_weights_are_enough_for_speed(tmp_path: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    from skipdecode.exporter.export import ExportRequest, export
+
+    export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "b", random_weights=True, max_length=48))
+    assert main([str(tmp_path / "b"), *QUICK, "--slo", "decode_gain>0"]) == 0
+
+
+def test_an_earlier_run_is_compared(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained), *QUICK, "--json"]) == 0
+    (tmp_path / "old.json").write_text(capsys.readouterr().out)
+    assert main([str(trained), *QUICK, "--baseline", str(tmp_path / "old.json"), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["baseline"]
+    assert compared["same_machine"] and len(compared["rows"]) == 7  # prefill, four variants, first token, token
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "measure_workload", killed)
+        assert main([str(trained), *QUICK]) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured again"))
+        assert main([str(trained), *QUICK, "--slo", "decode_gain>0"]) == 0  # a gate may be added
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--slo", "speed<=1"], "--slo: 'speed' is not measured; choose one of"),
+        (["--slo", "bleu>=1"], "--slo: bleu is measured only with --eval; add --eval"),
+        (["--speedup", "2"], "--speedup: says at which speedups --eval scores; add --eval"),
+        (["--batch", "99"], "--batch: 99: the bundle takes 1..4; choose another"),
+        (["--context", "4000"], "--context: 4000: the bundle takes 1..124"),
+        (["--prompt-tokens", "100", "--new-tokens", "100"], "exceed the bundle's 128"),
+        (["--report", "/nowhere/report.html"], "--report /nowhere/report.html: cannot be written"),
+        (["--eval", "/nowhere.jsonl"], "/nowhere.jsonl: cannot be read"),
+        (["--workload", "/nowhere.jsonl"], "/nowhere.jsonl: cannot be read"),
+        (["--baseline", "/nowhere.json"], "--baseline /nowhere.json: cannot be read"),
+        (["--reference", "/nowhere"], "/nowhere"),
+        (["--target", "cuda"], "target 'cuda' is not in this bundle; choose from cpu"),
+        (["--batch", "0"], "'0' is not a positive count"),
+        (["--batch", "1,x"], "'x' is not a positive count"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2_before_any_long_work(
+    options: list[str], says: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(validation, "measure_cell", lambda *_: pytest.fail("began to measure"))
+    monkeypatch.setattr(validation, "_integrity", lambda *_: pytest.fail("began to hash"))
+    try:
+        status = main([str(trained), *options])
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and says in line
+
+
+def test_a_reference_of_another_shape_is_refused_at_once(trained: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained), "--reference", str(zoo.checkpoint("opt"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--reference {zoo.checkpoint('opt')}: has num_layers 6, the bundle " in line
+    assert line.endswith("name the model that was exported")
+
+
+def test_an_example_too_long_is_named(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "x " * 400, "references": ["y"]}))
+    assert main([str(trained), "--eval", str(path)]) == 2
+    assert "long.jsonl, example 1: its " in capsys.readouterr().err
+
+
+def test_text_without_a_tokenizer_is_refused(zoo: Zoo, eval_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(zoo.bundle("opt")), *QUICK, "--eval", str(eval_file)]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
