@@ -62,6 +62,14 @@ def make_files(name: str, folder: Path, speedups: Sequence[float | None], span: 
     return shape, variants
 
 
+def checkpoint_config(name: str, tiny: bool) -> Any:
+    """The shape, as transformers writes it."""
+    import transformers
+
+    kind = {"opt": transformers.OPTConfig, "llama": transformers.LlamaConfig}[name]
+    return kind(**(_TINY if tiny else _SIZES)[name], **_SHARED)
+
+
 def _make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
     """Random weights and a word-level tokenizer (CTranslate2's converter wants one): token 7 is "t7"."""
     import torch
@@ -70,8 +78,7 @@ def _make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
     from skipdecode.exporter.architectures import decoder_layers
 
     torch.manual_seed(0)
-    kind = {"opt": transformers.OPTConfig, "llama": transformers.LlamaConfig}[name]
-    config = kind(**(_TINY if tiny else _SIZES)[name], **_SHARED)
+    config = checkpoint_config(name, tiny)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     _make_tokenizer(config.vocab_size).save_pretrained(folder)

@@ -10,13 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_wheel_holds_every_module_of_the_three_packages(tmp_path: Path) -> None:
+def test_the_wheel_holds_every_module_and_every_part_of_the_report(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py") or "/assets/" in name}
     tracked = subprocess.run(
-        ["git", "ls-files", "runtime/*.py", "exporter/*.py", "graph_passes/*.py", "plugins/*.py"],
+        ["git", "ls-files", "runtime/*.py", "exporter/*.py", "graph_passes/*.py", "plugins/*.py", "runtime/*/assets/*"],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -29,7 +29,7 @@ def test_the_wheel_holds_every_module_of_the_three_packages(tmp_path: Path) -> N
 
 def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx() -> None:
     code = (
-        "import sys, skipdecode, skipdecode.cli.run, skipdecode.cli.inspect;"
+        "import sys, skipdecode, skipdecode.cli.run, skipdecode.cli.inspect, skipdecode.cli.validate, skipdecode.validation.report;"
         "print(sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxscript'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

@@ -25,7 +25,7 @@ def test_the_first_python_example_runs_on_the_demos_bundle(tmp_path: Path) -> No
     assert "Clowns" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["skip-export", "skip-run", "skip-inspect"])
+@pytest.mark.parametrize("command", ["skip-export", "skip-run", "skip-validate", "skip-inspect"])
 def test_every_option_in_the_table_of_commands_is_in_the_help(command: str) -> None:
     row = next(line for line in README.splitlines() if line.startswith(f"| `{command}"))
     page = subprocess.run(

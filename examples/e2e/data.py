@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 END_OF_PROMPT = " =>"
+SPAN = 48  # positions until a schedule reaches its least count; the sentences' 90th percentile, in tokens
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Train one model of the experiment: OPT architecture, 24 layers, through the reference with a schedule or without.
 
-    python examples/e2e/train.py --data DIR --out DIR --steps 800                                      from nothing, full depth
-    python examples/e2e/train.py --data DIR --out DIR --steps 400 --start MODEL --speedups 1,2,3,4,5   fine-tuned to skip
+    python examples/e2e/train.py --data DIR --out DIR --steps 900                                      from nothing, full depth
+    python examples/e2e/train.py --data DIR --out DIR --steps 450 --start MODEL --speedups 1,2,3,4,5   fine-tuned to skip
 
 DIR of --data holds the E2E data's `trainset.csv` and `devset.csv`. Each batch draws one of the speedups, so that one model serves
 all of them (SkipDecode, arXiv 2307.02628, section 3, trains one model a speedup; the draw per batch is ours).
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from data import prompt, read_pairs, shuffled
+from data import SPAN, prompt, read_pairs, shuffled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
@@ -28,8 +28,7 @@ from skipdecode.schedule import Schedule, active_layers
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
 LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 24, 128, 4, 2048, 256
-SPAN = 48  # positions until the schedule reaches its least count; the sentences' 90th percentile
-BATCH = 64
+BATCH = 32
 PAD, BOS, EOS = 1, 0, 2
 
 Pairs = list[tuple[str, str]]

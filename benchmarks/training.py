@@ -1,0 +1,87 @@
+"""How much faster is fine-tuning through a schedule than at full depth?
+
+One step is forward, backward and AdamW over a batch of whole sequences, fp32, on the CPU; full depth and each schedule take turns
+within a round. `promised` is what the layer positions say: all of them over those that are computed, with nothing else in a step.
+
+examples:
+  training.py
+  training.py --smoke      (tiny models: does it run at all; its figures mean nothing)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from machine import facts, slug
+from models import checkpoint_config
+
+from skipdecode.exporter.reference import skip_schedule
+from skipdecode.schedule import Anchor, Schedule, full_depth
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+from skipdecode.validation.samples import Effort, Summary, interleave
+
+RESULTS = Path(__file__).parent / "results"
+ROWS, LENGTH, SPEEDUPS = 4, 128, (2, 3, 4, 5)
+EFFORT = Effort(rounds=7, seconds=90.0, spread=0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="opt,llama", type=lambda text: text.split(","))
+    parser.add_argument("--smoke", action="store_true", help="tiny models, one round, nothing written")
+    options = parser.parse_args()
+    machine = facts()
+    result = {"machine": machine, "rows": ROWS, "length": LENGTH, "models": {}}
+    for name in options.models:
+        result["models"][name] = measure(name, options.smoke)
+        for title, row in result["models"][name].items():
+            print(f"{name} {title}: {row['step_s']:.3f} s, {row['gain']:.2f}x ({row['low']:.2f} .. {row['high']:.2f}), "
+                  f"promised {row['promised']:.2f}x", flush=True)  # fmt: skip
+    if not options.smoke:
+        (RESULTS / f"training-{slug(machine)}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(name: str, tiny: bool) -> dict[str, dict[str, float]]:
+    """By schedule: seconds a step, gain over full depth with its interval, and the gain that the layer positions promise."""
+    config = checkpoint_config(name, tiny)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(3, config.vocab_size, (ROWS, LENGTH))
+
+    def step(schedule: Schedule) -> float:
+        began = time.perf_counter()
+        with skip_schedule(model, schedule):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - began
+
+    depth = config.num_hidden_layers
+    schedules = {"full depth": full_depth(depth)}
+    for speedup in SPEEDUPS if not tiny else SPEEDUPS[:1]:
+        request = ScheduleRequest(speedup=speedup, span=LENGTH, anchor=Anchor.ABSOLUTE)
+        schedules[f"{speedup}x"] = build_schedule(request, depth)
+    times = interleave(
+        {title: lambda schedule=schedule: step(schedule) for title, schedule in schedules.items()},
+        Effort(rounds=1, seconds=0.0) if tiny else EFFORT,
+    )
+    return {title: _row(times["full depth"], times[title], schedule) for title, schedule in schedules.items()}
+
+
+def _row(full: list[float], these: list[float], schedule: Schedule) -> dict[str, Any]:
+    gains = Summary.of((np.array(full) / np.array(these)).tolist())
+    return {
+        "step_s": Summary.of(these).median, "gain": gains.median, "low": gains.low, "high": gains.high, "rounds": gains.n,
+        "promised": schedule.num_layers / schedule.mean_layers,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

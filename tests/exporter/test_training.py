@@ -1,0 +1,97 @@
+"""Fine-tuning through a schedule: a plain PyTorch loop and transformers' Trainer, on every architecture that the exporter takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from skipdecode.exporter.architectures import decoder_layers
+from skipdecode.exporter.reference import skip_schedule
+from skipdecode.schedule import Anchor, Schedule
+from tests.conftest import CONFIGS, LAYERS, VOCABULARY, Zoo
+
+SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 4, 4, 4, 3), anchor=Anchor.ABSOLUTE)
+LENGTH, ROWS, STEPS = 8, 4, 6
+CAPS = [LENGTH if cap is None else cap for cap in map(SCHEDULE.cap, range(LAYERS))]
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """The same four sequences, so that a few steps lower the loss."""
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
+
+
+def positions_computed(model: torch.nn.Module) -> dict[int, set[int]]:
+    """By layer, once the model has run: how many positions its attention saw."""
+    seen: dict[int, set[int]] = defaultdict(set)
+    for index, layer in enumerate(decoder_layers(model)):
+        attention = getattr(layer, "self_attn", None) or getattr(layer, "attn", None) or layer.attention
+        attention.register_forward_hook(
+            lambda module, args, kwargs, out, index=index: seen[index].add(out[0].shape[1]), with_kwargs=True
+        )
+    return seen
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """One vector a layer."""
+    return [torch.cat([p.detach().flatten() for p in layer.parameters()]).clone() for layer in decoder_layers(model)]
+
+
+def assert_trained_as_scheduled(before: list[torch.Tensor], model: torch.nn.Module, seen: dict[int, set[int]]) -> None:
+    assert dict(seen) == {layer: {cap} for layer, cap in enumerate(CAPS) if cap}
+    changed = [not torch.equal(old, new) for old, new in zip(before, weights(model), strict=True)]
+    assert changed == [cap > 0 for cap in CAPS]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_plain_loop_trains_the_layers_that_the_schedule_computes(name: str, zoo: Zoo) -> None:
+    model = zoo.model(name).train()
+    before, seen = weights(model), positions_computed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    batch = {key: torch.stack([row[key] for row in rows()]) for key in rows()[0]}
+    losses = []
+    with skip_schedule(model, SCHEDULE):
+        for _ in range(STEPS):
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert_trained_as_scheduled(before, model, seen)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_trainer_trains_the_layers_that_the_schedule_computes(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model(name)
+    before, seen = weights(model), positions_computed(model)
+    with skip_schedule(model, SCHEDULE):
+        losses = [entry["loss"] for entry in trained(model, tmp_path).state.log_history if "loss" in entry]
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+    assert_trained_as_scheduled(before, model, seen)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_activation_checkpointing_gives_the_same_weights(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    plain, checkpointed = zoo.model(name), zoo.model(name)
+    for model, on in ((plain, False), (checkpointed, True)):
+        with skip_schedule(model, SCHEDULE):
+            trained(model, tmp_path, activation_checkpointing=on)
+    torch.testing.assert_close(weights(checkpointed), weights(plain))
+
+
+def trained(model: Any, folder: Path, **arguments: Any) -> Trainer:
+    """A Trainer that has run a few steps over the same batch."""
+    settings = TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=0.02, optim="sgd",
+        logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
+        dataloader_pin_memory=False, **arguments,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=settings, train_dataset=rows())
+    trainer.train()
+    return trainer
