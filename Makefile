@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint links install browser bench clean
+.PHONY: demo test lint links install browser cpp bench clean
 
 install: $(VENV)/.installed
 
@@ -19,8 +19,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/e2e/demo.py
 
-test: install browser
+test: install browser cpp
 	$(BIN)/pytest
+
+# the C++ library, its tests and examples: optimised, and with the sanitizers that the tests run them under
+cpp: install
+	runtime/cpp/get_dependencies.sh build/cpp/deps $(BIN)/python
+	cd runtime/cpp && for preset in release address thread; do \
+	  cmake --preset $$preset >/dev/null && cmake --build --preset $$preset -- --quiet || exit 1; done
 
 # skip-validate's report is tested in a real browser; where this cannot install one, those tests say so and are skipped
 browser:

@@ -23,6 +23,7 @@ from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import check_supported
 from skipdecode.exporter.graphs import Skeleton, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
@@ -35,11 +36,6 @@ from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
 DEFAULT_MAX_LENGTH = 2048
 _SEGMENT_BYTES = 256 << 20  # a call costs ~10 us, reading this much ~7 ms: larger segments save nothing but cost memory
-_COPIED = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-    "merges.txt", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
-
 _BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 Report = Callable[[str, float], None]  # (what is being done, fraction of the export that is done)
@@ -92,7 +88,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         weights = write_weights(partial / GRAPHS, bones.shapes, torch.float32, source, advance)
         plan = _plan(bones, schedule)
         written = _write_bundle(partial, bones, weights, plan, _Compiler(partial, limits, _BITS[request.quantize]), report)
-        _copy_tokenizer(folder, partial, config)
+        copy_tokenizer(folder, partial, config, limits.max_length)
         if request.slim:
             written = _slim(partial, written)
         return _write_manifest(partial, request, bones, schedule, plan, limits, written)
@@ -249,14 +245,6 @@ def _write_bundle(
         variants=variants,
         weight_bytes=compiler.weight_bytes,
     )
-
-
-def _copy_tokenizer(folder: Path | None, partial: Path, config: Any) -> None:
-    for name in _COPIED:
-        if folder is not None and (folder / name).is_file():
-            shutil.copyfile(folder / name, partial / name)
-    if not (partial / "config.json").exists():
-        config.to_json_file(partial / "config.json")
 
 
 def _slim(partial: Path, written: _Written) -> _Written:

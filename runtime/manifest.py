@@ -109,6 +109,7 @@ class Manifest:
             (len(layers) == depth and layers == list(range(depth)), "segments", "do not cover each layer once"),
             (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),
             ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one"),
+            (len({v.num_layers for v in self.variants}) == len(self.variants), "variants", "are not distinct"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),

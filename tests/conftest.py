@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,12 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session")
+def conformance_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By name, made when first asked for: a bundle of tests/conformance/bundles.py."""
+    from tests.conformance.bundles import make
+
+    folder = tmp_path_factory.mktemp("conformance")
+    return functools.cache(lambda name: make(name, zoo, folder / name))

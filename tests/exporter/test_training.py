@@ -1,4 +1,4 @@
-"""Fine-tuning through a schedule: a plain PyTorch loop and transformers' Trainer, on every architecture that the exporter takes."""
+"""Fine-tuning through a schedule: a plain PyTorch loop and transformers' Trainer, on every architecture of the exporter."""
 
 from __future__ import annotations
 

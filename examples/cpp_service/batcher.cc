@@ -1,0 +1,143 @@
+#include "batcher.h"
+
+#include <iostream>
+#include <utility>
+
+namespace service {
+
+Row::Next Row::Wait(std::chrono::milliseconds moment) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  told_.wait_for(lock, moment, [this] { return !tokens_.empty() || end_; });
+  return {std::exchange(tokens_, {}), end_};
+}
+
+void Row::Tell(std::optional<int64_t> token, std::optional<End> end) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (token) tokens_.push_back(*token);
+    if (end) end_ = end;
+  }
+  told_.notify_all();
+}
+
+Batcher::Batcher(const skipdecode::Bundle& bundle, const skd_session_options& room, size_t queue_length, Metrics* metrics)
+    : bundle_(bundle),
+      room_(room),
+      queue_length_(queue_length),
+      metrics_(metrics),
+      session_(std::make_unique<skipdecode::Session>(bundle, room)),
+      thread_([this] { Loop(); }) {}
+
+Batcher::~Batcher() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ending_ = true;
+  }
+  arrived_.notify_all();
+  thread_.join();
+}
+
+bool Batcher::Submit(const std::vector<std::shared_ptr<Row>>& rows) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.size() + rows.size() > queue_length_) {
+      metrics_->rejected += rows.size();
+      return false;
+    }
+    queue_.insert(queue_.end(), rows.begin(), rows.end());
+    metrics_->queued = queue_.size();
+  }
+  metrics_->accepted += rows.size();
+  arrived_.notify_all();
+  return true;
+}
+
+void Batcher::Loop() {
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      arrived_.wait(lock, [this] { return ending_ || !queue_.empty() || !running_.empty(); });
+      if (ending_ && queue_.empty() && running_.empty()) return;
+    }
+    try {
+      DropAbandoned();
+      Admit();
+      Step();
+    } catch (const skipdecode::Error& error) {  // of the engines: these rows end, the service goes on
+      std::cerr << "decoding failed: " << error.what() << std::endl;
+      FailAll();
+    }
+  }
+}
+
+// Rows join while there are places; one whose client does not wait any more never starts.
+void Batcher::Admit() {
+  while (running_.size() < room_.max_rows) {
+    std::shared_ptr<Row> row;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (queue_.empty()) return;
+      row = std::move(queue_.front());
+      queue_.pop_front();
+      metrics_->queued = queue_.size();
+    }
+    if (row->cancelled() || Clock::now() >= row->deadline) {
+      ++(row->cancelled() ? metrics_->cancelled : metrics_->timed_out);
+      row->Tell(std::nullopt, Row::End::kTimeout);
+      continue;
+    }
+    try {
+      const uint64_t id = session_->Add(row->prompt, row->options);
+      running_.emplace(id, std::move(row));
+    } catch (const skipdecode::Error& error) {
+      std::cerr << "a prompt failed: " << error.what() << std::endl;
+      ++metrics_->failed;
+      row->Tell(std::nullopt, Row::End::kFailed);
+    }
+    metrics_->running = running_.size();
+  }
+}
+
+void Batcher::DropAbandoned() {
+  const Clock::time_point now = Clock::now();
+  for (auto next = running_.begin(); next != running_.end();) {
+    const auto [id, row] = *next++;
+    if (!row->cancelled() && now < row->deadline) continue;
+    ++(row->cancelled() ? metrics_->cancelled : metrics_->timed_out);
+    End(id, Row::End::kTimeout, /*in_session=*/true);
+  }
+}
+
+void Batcher::Step() {
+  bool decoded = false;
+  for (const skd_event& event : session_->Step()) {
+    const std::shared_ptr<Row> row = running_.at(event.row);
+    row->Tell(event.token, std::nullopt);
+    ++metrics_->tokens;
+    if (event.prefill != 0) metrics_->FirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
+    if (event.prefill == 0 && !std::exchange(decoded, true)) {
+      ++metrics_->decode_steps;
+      metrics_->layers += event.layers;
+    }
+    if (event.finish == SKD_FINISH_NONE) continue;
+    ++metrics_->completed;
+    End(event.row, event.finish == SKD_FINISH_STOP ? Row::End::kStop : Row::End::kLength, /*in_session=*/false);
+  }
+}
+
+void Batcher::End(uint64_t id, Row::End end, bool in_session) {
+  if (in_session) session_->Cancel(id);
+  running_.at(id)->Tell(std::nullopt, end);
+  running_.erase(id);
+  metrics_->running = running_.size();
+}
+
+void Batcher::FailAll() {
+  metrics_->failed += running_.size();
+  for (const auto& [id, row] : running_) row->Tell(std::nullopt, Row::End::kFailed);
+  running_.clear();
+  metrics_->running = 0;
+  session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
+}
+
+}  // namespace service

@@ -1,0 +1,86 @@
+// One thread that owns the session: rows join as they come, decode together, and leave when they end or nobody waits for them.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <skipdecode/skipdecode.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "metrics.h"
+
+namespace service {
+
+using Clock = std::chrono::steady_clock;
+
+// One row, shared by the thread that serves its client and the batcher.
+class Row {
+ public:
+  Row(std::vector<int64_t> row_prompt, const skd_row_options& row_options, Clock::time_point row_deadline)
+      : prompt(std::move(row_prompt)), options(row_options), deadline(row_deadline) {}
+
+  enum class End { kStop, kLength, kTimeout, kFailed };
+  struct Next {
+    std::vector<int64_t> tokens;  // that came since the last call
+    std::optional<End> end;       // once no more will come
+  };
+
+  // Wait for tokens or the end, for a moment at most: so that the caller can look after its client.
+  Next Wait(std::chrono::milliseconds moment);
+  // The client is gone, or has enough.
+  void Cancel() { cancelled_ = true; }
+  bool cancelled() const { return cancelled_; }
+
+  const std::vector<int64_t> prompt;
+  const skd_row_options options;
+  const Clock::time_point deadline;
+  const Clock::time_point arrived = Clock::now();
+
+ private:
+  friend class Batcher;
+  void Tell(std::optional<int64_t> token, std::optional<End> end);
+
+  std::mutex mutex_;
+  std::condition_variable told_;
+  std::vector<int64_t> tokens_;
+  std::optional<End> end_;
+  std::atomic<bool> cancelled_{false};
+};
+
+class Batcher {
+ public:
+  Batcher(const skipdecode::Bundle& bundle, const skd_session_options& room, size_t queue_length, Metrics* metrics);
+  ~Batcher();  // after all rows have ended
+
+  // All of them or none: false where the queue has no room.
+  bool Submit(const std::vector<std::shared_ptr<Row>>& rows);
+
+ private:
+  void Loop();
+  void Admit();
+  void DropAbandoned();
+  void Step();
+  void End(uint64_t id, Row::End end, bool in_session);
+  void FailAll();
+
+  const skipdecode::Bundle& bundle_;
+  const skd_session_options room_;
+  const size_t queue_length_;
+  Metrics* const metrics_;
+  std::unique_ptr<skipdecode::Session> session_;
+  std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's id
+
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<std::shared_ptr<Row>> queue_;
+  bool ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace service

@@ -1,0 +1,185 @@
+#include "completion.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <set>
+#include <utility>
+
+namespace service {
+namespace {
+
+using Json = nlohmann::json;
+
+[[noreturn]] void Refuse(const std::string& message) { throw HttpError(400, message); }
+
+// A field of one type, or `otherwise` where it is missing or null.
+template <typename T, typename Is>
+T Field(const Json& body, const char* name, T otherwise, Is is, const char* wanted) {
+  if (!body.contains(name) || body[name].is_null()) return otherwise;
+  if (!is(body[name])) Refuse(std::string(name) + " is not " + wanted);
+  return body[name].get<T>();
+}
+
+uint64_t Count(const Json& body, const char* name, uint64_t otherwise) {
+  return Field<uint64_t>(body, name, otherwise, [](const Json& j) { return j.is_number_unsigned(); }, "a whole number, 0 or more");
+}
+
+double Number(const Json& body, const char* name, double otherwise) {
+  return Field<double>(body, name, otherwise, [](const Json& j) { return j.is_number(); }, "a number");
+}
+
+bool Flag(const Json& body, const char* name) {
+  return Field<bool>(body, name, false, [](const Json& j) { return j.is_boolean(); }, "true or false");
+}
+
+// Fields of the API that this server knows but does not serve may be there with the value that changes nothing.
+void CheckFields(const Json& body) {
+  static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature", "top_p",  "top_k", "seed",
+                                               "stop",  "stream", "stream_options", "user",    "ignore_eos"};
+  static const std::vector<std::pair<std::string, Json>> neutral = {
+      {"n", 1}, {"best_of", 1}, {"echo", false}, {"logprobs", nullptr}, {"suffix", nullptr}, {"presence_penalty", 0},
+      {"frequency_penalty", 0}, {"logit_bias", Json::object()}};
+  for (const auto& item : body.items()) {
+    if (served.count(item.key()) > 0) continue;
+    const auto known = std::find_if(neutral.begin(), neutral.end(), [&](const auto& each) { return each.first == item.key(); });
+    if (known == neutral.end()) Refuse("unknown field '" + item.key().substr(0, 40) + "'");
+    if (!item.value().is_null() && item.value() != known->second) Refuse(item.key() + " is not supported by this server");
+  }
+}
+
+bool IsIds(const Json& value) {
+  return value.is_array() && !value.empty() &&
+         std::all_of(value.begin(), value.end(), [](const Json& id) { return id.is_number_integer(); });
+}
+
+std::vector<int64_t> Ids(const Json& prompt, skipdecode::Tokenizer* tokenizer) {
+  if (IsIds(prompt)) return prompt.get<std::vector<int64_t>>();
+  if (!prompt.is_string()) Refuse("prompt is not a string, a list of token ids, or a list of these");
+  const auto text = prompt.get<std::string>();
+  if (text.find('\0') != std::string::npos) Refuse("prompt holds a NUL character");
+  if (tokenizer == nullptr) Refuse("this model has no tokenizer: give token ids");
+  return tokenizer->Encode(text);
+}
+
+std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
+  if (!body.contains("prompt")) Refuse("prompt is missing");
+  const Json& prompt = body["prompt"];
+  const bool several = prompt.is_array() && !IsIds(prompt);
+  std::vector<std::vector<int64_t>> prompts;
+  if (several && prompt.size() > limits.max_prompts) Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
+  for (const Json& each : several ? prompt : Json::array({prompt})) prompts.push_back(Ids(each, tokenizer));
+  if (prompts.empty()) Refuse("prompt is empty");
+  for (const auto& ids : prompts) {
+    if (ids.empty()) Refuse("prompt is empty");
+    for (const int64_t id : ids) {
+      if (id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size) Refuse("token id " + std::to_string(id) + " is outside the vocabulary");
+    }
+    if (ids.size() > limits.max_prompt_tokens) {
+      Refuse("prompt has " + std::to_string(ids.size()) + " tokens, this server takes " + std::to_string(limits.max_prompt_tokens));
+    }
+  }
+  return prompts;
+}
+
+skd_row_options Options(const Json& body, const Limits& limits) {
+  skd_row_options options = skipdecode::RowOptions();
+  const uint64_t max_tokens = Count(body, "max_tokens", std::min<uint64_t>(16, limits.max_new_tokens));
+  if (max_tokens < 1 || max_tokens > limits.max_new_tokens) {
+    Refuse("max_tokens is not among 1.." + std::to_string(limits.max_new_tokens));
+  }
+  options.max_new_tokens = static_cast<uint32_t>(max_tokens);
+  options.temperature = Number(body, "temperature", 1.0);
+  if (!(options.temperature >= 0 && options.temperature <= 2)) Refuse("temperature is not among 0..2");
+  options.do_sample = options.temperature > 0 ? 1 : 0;
+  options.top_p = Number(body, "top_p", 1.0);
+  if (!(options.top_p > 0 && options.top_p <= 1)) Refuse("top_p is not in (0, 1]");
+  options.top_k = static_cast<uint32_t>(std::min<uint64_t>(Count(body, "top_k", 0), UINT32_MAX));
+  static std::atomic<uint64_t> unseeded{static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())};
+  options.seed = Count(body, "seed", unseeded++);
+  options.ignore_eos = Flag(body, "ignore_eos") ? 1 : 0;
+  return options;
+}
+
+std::vector<std::string> Stops(const Json& body) {
+  if (!body.contains("stop") || body["stop"].is_null()) return {};
+  const Json list = body["stop"].is_string() ? Json::array({body["stop"]}) : body["stop"];
+  if (!list.is_array() || list.size() > 4) Refuse("stop is not a string or a list of at most 4");
+  std::vector<std::string> stops;
+  for (const Json& each : list) {
+    if (!each.is_string() || each.get<std::string>().empty()) Refuse("stop holds something that is not a text");
+    stops.push_back(each.get<std::string>());
+  }
+  return stops;
+}
+
+}  // namespace
+
+std::string HttpError::Body() const {
+  const Json error = {{"message", what()}, {"type", type_}, {"param", nullptr}, {"code", nullptr}};
+  return Json{{"error", error}}.dump(-1, ' ', true, Json::error_handler_t::replace);
+}
+
+Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
+  const Json body = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!body.is_object()) Refuse("the body is not a JSON object");
+  CheckFields(body);
+  const auto asked = Field<std::string>(body, "model", model, [](const Json& j) { return j.is_string(); }, "a string");
+  if (asked != model) throw HttpError(404, "model '" + asked.substr(0, 80) + "' is not here; choose " + model);
+  static std::atomic<uint64_t> count{0};
+  Completion completion{};
+  completion.created = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  completion.id = "cmpl-" + std::to_string(completion.created) + "-" + std::to_string(count++);
+  completion.model = model;
+  completion.options = Options(body, limits);
+  completion.stops = Stops(body);
+  completion.stream = Flag(body, "stream");
+  if (body.contains("stream_options") && body["stream_options"].is_object()) {
+    completion.include_usage = Flag(body["stream_options"], "include_usage");
+  }
+  completion.prompts = Prompts(body, limits, tokenizer);
+  return completion;
+}
+
+Json Answer(const Completion& completion, const std::vector<std::pair<size_t, Choice>>& choices,
+            std::optional<uint64_t> completion_tokens) {
+  Json list = Json::array();
+  for (const auto& [index, choice] : choices) {
+    Json reason = choice.finish_reason ? Json(*choice.finish_reason) : Json(nullptr);
+    list.push_back({{"index", index}, {"text", choice.text}, {"logprobs", nullptr}, {"finish_reason", std::move(reason)}});
+  }
+  Json answer = {{"id", completion.id}, {"object", "text_completion"}, {"created", completion.created},
+                 {"model", completion.model}, {"choices", std::move(list)}};
+  if (completion_tokens) {
+    uint64_t prompt_tokens = 0;
+    for (const auto& prompt : completion.prompts) prompt_tokens += prompt.size();
+    answer["usage"] = {{"prompt_tokens", prompt_tokens},
+                       {"completion_tokens", *completion_tokens},
+                       {"total_tokens", prompt_tokens + *completion_tokens}};
+  }
+  return answer;
+}
+
+std::string StopFilter::Add(const std::string& text) {
+  if (stopped_) return {};
+  held_ += text;
+  size_t end = std::string::npos;
+  for (const std::string& stop : stops_) end = std::min(end, held_.find(stop));
+  if (end != std::string::npos) {
+    stopped_ = true;
+    return held_.substr(0, end);
+  }
+  size_t keep = 0;  // the longest end of the text that begins a stop string
+  for (const std::string& stop : stops_) {
+    for (size_t size = std::min(stop.size() - 1, held_.size()); size > keep; --size) {
+      if (held_.compare(held_.size() - size, size, stop, 0, size) == 0) keep = size;
+    }
+  }
+  std::string told = held_.substr(0, held_.size() - keep);
+  held_.erase(0, told.size());
+  return told;
+}
+
+std::string StopFilter::Rest() { return stopped_ ? std::string() : std::exchange(held_, {}); }
+
+}  // namespace service

@@ -1,0 +1,71 @@
+// One request of the OpenAI completions API: what it asks, and the JSON that answers it.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <skipdecode/skipdecode.hpp>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace service {
+
+// A request that cannot be served, with its HTTP status.
+class HttpError : public std::runtime_error {
+ public:
+  HttpError(int status, const std::string& message, std::string type = "invalid_request_error")
+      : std::runtime_error(message), status_(status), type_(std::move(type)) {}
+  int status() const { return status_; }
+  std::string Body() const;
+
+ private:
+  int status_;
+  std::string type_;
+};
+
+struct Completion {
+  std::string id, model;
+  int64_t created;  // seconds since 1970
+  std::vector<std::vector<int64_t>> prompts;
+  skd_row_options options;
+  std::vector<std::string> stops;
+  bool stream, include_usage;
+};
+
+// What the server allows.
+struct Limits {
+  uint32_t max_prompt_tokens, max_new_tokens, max_prompts;
+  uint64_t vocab_size;
+};
+
+// Throws HttpError 400 for anything that is malformed, out of range or not supported.
+Completion ParseCompletion(const std::string& body, const std::string& model, const Limits& limits, skipdecode::Tokenizer* tokenizer);
+
+struct Choice {
+  std::string text;
+  uint32_t tokens = 0;
+  std::optional<std::string> finish_reason;
+};
+
+// The whole answer, or one piece of a stream; `usage` adds the token counts.
+nlohmann::json Answer(const Completion& completion, const std::vector<std::pair<size_t, Choice>>& choices,
+                      std::optional<uint64_t> completion_tokens);
+
+// Ends text before the first stop string; holds back what may be the beginning of one.
+class StopFilter {
+ public:
+  explicit StopFilter(const std::vector<std::string>& stops) : stops_(stops) {}
+  // The text that may be told now.
+  std::string Add(const std::string& text);
+  // What was held back, at the end of a text that met no stop string.
+  std::string Rest();
+  bool stopped() const { return stopped_; }
+
+ private:
+  const std::vector<std::string>& stops_;
+  std::string held_;
+  bool stopped_ = false;
+};
+
+}  // namespace service

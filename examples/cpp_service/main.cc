@@ -1,0 +1,97 @@
+// skd_service BUNDLE [options]: the OpenAI completions API over a bundle. Ends with SIGTERM or SIGINT, finishing what runs.
+#include <csignal>
+#include <iostream>
+#include <limits>
+#include <map>
+#include <string>
+#include <thread>
+
+#include "service.h"
+
+namespace {
+
+constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
+
+  --host H               address to listen on (127.0.0.1)
+  --port N               0: any that is free (8080)
+  --rows N               rows that decode together, at most the bundle's (8)
+  --queue N              rows that may wait; more are refused with 429 (64)
+  --connections N        clients at the same time (256)
+  --max-prompt-tokens N  of a row (half of the bundle's length)
+  --max-new-tokens N     of a row (what is left)
+  --timeout-s N          of a request, waiting included (60)
+  --threads N            one a core
+  --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
+
+serves POST /v1/completions, GET /v1/models, /health, /metrics
+exit status: 0 stopped, 2 bad input (one line: what, where, what to do)
+)";
+
+uint32_t Count(const std::string& option, const std::string& text, uint32_t most = std::numeric_limits<uint32_t>::max()) {
+  const bool digits = !text.empty() && text.size() <= 10 && text.find_first_not_of("0123456789") == std::string::npos;
+  if (!digits || std::stoull(text) > most) throw std::runtime_error(option + ": '" + text + "' is not a count; see skd_service --help");
+  return static_cast<uint32_t>(std::stoull(text));
+}
+
+service::Settings Parse(int count, char** arguments) {
+  service::Settings settings;
+  for (int i = 1; i < count; ++i) {
+    const std::string option = arguments[i];
+    if (option.rfind("--", 0) != 0) {
+      if (!settings.bundle.empty()) throw std::runtime_error(option + ": one bundle at a time; see skd_service --help");
+      settings.bundle = option;
+      continue;
+    }
+    if (i + 1 == count) throw std::runtime_error(option + ": needs a value; see skd_service --help");
+    const std::string value = arguments[++i];
+    if (option == "--host") settings.host = value;
+    else if (option == "--genai-library") settings.genai_library = value;
+    else if (option == "--port") settings.port = static_cast<int>(Count(option, value, 65535));
+    else if (option == "--rows") settings.rows = Count(option, value);
+    else if (option == "--queue") settings.queue_length = Count(option, value);
+    else if (option == "--connections") settings.connections = Count(option, value, 4096);
+    else if (option == "--max-prompt-tokens") settings.max_prompt_tokens = Count(option, value);
+    else if (option == "--max-new-tokens") settings.max_new_tokens = Count(option, value);
+    else if (option == "--timeout-s") settings.timeout = std::chrono::seconds(Count(option, value));
+    else if (option == "--threads") settings.threads = Count(option, value);
+    else throw std::runtime_error(option + ": unknown option; see skd_service --help");
+  }
+  if (settings.bundle.empty()) throw std::runtime_error("name a bundle; see skd_service --help");
+  return settings;
+}
+
+void Run(const service::Settings& settings) {
+  // waited for by one thread, blocked in all others, which inherit this
+  sigset_t ends;
+  sigemptyset(&ends);
+  sigaddset(&ends, SIGTERM);
+  sigaddset(&ends, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &ends, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);  // a client that went away is no reason to die
+  service::Service service(settings);
+  const int port = service.Bind();
+  std::cout << "listening on http://" << settings.host << ":" << port << std::endl;
+  std::thread stopper([&] {
+    int signal = 0;
+    sigwait(&ends, &signal);
+    service.Stop();
+  });
+  service.Serve();
+  stopper.join();
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count == 2 && std::string(arguments[1]) == "--help") {
+    std::cout << kHelp;
+    return 0;
+  }
+  try {
+    Run(Parse(count, arguments));
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return 2;
+  }
+}

@@ -1,0 +1,78 @@
+"""The tokenizer's files in a bundle: the checkpoint's own, and what C++ needs to read them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from skipdecode.errors import ModelNotSupportedError
+
+_COPIED = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+    "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+# where tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
+_SAMPLES = (
+    "", " The quick brown fox.", "  two   spaces\tand tabs\n\n\nlines ", "12345 3.14 1,000 9th", "don't I'LL we've (a)b [c]d",
+    "Café naïve £30 “quotes”…", "日本語 한국어 русский", "🙂 👍🏽 e\u0301", "def f(x):\n    return x != 'y'  # z", "https://example.org/?a=1&b=2",
+    "ALL CAPS MiXeD snake_case", "\u00a0\u200b",
+)  # fmt: skip
+
+
+def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: int) -> None:
+    """Copy configuration and tokenizer; `config` is written where the checkpoint has none.
+
+    ONNX Runtime GenAI's tokenizer, which C++ services use, reads the same files with two conditions: a `genai_config.json`
+    (it wants a length there, and uses nothing of it), and in `tokenizer_config.json` a class name from before transformers 5,
+    which writes `TokenizersBackend` for what was and still may be called `PreTrainedTokenizerFast`. Of post-processors it knows
+    few, so the ids that encoding puts around a text are written down in `tokenization.json`, with samples that C++ checks itself
+    by.
+
+    Raises:
+        ModelNotSupportedError: a tokenizer_config.json that is no JSON object.
+    """
+    for name in _COPIED:
+        if folder is not None and (folder / name).is_file():
+            shutil.copyfile(folder / name, bundle / name)
+    if not (bundle / "config.json").exists():
+        config.to_json_file(bundle / "config.json")
+    if not (bundle / "tokenizer.json").exists():
+        return
+    settings = _read_settings(bundle / "tokenizer_config.json")
+    if settings.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
+        _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
+    _write(bundle / "tokenization.json", _tokenization(bundle / "tokenizer.json"))
+    _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
+
+
+def _tokenization(path: Path) -> dict[str, Any]:
+    """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are no text; `samples`."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ModelNotSupportedError(f"cannot be read ({error})", "repair the checkpoint's file", where=path.name) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0) if plain else 0
+    samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
+    special = sorted(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return {"before": whole[:start], "after": whole[start + len(plain) :], "special": special, "samples": samples}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise ModelNotSupportedError(f"is not JSON ({error})", "repair the checkpoint's file", where=path.name) from error
+    if not isinstance(settings, dict):
+        raise ModelNotSupportedError("is not a JSON object", "repair the checkpoint's file", where=path.name)
+    return settings
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

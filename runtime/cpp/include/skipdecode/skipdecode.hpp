@@ -1,0 +1,202 @@
+// skipdecode.hpp: the C++17 face of skipdecode.h. Header only; move-only handles; failures throw skipdecode::Error.
+//
+//   #include <skipdecode/skipdecode.hpp>
+//   #include <iostream>
+//
+//   int main(int, char** arguments) {
+//     const auto bundle = skipdecode::Bundle::Load(arguments[1]);
+//     skipdecode::Tokenizer tokenizer(bundle);
+//     skipdecode::TextStream text(tokenizer);
+//     skipdecode::Generate(bundle, {tokenizer.Encode(arguments[2])}, skipdecode::RowOptions(), [&](const skd_event& event) {
+//       std::cout << text.Add(event.token) << std::flush;
+//       return true;
+//     });
+//   }
+#ifndef SKIPDECODE_SKIPDECODE_HPP_
+#define SKIPDECODE_SKIPDECODE_HPP_
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "skipdecode/skipdecode.h"
+
+namespace skipdecode {
+
+// A failure: its code, and in what() one line that ends in what to do.
+class Error : public std::runtime_error {
+ public:
+  Error(skd_code code, const char* message) : std::runtime_error(message), code_(code) {}
+  skd_code code() const { return code_; }
+
+ private:
+  skd_code code_;
+};
+
+namespace internal {
+
+inline void Check(skd_status* status) {
+  if (status == nullptr) return;
+  const std::unique_ptr<skd_status, void (*)(skd_status*)> owner(status, skd_status_destroy);
+  throw Error(skd_status_code(status), skd_status_message(status));
+}
+
+template <typename Handle, void (*Destroy)(Handle*)>
+struct Deleter {
+  void operator()(Handle* handle) const { Destroy(handle); }
+};
+
+template <typename Handle, void (*Destroy)(Handle*)>
+using Owned = std::unique_ptr<Handle, Deleter<Handle, Destroy>>;
+
+}  // namespace internal
+
+inline skd_load_options LoadOptions() { return skd_load_options_default(); }
+inline skd_session_options SessionOptions() { return skd_session_options_default(); }
+inline skd_row_options RowOptions() { return skd_row_options_default(); }
+
+// A loaded bundle; may be shared by threads.
+class Bundle {
+ public:
+  static Bundle Load(const std::string& path, const skd_load_options& options = LoadOptions()) {
+    skd_bundle* handle = nullptr;
+    internal::Check(skd_bundle_load(path.c_str(), &options, &handle));
+    return Bundle(handle);
+  }
+  skd_bundle_info info() const {
+    skd_bundle_info info{};
+    info.struct_size = sizeof info;
+    internal::Check(skd_bundle_get_info(get(), &info));
+    return info;
+  }
+  const skd_bundle* get() const { return handle_.get(); }
+
+ private:
+  explicit Bundle(skd_bundle* handle) : handle_(handle) {}
+  internal::Owned<skd_bundle, skd_bundle_destroy> handle_;
+};
+
+// Rows that decode together; one thread at a time.
+class Session {
+ public:
+  explicit Session(const Bundle& bundle, const skd_session_options& options = SessionOptions()) : events_(options.max_rows) {
+    skd_session* handle = nullptr;
+    internal::Check(skd_session_create(bundle.get(), &options, &handle));
+    handle_.reset(handle);
+  }
+  // Run a prompt; returns the row's id.
+  uint64_t Add(const std::vector<int64_t>& prompt, const skd_row_options& options = RowOptions()) {
+    uint64_t row = 0;
+    internal::Check(skd_session_add(handle_.get(), prompt.data(), prompt.size(), &options, &row));
+    return row;
+  }
+  // First tokens of rows that joined, or else one decode step of all rows; empty: no row is left. Valid until the next call.
+  const std::vector<skd_event>& Step() {
+    size_t count = 0;
+    events_.resize(events_.capacity());
+    internal::Check(skd_session_step(handle_.get(), events_.data(), events_.size(), &count));
+    events_.resize(count);
+    return events_;
+  }
+  void Cancel(uint64_t row) { internal::Check(skd_session_cancel(handle_.get(), row)); }
+  // [V]; valid until the next call.
+  const float* Logits(uint64_t row) const {
+    const float* logits = nullptr;
+    internal::Check(skd_session_logits(handle_.get(), row, &logits));
+    return logits;
+  }
+  skd_counters counters() const {
+    skd_counters counters{};
+    counters.struct_size = sizeof counters;
+    internal::Check(skd_session_get_counters(handle_.get(), &counters));
+    return counters;
+  }
+
+ private:
+  internal::Owned<skd_session, skd_session_destroy> handle_;
+  std::vector<skd_event> events_;
+};
+
+// Generate for all prompts; `each` gets every token and returns false to end its row. What it throws ends all rows and is rethrown.
+inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t>>& prompts, const skd_row_options& options,
+                     const std::function<bool(const skd_event&)>& each, bool full_depth = false) {
+  struct State {
+    const std::function<bool(const skd_event&)>* each;
+    std::exception_ptr thrown;
+  } state{&each, nullptr};
+  const skd_callback callback = [](void* user, const skd_event* event) -> int {
+    auto* seen = static_cast<State*>(user);
+    if (seen->thrown) return 1;
+    try {
+      return (*seen->each)(*event) ? 0 : 1;
+    } catch (...) {  // may not cross the C border
+      seen->thrown = std::current_exception();
+      return 1;
+    }
+  };
+  std::vector<int64_t> ids;
+  std::vector<size_t> lengths;
+  for (const auto& prompt : prompts) {
+    ids.insert(ids.end(), prompt.begin(), prompt.end());
+    lengths.push_back(prompt.size());
+  }
+  ids.reserve(1);  // data() of no ids is not NULL
+  internal::Check(skd_generate(bundle.get(), ids.data(), lengths.data(), lengths.size(), &options, full_depth ? 1 : 0, callback, &state));
+  if (state.thrown) std::rethrow_exception(state.thrown);
+}
+
+// The bundle's tokenizer; may be shared by threads.
+class Tokenizer {
+ public:
+  explicit Tokenizer(const Bundle& bundle, const char* genai_library = nullptr) {
+    skd_tokenizer* handle = nullptr;
+    internal::Check(skd_tokenizer_create(bundle.get(), genai_library, &handle));
+    handle_.reset(handle);
+  }
+  std::vector<int64_t> Encode(const std::string& text) {
+    int64_t* ids = nullptr;
+    size_t count = 0;
+    internal::Check(skd_tokenizer_encode(handle_.get(), text.c_str(), &ids, &count));
+    const std::unique_ptr<int64_t, void (*)(void*)> owner(ids, skd_free);
+    return {ids, ids + count};
+  }
+  std::string Decode(const int64_t* ids, size_t count) {
+    char* text = nullptr;
+    internal::Check(skd_tokenizer_decode(handle_.get(), ids, count, &text));
+    const std::unique_ptr<char, void (*)(void*)> owner(text, skd_free);
+    return text;
+  }
+
+ private:
+  internal::Owned<skd_tokenizer, skd_tokenizer_destroy> handle_;
+};
+
+// Text of tokens that come one by one: each call gives what is now whole characters, possibly nothing.
+class TextStream {
+ public:
+  explicit TextStream(Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
+  std::string Add(int64_t token) {
+    ids_.push_back(token);
+    const std::string before = tokenizer_->Decode(ids_.data() + from_, told_ - from_);
+    const std::string now = tokenizer_->Decode(ids_.data() + from_, ids_.size() - from_);
+    constexpr char kReplacement[] = "\xEF\xBF\xBD";  // of bytes that are no whole character yet
+    const bool whole = now.size() < 3 || now.compare(now.size() - 3, 3, kReplacement) != 0;
+    if (now.size() <= before.size() || !whole) return {};
+    from_ = told_;  // a decoder may treat the first token specially: the newest told ones stay in front
+    told_ = ids_.size();
+    return now.substr(before.size());
+  }
+
+ private:
+  Tokenizer* tokenizer_;
+  std::vector<int64_t> ids_;
+  size_t from_ = 0, told_ = 0;
+};
+
+}  // namespace skipdecode
+
+#endif  // SKIPDECODE_SKIPDECODE_HPP_

@@ -1,0 +1,72 @@
+#include "bundle.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "cpu_features.h"
+#include "error.h"
+
+namespace skd {
+namespace {
+
+std::string Joined(const std::vector<std::string>& words) {
+  std::string line;
+  for (const std::string& word : words) line += (line.empty() ? "" : " ") + word;
+  return line;
+}
+
+const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::string& name) {
+  const auto& targets = manifest.targets;
+  const auto found = std::find_if(targets.begin(), targets.end(),
+                                  [&name](const Target& target) { return name.empty() || target.name == name; });
+  if (found == targets.end()) {
+    std::vector<std::string> known;
+    known.reserve(targets.size());
+    for (const Target& target : targets) known.push_back(target.name);
+    throw TargetError("target '" + (name.empty() ? "cpu" : name) + "' is not in this bundle",
+                      "choose from " + (known.empty() ? "none" : Joined(known)), path.string());
+  }
+  if (found->name != "cpu" || found->library != "onnxruntime") {
+    throw TargetError("this library runs cpu engines only, not " + found->name, "export with --target cpu", path.string());
+  }
+  return *found;
+}
+
+void CheckEngines(const Target& target, const std::filesystem::path& path) {
+  if (const std::string version = OnnxRuntimeVersion(); version != target.library_version) {
+    throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", loaded is " + version,
+                      "load onnxruntime " + target.library_version + " or export the model again");
+  }
+  if (target.machine != Machine() || target.cpu_features != CpuFeatures()) {
+    throw TargetError(
+        "the engines' weights are laid out for " + target.machine + " with " + Joined(target.cpu_features) + "; this CPU differs",
+        "export the model on this machine", path.string());
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
+                                         const std::string& onnxruntime_library) {
+  const auto began = std::chrono::steady_clock::now();
+  Manifest manifest = ReadManifest(path);
+  const Target target = ChooseTarget(manifest, path, target_name);
+  UseOnnxRuntime(onnxruntime_library, threads);
+  CheckEngines(target, path);
+  Engine embed(path / target.embed);
+  std::vector<SegmentEngine> segments;
+  segments.reserve(target.segments.size());
+  for (size_t i = 0; i < target.segments.size(); ++i) {
+    segments.push_back({manifest.segments[i], Engine(path / target.segments[i])});
+  }
+  Engine head(path / target.head);
+  malloc_trim(0);  // loading takes a heap that glibc would keep
+  const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
+  return std::make_shared<const Bundle>(
+      Bundle{path, std::move(manifest), std::move(embed), std::move(segments), std::move(head), load_s.count()});
+}
+
+}  // namespace skd

@@ -1,0 +1,105 @@
+// Prefill and decode step: the climb through the segments, each row computing exactly its own layers.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bundle.h"
+#include "kv_buffer.h"
+
+namespace skd {
+
+// One batch on its way: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
+//
+// The rows active in any segment are a suffix of the batch, because rows are ordered by how far they have come: the largest position
+// first, which has the fewest layers. Rows join and leave at any time; both move at most one row a group of equal positions.
+class Decoder {
+ public:
+  Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new);
+
+  int64_t rows() const { return static_cast<int64_t>(positions_.size()); }
+  // Run a prompt; its keys and values, and the logits of its next token, are in the row that is returned. Other rows may have moved:
+  // `moved(from, to)` is told of each, in this order.
+  template <typename Moved>
+  int64_t Add(const int64_t* prompt, int64_t length, Moved moved);
+  // Free a row's place.
+  template <typename Moved>
+  void Remove(int64_t row, Moved moved);
+  // Feed one token a row; returns how many layers the deepest row computed.
+  int64_t Step(const int64_t* tokens);
+  // [V] float32, of the next token of `row`.
+  const float* Logits(int64_t row) const { return logits_.data() + row * vocab_size_; }
+
+  uint64_t engine_ns() const { return engine_ns_; }
+  uint64_t kv_bytes() const { return kv_.bytes(); }
+
+ private:
+  struct Position {
+    int64_t length;  // valid tokens
+    int64_t t;       // of the next decode step: generated, or absolute as the schedule's anchor says
+  };
+
+  void Prefill(int64_t row, const int64_t* prompt, int64_t length);
+  void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count);
+  const Binding& Climb(size_t segment, int64_t start);
+  const Binding& Edge(bool head);
+  void Run(const Binding& binding);
+  void CopyRow(int64_t from, int64_t to);
+
+  std::shared_ptr<const Bundle> bundle_;
+  Schedule schedule_;
+  int64_t hidden_size_, vocab_size_, max_rows_;
+  std::vector<int64_t> least_counts_;  // of each segment
+  KvBuffer kv_;
+  std::vector<Position> positions_;
+  std::vector<float> hidden_, prompt_hidden_, logits_;
+  std::vector<int64_t> ids_, position_ids_, last_, prompt_positions_;
+  std::vector<int32_t> seqlens_k_, totals_;
+  std::map<std::pair<size_t, std::pair<int64_t, int64_t>>, Binding> climbs_;  // by segment, first row, rows
+  std::map<std::pair<bool, int64_t>, Binding> edges_;                         // embed and head, by rows
+  uint64_t engine_ns_ = 0;
+};
+
+template <typename Moved>
+int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
+  const Position joining{length, schedule_.anchor() == Anchor::kAbsolute ? length : 0};
+  int64_t hole = rows();
+  positions_.push_back(joining);
+  // the first row of each group that must come later goes to the group's end
+  while (hole > 0 && positions_[static_cast<size_t>(hole - 1)].t < joining.t) {
+    const int64_t t = positions_[static_cast<size_t>(hole - 1)].t;
+    int64_t first = hole - 1;
+    while (first > 0 && positions_[static_cast<size_t>(first - 1)].t == t) --first;
+    CopyRow(first, hole);
+    moved(first, hole);
+    hole = first;
+  }
+  positions_[static_cast<size_t>(hole)] = joining;
+  try {
+    Prefill(hole, prompt, length);
+  } catch (...) {
+    Remove(hole, moved);
+    throw;
+  }
+  return hole;
+}
+
+template <typename Moved>
+void Decoder::Remove(int64_t row, Moved moved) {
+  int64_t hole = row;
+  // the last row of each group fills the hole that the group has
+  while (hole < rows() - 1) {
+    const int64_t t = positions_[static_cast<size_t>(hole + 1)].t;
+    int64_t last = hole + 1;
+    while (last < rows() - 1 && positions_[static_cast<size_t>(last + 1)].t == t) ++last;
+    CopyRow(last, hole);
+    moved(last, hole);
+    hole = last;
+  }
+  positions_.pop_back();
+}
+
+}  // namespace skd

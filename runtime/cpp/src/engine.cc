@@ -1,0 +1,120 @@
+#include "engine.h"
+
+#include <dlfcn.h>
+#include <sched.h>
+
+#include <mutex>
+#include <utility>
+
+#include "error.h"
+#include "library.h"
+
+namespace skd {
+namespace {
+
+size_t SizeOf(ONNXTensorElementDataType type) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+Ort::Value View(const Tensor& tensor) {
+  size_t bytes = SizeOf(tensor.type);
+  for (const int64_t size : tensor.shape) bytes *= static_cast<size_t>(size);
+  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  return Ort::Value::CreateTensor(cpu, tensor.data, bytes, tensor.shape.data(), tensor.shape.size(), tensor.type);
+}
+
+int CoresOfThisProcess() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+// ONNX Runtime's environment is one a process, and so is its pool; it is never destroyed, because engines of other threads
+// may still run when static objects are.
+const Ort::Env* environment = nullptr;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+const OrtApiBase* api_base = nullptr;   // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+std::mutex environment_mutex;           // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+
+void LoadApi(const std::string& library) {
+  void* handle = OpenLibrary(library, "libonnxruntime.so.1", "ONNX Runtime",
+                             "install it, set LD_LIBRARY_PATH, or name it in skd_load_options.onnxruntime_library");
+  using GetApiBase = const OrtApiBase* (*)();
+  const auto get = reinterpret_cast<GetApiBase>(dlsym(handle, "OrtGetApiBase"));
+  const OrtApi* api = get == nullptr ? nullptr : get()->GetApi(ORT_API_VERSION);
+  if (api == nullptr) {
+    const std::string found = get == nullptr ? "is not ONNX Runtime" : std::string("is ") + get()->GetVersionString();
+    throw TargetError("libonnxruntime " + found + ", too old for API " + std::to_string(ORT_API_VERSION), "install a newer one");
+  }
+  api_base = get();
+  Ort::InitApi(api);
+}
+
+}  // namespace
+
+void UseOnnxRuntime(const std::string& library, uint32_t threads) {
+  const std::lock_guard<std::mutex> lock(environment_mutex);
+  if (environment != nullptr) return;
+  LoadApi(library);
+  try {
+    Ort::ThreadingOptions pool;
+    pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : CoresOfThisProcess());
+    pool.SetGlobalInterOpNumThreads(1);
+    environment = new Ort::Env(pool, ORT_LOGGING_LEVEL_ERROR, "skipdecode");  // NOLINT(cppcoreguidelines-owning-memory)
+  } catch (const Ort::Exception& error) {
+    throw TargetError(std::string("ONNX Runtime cannot start: ") + error.what(), "check its installation");
+  }
+}
+
+std::string OnnxRuntimeVersion() { return api_base->GetVersionString(); }
+
+Tensor Floats(std::string name, float* data, std::vector<int64_t> shape) {
+  return {std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT};
+}
+
+Tensor Int64s(std::string name, int64_t* data, std::vector<int64_t> shape) {
+  return {std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64};
+}
+
+Tensor Int32s(std::string name, int32_t* data, std::vector<int64_t> shape) {
+  return {std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32};
+}
+
+Engine::Engine(const std::filesystem::path& path) : session_(nullptr) {
+  Ort::SessionOptions options;
+  options.DisablePerSessionThreads();
+  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
+  options.SetGraphOptimizationLevel(ORT_DISABLE_ALL);  // done when it was compiled
+  try {
+    session_ = Ort::Session(*environment, path.c_str(), options);
+    Ort::AllocatorWithDefaultOptions allocator;
+    for (size_t i = 0; i < session_.GetInputCount(); ++i) {
+      input_names_.insert(session_.GetInputNameAllocated(i, allocator).get());
+    }
+  } catch (const Ort::Exception& error) {
+    const std::string reason = error.what();
+    if (reason.find("thread pool") != std::string::npos) {
+      throw TargetError("this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool",
+                        "load the bundle before that");
+    }
+    throw BundleError("cannot be loaded (" + reason.substr(0, 200) + ")", path.string());
+  }
+}
+
+Binding Engine::Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const {
+  Binding bound(&session_);
+  for (const Tensor& tensor : inputs) {
+    if (input_names_.count(tensor.name) > 0) bound.binding_.BindInput(tensor.name.c_str(), View(tensor));
+  }
+  for (const Tensor& tensor : outputs) bound.binding_.BindOutput(tensor.name.c_str(), View(tensor));
+  return bound;
+}
+
+void Binding::Run() const { session_->Run(Ort::RunOptions{nullptr}, binding_); }
+
+}  // namespace skd

@@ -1,0 +1,64 @@
+// Engines on ONNX Runtime: one global thread pool, inputs and outputs bound to fixed addresses.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#define ORT_API_MANUAL_INIT
+#include <onnxruntime_cxx_api.h>
+#undef ORT_API_MANUAL_INIT
+
+namespace skd {
+
+// Load ONNX Runtime and make the process's one thread pool; the first call decides both.
+// `library`: its path, empty: found as the system finds libraries. `threads`: 0: one a core.
+// Throws SKD_ERROR_TARGET: no library, or one that is too old.
+void UseOnnxRuntime(const std::string& library, uint32_t threads);
+
+// "1.31.1" of the loaded library.
+std::string OnnxRuntimeVersion();
+
+// A tensor at a fixed address, owned by the caller.
+struct Tensor {
+  std::string name;
+  void* data;
+  std::vector<int64_t> shape;
+  ONNXTensorElementDataType type;
+};
+
+Tensor Floats(std::string name, float* data, std::vector<int64_t> shape);
+Tensor Int64s(std::string name, int64_t* data, std::vector<int64_t> shape);
+Tensor Int32s(std::string name, int32_t* data, std::vector<int64_t> shape);
+
+class Binding;
+
+// A compiled graph; may be run from several threads at once, each through bindings of its own.
+class Engine {
+ public:
+  // Throws SKD_ERROR_BUNDLE where the file cannot be loaded.
+  explicit Engine(const std::filesystem::path& path);
+  // Inputs that this engine does not read are left out. An output may be the same memory as an input.
+  Binding Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const;
+
+ private:
+  friend class Binding;
+  mutable Ort::Session session_;  // Run is const by ONNX Runtime's promise, not by its C++ type
+  std::unordered_set<std::string> input_names_;
+};
+
+// An engine bound to addresses.
+class Binding {
+ public:
+  void Run() const;
+
+ private:
+  friend class Engine;
+  explicit Binding(Ort::Session* session) : session_(session), binding_(*session) {}
+  Ort::Session* session_;
+  Ort::IoBinding binding_;
+};
+
+}  // namespace skd

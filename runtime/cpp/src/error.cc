@@ -1,0 +1,38 @@
+#include "error.h"
+
+namespace skd {
+namespace {
+
+// Names come from files and may hold anything: control characters would break the line, or act on a terminal.
+std::string OneLine(const std::string& text) {
+  std::string line;
+  for (const char c : text) {
+    const bool control = static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
+    if (!control) {
+      line += c;
+    } else if (!line.empty() && line.back() != ' ') {
+      line += ' ';
+    }
+  }
+  return line;
+}
+
+}  // namespace
+
+Error::Error(skd_code code, const std::string& what, const std::string& remedy, const std::string& where)
+    : std::runtime_error(OneLine((where.empty() ? "" : where + ": ") + what + (remedy.empty() ? "" : "; " + remedy))),
+      code_(code) {}
+
+Error BundleError(const std::string& what, const std::string& where) {
+  return {SKD_ERROR_BUNDLE, what, "export the model again", where};
+}
+
+Error CapacityError(const std::string& what, const std::string& remedy, const std::string& where) {
+  return {SKD_ERROR_CAPACITY, what, remedy, where};
+}
+
+Error TargetError(const std::string& what, const std::string& remedy, const std::string& where) {
+  return {SKD_ERROR_TARGET, what, remedy, where};
+}
+
+}  // namespace skd

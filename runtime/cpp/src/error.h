@@ -1,0 +1,25 @@
+// What a user can get wrong, as one line: what, where, what to do. Thrown inside the library, a skd_status at its border.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "skipdecode/skipdecode.h"
+
+namespace skd {
+
+class Error : public std::runtime_error {
+ public:
+  // `where` may be empty where `what` says it.
+  Error(skd_code code, const std::string& what, const std::string& remedy, const std::string& where = "");
+  skd_code code() const { return code_; }
+
+ private:
+  skd_code code_;
+};
+
+Error BundleError(const std::string& what, const std::string& where);  // its remedy: export the model again
+Error CapacityError(const std::string& what, const std::string& remedy, const std::string& where = "");
+Error TargetError(const std::string& what, const std::string& remedy, const std::string& where = "");
+
+}  // namespace skd

@@ -1,0 +1,69 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "error.h"
+
+namespace skd {
+
+void CheckSampling(const skd_row_options& options) {
+  if (options.do_sample == 0) return;
+  const auto fail = [](const char* where, double value, const char* remedy) {
+    throw CapacityError(std::to_string(value) + " is out of range", remedy, where);
+  };
+  if (!(options.temperature > 0)) fail("temperature", options.temperature, "choose a number above 0");
+  if (!(options.top_p > 0 && options.top_p <= 1)) fail("top_p", options.top_p, "choose a number in (0, 1]");
+}
+
+double Uniform(uint64_t seed, uint64_t row, uint64_t step) {
+  uint64_t value = seed * 0x9E3779B97F4A7C15U + (row << 32U) + step;
+  for (int i = 0; i < 2; ++i) {
+    value += 0x9E3779B97F4A7C15U;
+    value = (value ^ (value >> 30U)) * 0xBF58476D1CE4E5B9U;
+    value = (value ^ (value >> 27U)) * 0x94D049BB133111EBU;
+    value ^= value >> 31U;
+  }
+  return static_cast<double>(value >> 11U) * 0x1p-53;
+}
+
+int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
+  if (options.do_sample != 0) return Sample(logits, vocab_size, options, step);
+  return std::max_element(logits, logits + vocab_size) - logits;
+}
+
+int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
+  const auto count = static_cast<size_t>(vocab_size);
+  const size_t kept_most = options.top_k == 0 ? count : std::min<size_t>(options.top_k, count);
+  order_.resize(count);
+  std::iota(order_.begin(), order_.end(), 0);
+  const auto likelier = [logits](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
+  std::partial_sort(order_.begin(), order_.begin() + static_cast<ptrdiff_t>(kept_most), order_.end(), likelier);
+  // scores, sums and comparisons in float64 and in this order, so that Python's tokens are these
+  mass_.resize(kept_most);
+  const double top = static_cast<double>(logits[order_[0]]) / options.temperature;
+  double total = 0.0;
+  for (size_t i = 0; i < kept_most; ++i) {
+    mass_[i] = std::exp(static_cast<double>(logits[order_[i]]) / options.temperature - top);
+    total += mass_[i];
+  }
+  double cumulated = 0.0, kept_total = 0.0;
+  size_t kept = 0;
+  for (; kept < kept_most; ++kept) {
+    cumulated += mass_[kept];
+    if (!(cumulated - mass_[kept] < options.top_p * total)) break;
+    kept_total += mass_[kept];
+  }
+  const double bound = Uniform(options.seed, options.generator_row, step) * kept_total;
+  double sum = 0.0;
+  for (size_t i = 0; i < kept; ++i) {
+    sum += mass_[i];
+    if (sum > bound) return order_[i];
+  }
+  return order_[kept - 1];
+}
+
+}  // namespace skd

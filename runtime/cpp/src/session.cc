@@ -1,0 +1,166 @@
+#include "session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <utility>
+
+#include "error.h"
+
+namespace skd {
+namespace {
+
+uint64_t NanosecondsSince(std::chrono::steady_clock::time_point began) {
+  return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count());
+}
+
+int64_t ChosenRows(const Bundle& bundle, const skd_session_options& options) {
+  const int64_t most = bundle.manifest.limits.max_batch;
+  if (options.max_rows < 1 || options.max_rows > most) {
+    throw CapacityError(std::to_string(options.max_rows) + " rows: the bundle takes 1.." + std::to_string(most),
+                        "choose fewer, or export with a larger --max-batch", "max_rows");
+  }
+  return options.max_rows;
+}
+
+int64_t ChosenPrompt(const Bundle& bundle, const skd_session_options& options) {
+  const int64_t length = bundle.manifest.limits.max_length;
+  const int64_t prompt = options.max_prompt_tokens == 0 ? std::max<int64_t>(length / 2, 1) : options.max_prompt_tokens;
+  if (prompt >= length) {
+    throw CapacityError(std::to_string(prompt) + " prompt tokens leave no room in the bundle's " + std::to_string(length),
+                        "choose fewer, or export with a larger --max-length", "max_prompt_tokens");
+  }
+  return prompt;
+}
+
+int64_t ChosenNew(const Bundle& bundle, const skd_session_options& options) {
+  const int64_t left = bundle.manifest.limits.max_length - ChosenPrompt(bundle, options);
+  const int64_t chosen = options.max_new_tokens == 0 ? left : options.max_new_tokens;
+  if (chosen > left) {
+    throw CapacityError(std::to_string(chosen) + " new tokens: prompts leave " + std::to_string(left),
+                        "choose fewer, or export with a larger --max-length", "max_new_tokens");
+  }
+  return chosen;
+}
+
+}  // namespace
+
+Session::Session(std::shared_ptr<const Bundle> bundle, const skd_session_options& options)
+    : bundle_(std::move(bundle)),
+      max_rows_(ChosenRows(*bundle_, options)),
+      max_prompt_(ChosenPrompt(*bundle_, options)),
+      max_new_(ChosenNew(*bundle_, options)),
+      full_layers_(static_cast<uint64_t>(bundle_->manifest.model.num_layers)),
+      decoder_(bundle_,
+               options.full_depth != 0 ? Schedule::FullDepth(bundle_->manifest.model.num_layers) : bundle_->manifest.schedule,
+               max_rows_, max_prompt_, max_new_) {
+  rows_.reserve(static_cast<size_t>(max_rows_));
+  tokens_.resize(static_cast<size_t>(max_rows_));
+  events_.reserve(static_cast<size_t>(max_rows_));
+}
+
+void Session::Check(const int64_t* prompt, size_t length, const skd_row_options& options, const char* where) const {
+  if (length == 0) throw CapacityError("is empty", "give at least one token", where);
+  if (length > static_cast<size_t>(max_prompt_)) {
+    throw CapacityError(std::to_string(length) + " tokens: the session takes " + std::to_string(max_prompt_),
+                        "shorten the prompt, or ask for a larger max_prompt_tokens", where);
+  }
+  if (options.max_new_tokens < 1 || options.max_new_tokens > max_new_) {
+    throw CapacityError(std::to_string(options.max_new_tokens) + " new tokens: the session takes 1.." + std::to_string(max_new_),
+                        "choose another max_new_tokens", where);
+  }
+  const int64_t vocab_size = bundle_->manifest.model.vocab_size;
+  const auto outside = std::find_if(prompt, prompt + length, [vocab_size](int64_t id) { return id < 0 || id >= vocab_size; });
+  if (outside != prompt + length) {
+    throw CapacityError("token id " + std::to_string(*outside) + " is outside the vocabulary",
+                        "give ids from 0 to " + std::to_string(vocab_size - 1), where);
+  }
+  CheckSampling(options);
+}
+
+uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_options& options) {
+  Check(prompt, length, options, "prompt");
+  if (decoder_.rows() == max_rows_) {
+    throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use", "wait until one ends, or ask for a larger max_rows",
+                        "prompt");
+  }
+  const auto began = std::chrono::steady_clock::now();
+  rows_.emplace_back();
+  size_t index = 0;
+  try {
+    index = static_cast<size_t>(decoder_.Add(prompt, static_cast<int64_t>(length), Mover{&rows_}));
+  } catch (...) {
+    rows_.pop_back();
+    throw;
+  }
+  rows_[index] = {next_id_++, 0, 0, false, SKD_FINISH_NONE, options};
+  Choose(index);
+  counters_.prefill_ns += NanosecondsSince(began);
+  return rows_[index].id;
+}
+
+const std::vector<skd_event>& Session::Step() {
+  events_.clear();
+  for (Row& row : rows_) {
+    if (row.told) continue;
+    row.told = true;
+    events_.push_back({row.id, row.token, static_cast<uint32_t>(full_layers_), 1, row.finish});
+  }
+  if (events_.empty() && !rows_.empty()) {
+    const auto began = std::chrono::steady_clock::now();
+    std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
+    const auto layers = static_cast<uint32_t>(decoder_.Step(tokens_.data()));
+    for (size_t index = 0; index < rows_.size(); ++index) {
+      Choose(index);
+      events_.push_back({rows_[index].id, rows_[index].token, layers, 0, rows_[index].finish});
+    }
+    ++counters_.decode_steps;
+    counters_.decode_ns += NanosecondsSince(began);
+  }
+  RemoveEnded();
+  return events_;
+}
+
+void Session::Cancel(uint64_t row) { Remove(Find(row)); }
+
+const float* Session::Logits(uint64_t row) const { return decoder_.Logits(static_cast<int64_t>(Find(row))); }
+
+skd_counters Session::Counters() const {
+  skd_counters counters = counters_;
+  counters.decode_engine_ns = decoder_.engine_ns();
+  counters.kv_bytes = decoder_.kv_bytes();
+  return counters;
+}
+
+size_t Session::Find(uint64_t row) const {
+  const auto found = std::find_if(rows_.begin(), rows_.end(), [row](const Row& each) { return each.id == row; });
+  if (found == rows_.end()) throw CapacityError("row " + std::to_string(row) + " is not in this session", "name one that has not ended");
+  return static_cast<size_t>(found - rows_.begin());
+}
+
+// The next token of a row, from its logits.
+void Session::Choose(size_t index) {
+  Row& row = rows_[index];
+  row.token = sampler_.Choose(decoder_.Logits(static_cast<int64_t>(index)), bundle_->manifest.model.vocab_size, row.options, row.produced);
+  ++row.produced;
+  ++counters_.tokens;
+  const auto& ends = bundle_->manifest.model.eos_token_ids;
+  if (row.options.ignore_eos == 0 && std::find(ends.begin(), ends.end(), row.token) != ends.end()) {
+    row.finish = SKD_FINISH_STOP;
+  } else if (row.produced == row.options.max_new_tokens) {
+    row.finish = SKD_FINISH_LENGTH;
+  }
+}
+
+void Session::RemoveEnded() {
+  for (size_t index = rows_.size(); index-- > 0;) {
+    if (rows_[index].told && rows_[index].finish != SKD_FINISH_NONE) Remove(index);
+  }
+}
+
+void Session::Remove(size_t index) {
+  decoder_.Remove(static_cast<int64_t>(index), Mover{&rows_});
+  rows_.pop_back();
+}
+
+}  // namespace skd

@@ -1,0 +1,61 @@
+// Rows on their way through one decoder: which token each fed last, when it ends, what is to be told.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "decoder.h"
+#include "sampling.h"
+#include "skipdecode/skipdecode.h"
+
+namespace skd {
+
+class Session {
+ public:
+  // Throws SKD_ERROR_CAPACITY.
+  Session(std::shared_ptr<const Bundle> bundle, const skd_session_options& options);
+
+  int64_t max_rows() const { return max_rows_; }
+  // Whether such a row can ever join; throws SKD_ERROR_CAPACITY, `where` names the prompt.
+  void Check(const int64_t* prompt, size_t length, const skd_row_options& options, const char* where) const;
+  uint64_t Add(const int64_t* prompt, size_t length, const skd_row_options& options);
+  // First tokens of rows that joined; or else one decode step. Empty: no row is left.
+  const std::vector<skd_event>& Step();
+  void Cancel(uint64_t row);
+  const float* Logits(uint64_t row) const;
+  skd_counters Counters() const;
+
+ private:
+  struct Row {
+    uint64_t id;
+    int64_t token;      // the newest, which the next step feeds
+    uint32_t produced;  // tokens
+    bool told;          // of its first token
+    skd_finish finish;
+    skd_row_options options;
+  };
+  // Follows the decoder where it moves rows.
+  struct Mover {
+    std::vector<Row>* rows;
+    void operator()(int64_t from, int64_t to) const { (*rows)[static_cast<size_t>(to)] = (*rows)[static_cast<size_t>(from)]; }
+  };
+
+  size_t Find(uint64_t row) const;
+  void Choose(size_t index);
+  void RemoveEnded();
+  void Remove(size_t index);
+
+  std::shared_ptr<const Bundle> bundle_;
+  int64_t max_rows_, max_prompt_, max_new_;
+  uint64_t full_layers_;
+  Decoder decoder_;
+  Sampler sampler_;
+  std::vector<Row> rows_;  // in the decoder's order
+  std::vector<int64_t> tokens_;
+  std::vector<skd_event> events_;
+  uint64_t next_id_ = 0;
+  skd_counters counters_{};
+};
+
+}  // namespace skd

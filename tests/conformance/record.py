@@ -1,0 +1,89 @@
+"""Writes cases.json: inputs, and the tokens, layers and logits that every runtime must give. Run when a case is added.
+
+python -m tests.conformance.record
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import skipdecode
+from skipdecode.generate import Generator
+from tests.conformance.bundles import BUNDLES, make
+from tests.conftest import VOCABULARY, Zoo
+
+CASES = Path(__file__).parent / "cases.json"
+SHOWN = 4  # logits of a step that are kept
+_MARGIN = 5e-3  # between the best two logits, so that a greedy token does not hang on rounding
+_LENGTHS = {"one": [5], "ragged": [2, 7, 1, 3], "long": [27]}  # of prompts
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 16},
+    "full_depth": {"max_new_tokens": 8, "full_depth": True},
+    "sampled": {"max_new_tokens": 16, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 17},
+    "sampled_freely": {"max_new_tokens": 12, "do_sample": True, "seed": 2**63 + 5},
+}
+
+
+def run(generator: Generator, prompts: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, reasons and layers, as cases.json has them."""
+    options = dict(options)
+    schedule = "full" if options.pop("full_depth", False) else None
+    result = generator.generate(prompts, schedule=schedule, **options)
+    return {
+        "sequences": [{"token_ids": row.token_ids, "finish_reason": row.finish_reason} for row in result.sequences],
+        "layers": list(result.layers),
+    }
+
+
+def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """[rows, steps, V] of greedy decoding, in the order of `prompts`."""
+    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+    decoder = generator.decoder([len(prompts[row]) for row in order], steps)
+    for index, row in enumerate(order):
+        decoder.prefill(index, np.array(prompts[row], dtype=np.int64))
+    found = [decoder.logits.copy()]
+    for _ in range(steps - 1):
+        decoder.decode_step(decoder.logits.argmax(axis=1))
+        found.append(decoder.logits.copy())
+    ordered = np.stack(found, axis=1)
+    return ordered[np.argsort(order)]
+
+
+def clear_prompts(generator: Generator, lengths: list[int]) -> tuple[list[list[int]], np.ndarray[Any, np.dtype[np.float32]]]:
+    """Random prompts none of whose greedy tokens is a close call, and their logits."""
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
+        logits = logits_of(generator, prompts, 16)
+        best = np.sort(logits, axis=2)[..., -2:]
+        if (best[..., 1] - best[..., 0]).min() > _MARGIN:
+            break
+    return prompts, logits
+
+
+def main() -> None:
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        zoo = Zoo(Path(folder))
+        for name in BUNDLES:
+            generator = skipdecode.load(make(name, zoo, Path(folder) / f"{name}.engines"))
+            for asked, lengths in _LENGTHS.items():
+                prompts, logits = clear_prompts(generator, lengths)
+                for how, chosen in _OPTIONS.items():
+                    # ended rows ride along in Python and are freed in C++: with absolute positions `layers` shows it
+                    options = {**chosen, "ignore_eos": True} if "absolute" in name else chosen
+                    case = {"bundle": name, "name": f"{name}, {asked}, {how}", "prompts": prompts, "options": options}
+                    cases.append({**case, "expected": run(generator, prompts, options)})
+                cases[-len(_OPTIONS)]["expected"]["logits"] = np.round(logits[..., :SHOWN], 4).tolist()
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    CASES.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The C++ runtime as `make cpp` built it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUILD = Path(__file__).parents[2] / "build" / "cpp"
+LIBRARIES = BUILD / "deps" / "lib"
+
+
+class Driver:
+    """tests/cpp/driver.cc: a request a line, an answer a line."""
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [BUILD / "release" / "tests" / "skd_driver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "LD_LIBRARY_PATH": str(LIBRARIES), **(environment or {})},
+        )  # fmt: skip
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request, default=str) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the driver ended with {self._process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        assert self._process.wait(timeout=30) == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built() -> None:
+    if not (BUILD / "release" / "tests" / "skd_driver").exists():
+        pytest.skip("the C++ library is not built: make cpp")
+
+
+@pytest.fixture(scope="module")
+def driver(built: None) -> Iterator[Driver]:
+    opened = Driver()
+    yield opened
+    opened.close()

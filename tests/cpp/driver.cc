@@ -1,0 +1,124 @@
+// Runs one JSON request a line through the C++ runtime and answers one JSON object a line: what pytest compares with Python.
+#include <algorithm>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <skipdecode/skipdecode.hpp>
+#include <string>
+
+namespace {
+
+using Json = nlohmann::json;
+
+const skipdecode::Bundle& Loaded(const std::string& path) {
+  static std::map<std::string, skipdecode::Bundle> bundles;
+  if (bundles.count(path) == 0) bundles.emplace(path, skipdecode::Bundle::Load(path));
+  return bundles.at(path);
+}
+
+skd_row_options RowOptions(const Json& request) {
+  skd_row_options options = skipdecode::RowOptions();
+  options.max_new_tokens = request.value("max_new_tokens", options.max_new_tokens);
+  options.do_sample = request.value("do_sample", false) ? 1 : 0;
+  options.temperature = request.value("temperature", options.temperature);
+  options.top_k = request.value("top_k", options.top_k);
+  options.top_p = request.value("top_p", options.top_p);
+  options.seed = request.value("seed", options.seed);
+  options.ignore_eos = request.value("ignore_eos", false) ? 1 : 0;
+  return options;
+}
+
+Json Generate(const Json& request) {
+  const auto prompts = request.at("prompts").get<std::vector<std::vector<int64_t>>>();
+  const char* const reasons[] = {"none", "stop", "length"};
+  Json sequences = Json::array();
+  for (size_t i = 0; i < prompts.size(); ++i) sequences.push_back({{"token_ids", Json::array()}});
+  Json layers = Json::array();
+  bool step_told = true;
+  uint64_t previous = 0;
+  skipdecode::Generate(
+      Loaded(request.at("bundle")), prompts, RowOptions(request),
+      [&](const skd_event& event) {
+        sequences[event.row]["token_ids"].push_back(event.token);
+        if (event.finish != SKD_FINISH_NONE) sequences[event.row]["finish_reason"] = reasons[event.finish];
+        const uint64_t step = sequences[event.row]["token_ids"].size();
+        step_told = step == previous;
+        previous = step;
+        if (event.prefill == 0 && !step_told) layers.push_back(event.layers);
+        return true;
+      },
+      request.value("full_depth", false));
+  return {{"sequences", sequences}, {"layers", layers}};
+}
+
+// The logits that each token was chosen from, but for a row's last one.
+Json Logits(const Json& request) {
+  const auto prompts = request.at("prompts").get<std::vector<std::vector<int64_t>>>();
+  const skipdecode::Bundle& bundle = Loaded(request.at("bundle"));
+  const uint64_t vocab_size = bundle.info().vocab_size;
+  skd_session_options room = skipdecode::SessionOptions();
+  room.max_rows = static_cast<uint32_t>(prompts.size());
+  for (const auto& prompt : prompts) room.max_prompt_tokens = std::max(room.max_prompt_tokens, static_cast<uint32_t>(prompt.size()));
+  skipdecode::Session session(bundle, room);
+  Json logits = Json::array();
+  const auto take = [&](uint64_t row) {
+    const float* found = session.Logits(row);
+    logits[row].push_back(std::vector<float>(found, found + vocab_size));
+  };
+  for (const auto& prompt : prompts) take(session.Add(prompt, RowOptions(request)));
+  for (auto events = session.Step(); !events.empty(); events = session.Step()) {
+    for (const skd_event& event : events) {
+      if (event.prefill == 0 && event.finish == SKD_FINISH_NONE) take(event.row);
+    }
+  }
+  return {{"logits", logits}};
+}
+
+Json Tokenize(const Json& request) {
+  const std::string library = request.value("genai_library", "");
+  skipdecode::Tokenizer tokenizer(Loaded(request.at("bundle")), library.empty() ? nullptr : library.c_str());
+  Json answer = {{"ids", Json::array()}, {"texts", Json::array()}, {"streamed", Json::array()}};
+  for (const auto& text : request.at("texts")) {
+    const std::vector<int64_t> ids = tokenizer.Encode(text.get<std::string>());
+    answer["ids"].push_back(ids);
+    answer["texts"].push_back(tokenizer.Decode(ids.data(), ids.size()));
+    skipdecode::TextStream stream(tokenizer);
+    std::string streamed;
+    for (const int64_t id : ids) streamed += stream.Add(id);
+    answer["streamed"].push_back(streamed);
+  }
+  return answer;
+}
+
+Json Load(const Json& request) {
+  skd_load_options options = skipdecode::LoadOptions();
+  const std::string target = request.value("target", ""), library = request.value("onnxruntime_library", "");
+  if (!target.empty()) options.target = target.c_str();
+  if (!library.empty()) options.onnxruntime_library = library.c_str();
+  const skd_bundle_info info = skipdecode::Bundle::Load(request.at("bundle"), options).info();
+  return {{"name", info.name},           {"num_layers", info.num_layers}, {"num_variants", info.num_variants},
+          {"max_length", info.max_length}, {"mean_layers", info.mean_layers}, {"vocab_size", info.vocab_size}};
+}
+
+Json Answer(const Json& request) {
+  const std::string command = request.at("command");
+  if (command == "generate") return Generate(request);
+  if (command == "logits") return Logits(request);
+  if (command == "tokenize") return Tokenize(request);
+  return Load(request);
+}
+
+}  // namespace
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    Json answer;
+    try {
+      answer = Answer(Json::parse(line));
+    } catch (const skipdecode::Error& error) {
+      answer = {{"code", error.code()}, {"error", error.what()}};
+    }
+    std::cout << answer.dump(-1, ' ', true, Json::error_handler_t::replace) << std::endl;
+  }
+}

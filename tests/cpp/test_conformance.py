@@ -1,0 +1,25 @@
+"""The C++ runtime gives the tokens, layers and logits that cases.json records; the Python runtime is asked the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.cases import CASES, TOLERANCE
+from tests.conformance.record import SHOWN
+from tests.cpp.conftest import Driver
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_cpp_runtime_conforms(case: dict[str, Any], conformance_bundle: Callable[[str], Path], driver: Driver) -> None:
+    asked = {"bundle": conformance_bundle(case["bundle"]), "prompts": case["prompts"]}
+    found = driver.ask(command="generate", **asked, **case["options"])
+    assert found == {key: value for key, value in case["expected"].items() if key != "logits"}
+    if "logits" in case["expected"]:
+        logits = driver.ask(command="logits", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
+        wanted = np.array(case["expected"]["logits"])
+        np.testing.assert_allclose(np.array(logits)[:, :16, :SHOWN], wanted, atol=TOLERANCE, rtol=0)

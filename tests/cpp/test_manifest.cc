@@ -1,0 +1,63 @@
+// The manifest of SKD_TEST_BUNDLE, damaged field by field; the corpus and Python's attacks are replayed by pytest.
+#include <catch2/catch.hpp>
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "manifest.h"
+
+namespace {
+
+using Json = nlohmann::json;
+
+Json Whole() {
+  std::ifstream file(std::string(std::getenv("SKD_TEST_BUNDLE")) + "/bundle.json");
+  return Json::parse(file);
+}
+
+// Every place in the document.
+void Places(const Json& data, const Json::json_pointer& here, std::vector<Json::json_pointer>* found) {
+  if (!here.empty()) found->push_back(here);
+  if (data.is_object()) {
+    for (const auto& item : data.items()) Places(item.value(), here / item.key(), found);
+  } else if (data.is_array()) {
+    for (size_t i = 0; i < data.size(); ++i) Places(data[i], here / i, found);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("the manifest is read") {
+  const skd::Manifest manifest = skd::ParseManifest(Whole().dump());
+  REQUIRE(manifest.model.num_layers == 6);
+  REQUIRE(manifest.targets.size() == 1);
+}
+
+TEST_CASE("every field of another type, or missing, is refused by name and never a crash") {
+  const Json whole = Whole();
+  std::vector<Json::json_pointer> places;
+  Places(whole, Json::json_pointer(), &places);
+  REQUIRE(places.size() > 100);
+  const std::vector<Json> values = {nullptr, -1, 1e300, 18446744073709551615U, "", Json::array(), Json::object(), true, 2.5};
+  for (const auto& place : places) {
+    for (const Json& value : values) {
+      Json damaged = whole;
+      if (damaged[place] == value) continue;
+      damaged[place] = value;
+      try {
+        skd::ParseManifest(damaged.dump());  // some values are as good as the old ones: a name, a hash
+      } catch (const skd::Error& error) {
+        REQUIRE(error.code() == SKD_ERROR_BUNDLE);
+        REQUIRE(std::string(error.what()).find('\n') == std::string::npos);
+      }
+    }
+    if (!place.back().empty() && whole[place.parent_pointer()].is_object()) {
+      Json damaged = whole;
+      damaged[place.parent_pointer()].erase(place.back());
+      REQUIRE_THROWS_AS(skd::ParseManifest(damaged.dump()), skd::Error);
+    }
+  }
+}

@@ -1,0 +1,93 @@
+"""The C++ tests (Catch2), plain and under the sanitizers; the header from C; the installed library from CMake and pkg-config."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cpp.conftest import BUILD, LIBRARIES
+
+ROOT = Path(__file__).parents[2]
+_SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"
+_SANITIZERS = {
+    "ASAN_OPTIONS": "detect_leaks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": f"suppressions={_SUPPRESSIONS} ignore_noninstrumented_modules=1",
+}
+
+
+def environment(**more: str | Path) -> dict[str, str]:
+    """The process's own, with what finds ONNX Runtime."""
+    return {**os.environ, **_SANITIZERS, "LD_LIBRARY_PATH": str(LIBRARIES), **{key: str(value) for key, value in more.items()}}
+
+
+@pytest.mark.parametrize("build", ["release", "address", "thread"])
+def test_the_cpp_tests_pass(build: str, conformance_bundle: Callable[[str], Path]) -> None:
+    bundles = {
+        "SKD_TEST_BUNDLE": conformance_bundle("llama"),
+        "SKD_TEST_ABSOLUTE_BUNDLE": conformance_bundle("llama-absolute"),
+    }
+    done = subprocess.run(
+        [BUILD / build / "tests" / "skd_tests"],
+        env=environment(**bundles),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "All tests passed" in done.stdout
+
+
+def test_the_header_is_c(conformance_bundle: Callable[[str], Path]) -> None:
+    program = BUILD / "release" / "tests" / "skd_c_only"
+    done = subprocess.run(
+        [program, conformance_bundle("opt")], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert len(done.stdout.split()) == 8
+    refused = subprocess.run([program, "nowhere"], env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr == "nowhere: there is no bundle.json here; name the folder that skip-export wrote\n"
+
+
+def test_the_header_program_builds_against_the_installed_library_and_runs(
+    conformance_bundle: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The program in the header's head, by find_package and by pkg-config."""
+    header = (ROOT / "runtime" / "cpp" / "include" / "skipdecode" / "skipdecode.hpp").read_text(encoding="utf-8")
+    lines = header.split("#ifndef")[0].splitlines()
+    program = "\n".join(line[5:] for line in lines if line.startswith("//   "))
+    assert program.count("\n") >= 8
+    (tmp_path / "main.cc").write_text(program)
+    prefix = tmp_path / "prefix"
+    _run(["cmake", "--install", BUILD / "release", "--prefix", prefix])
+    # the prefix is part of skipdecode.pc, which is made when the library is configured
+    (pc,) = prefix.glob("lib/**/skipdecode.pc")
+    pc.write_text(pc.read_text().replace("prefix=/usr/local", f"prefix={prefix}"))
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(user CXX)\nset(CMAKE_CXX_STANDARD 17)\n"
+        "find_package(skipdecode 0.1 REQUIRED)\n"
+        "add_executable(main main.cc)\ntarget_link_libraries(main skipdecode::skipdecode)\n"
+    )
+    _run(["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"])
+    _run(["cmake", "--build", tmp_path / "build"])
+    flags = _run(["pkg-config", "--cflags", "--libs", "skipdecode"], PKG_CONFIG_PATH=pc.parent).split()
+    _run(["g++", "-std=c++17", tmp_path / "main.cc", "-o", tmp_path / "by_pkg_config", *flags])
+    libraries = f"{LIBRARIES}:{pc.parent.parent}"
+    for built in (tmp_path / "build" / "main", tmp_path / "by_pkg_config"):
+        done = subprocess.run(
+            [built, conformance_bundle("opt"), "text"], env=environment(LD_LIBRARY_PATH=libraries),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        # this bundle has no tokenizer, which is found after everything else was
+        assert "the bundle has no tokenizer; give token ids" in done.stderr
+
+
+def _run(command: list[str | Path], **more: str | Path) -> str:
+    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,185 @@
+// Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model.
+#include <catch2/catch.hpp>
+#include <cstdlib>
+#include <map>
+#include <skipdecode/skipdecode.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+const skipdecode::Bundle& Bundle(const char* variable = "SKD_TEST_BUNDLE") {
+  static std::map<std::string, skipdecode::Bundle> bundles;
+  const char* path = std::getenv(variable);
+  REQUIRE(path != nullptr);
+  if (bundles.count(path) == 0) bundles.emplace(path, skipdecode::Bundle::Load(path));
+  return bundles.at(path);
+}
+
+skd_row_options Options(uint32_t max_new_tokens, uint64_t seed = 0) {
+  skd_row_options options = skipdecode::RowOptions();
+  options.max_new_tokens = max_new_tokens;
+  options.ignore_eos = 1;
+  options.do_sample = seed > 0 ? 1 : 0;
+  options.seed = seed;
+  return options;
+}
+
+skd_session_options Room(uint32_t rows) {
+  skd_session_options options = skipdecode::SessionOptions();
+  options.max_rows = rows;
+  return options;
+}
+
+Tokens Alone(const skipdecode::Bundle& bundle, const Tokens& prompt, const skd_row_options& options) {
+  Tokens tokens;
+  skipdecode::Generate(bundle, {prompt}, options, [&](const skd_event& event) {
+    tokens.push_back(event.token);
+    return true;
+  });
+  return tokens;
+}
+
+void Collect(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
+  for (const skd_event& event : events) (*found)[event.row].push_back(event.token);
+}
+
+const std::vector<Tokens> kPrompts = {{5, 6, 7, 8, 9, 10, 11}, {12, 3}, {40, 41, 42, 43}, {90}};
+
+}  // namespace
+
+TEST_CASE("rows that join and leave at any time get the tokens they get alone") {
+  for (const char* variable : {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE"}) {
+    const skipdecode::Bundle& bundle = Bundle(variable);
+    skipdecode::Session session(bundle, Room(4));
+    std::map<uint64_t, Tokens> found, wanted;
+    const auto join = [&](size_t prompt, uint32_t length, uint64_t seed) {
+      const uint64_t row = session.Add(kPrompts[prompt], Options(length, seed));
+      wanted[row] = Alone(bundle, kPrompts[prompt], Options(length, seed));
+    };
+    join(1, 20, 0);
+    for (int i = 0; i < 4; ++i) Collect(session.Step(), &found);
+    join(0, 9, 7);
+    join(2, 3, 0);
+    for (int i = 0; i < 3; ++i) Collect(session.Step(), &found);
+    join(3, 16, 3);
+    Collect(session.Step(), &found);
+    join(2, 12, 0);  // in the place of the one that ended
+    for (;;) {
+      const auto& events = session.Step();
+      if (events.empty()) break;
+      Collect(events, &found);
+    }
+    REQUIRE(found == wanted);
+  }
+}
+
+TEST_CASE("a cancelled row frees its place and the others go on as before") {
+  const skipdecode::Bundle& bundle = Bundle();
+  skipdecode::Session session(bundle, Room(2));
+  std::map<uint64_t, Tokens> found;
+  const uint64_t stays = session.Add(kPrompts[0], Options(15));
+  const uint64_t leaves = session.Add(kPrompts[1], Options(15));
+  REQUIRE_THROWS_WITH(session.Add(kPrompts[2], Options(5)), Catch::Contains("all 2 rows are in use; wait until one ends"));
+  for (int i = 0; i < 5; ++i) Collect(session.Step(), &found);
+  session.Cancel(leaves);
+  REQUIRE_THROWS_WITH(session.Cancel(leaves), Catch::Contains("is not in this session"));
+  const uint64_t joins = session.Add(kPrompts[2], Options(10));
+  for (auto events = session.Step(); !events.empty(); events = session.Step()) Collect(events, &found);
+  REQUIRE(found[stays] == Alone(bundle, kPrompts[0], Options(15)));
+  REQUIRE(found[joins] == Alone(bundle, kPrompts[2], Options(10)));
+  REQUIRE(found[leaves].size() == 5);
+}
+
+TEST_CASE("sessions of one bundle run beside each other on threads of their own") {
+  const skipdecode::Bundle& bundle = Bundle();
+  std::vector<Tokens> wanted, found(8);
+  for (size_t i = 0; i < found.size(); ++i) wanted.push_back(Alone(bundle, kPrompts[i % 4], Options(12, i)));
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < found.size(); ++i) {
+    threads.emplace_back([&, i] { found[i] = Alone(bundle, kPrompts[i % 4], Options(12, i)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  REQUIRE(found == wanted);
+}
+
+TEST_CASE("a callback that returns false ends its row, and one that throws is rethrown") {
+  std::map<uint64_t, int> count;
+  skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[1]}, Options(10), [&](const skd_event& event) {
+    return ++count[event.row] < 3 || event.row == 1;
+  });
+  REQUIRE(count == std::map<uint64_t, int>{{0, 3}, {1, 10}});
+  REQUIRE_THROWS_AS(
+      skipdecode::Generate(Bundle(), {kPrompts[0]}, Options(10), [](const skd_event&) -> bool { throw std::logic_error("mine"); }),
+      std::logic_error);
+}
+
+TEST_CASE("a session may outlive the handle of its bundle") {
+  std::unique_ptr<skipdecode::Session> session;
+  {
+    const auto bundle = skipdecode::Bundle::Load(std::getenv("SKD_TEST_BUNDLE"));
+    session = std::make_unique<skipdecode::Session>(bundle, Room(1));
+  }
+  session->Add(kPrompts[0], Options(3));
+  REQUIRE(session->Step().size() == 1);
+}
+
+TEST_CASE("counters count steps, tokens and memory") {
+  skipdecode::Session session(Bundle(), Room(2));
+  session.Add(kPrompts[0], Options(4));
+  session.Add(kPrompts[1], Options(2));
+  while (!session.Step().empty()) {
+  }
+  const skd_counters counters = session.counters();
+  REQUIRE(counters.tokens == 6);
+  REQUIRE(counters.decode_steps == 3);
+  REQUIRE(counters.decode_ns >= counters.decode_engine_ns);
+  REQUIRE(counters.decode_engine_ns > 0);
+  REQUIRE(counters.kv_bytes > 0);
+}
+
+TEST_CASE("what does not fit is refused with a line, and the session goes on") {
+  const skipdecode::Bundle& bundle = Bundle();
+  REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(99)), Catch::Contains("99 rows: the bundle takes 1..4"));
+  REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(0)), Catch::Contains("0 rows"));
+  skipdecode::Session session(bundle, Room(1));
+  REQUIRE_THROWS_WITH(session.Add({}, Options(3)), Catch::Contains("is empty; give at least one token"));
+  REQUIRE_THROWS_WITH(session.Add({99}, Options(3)), Catch::Contains("token id 99 is outside the vocabulary; give ids from 0 to 98"));
+  REQUIRE_THROWS_WITH(session.Add({-1}, Options(3)), Catch::Contains("token id -1"));
+  REQUIRE_THROWS_WITH(session.Add(Tokens(40, 5), Options(3)), Catch::Contains("40 tokens: the session takes 24"));
+  REQUIRE_THROWS_WITH(session.Add({5}, Options(0)), Catch::Contains("0 new tokens: the session takes 1..24"));
+  skd_row_options cold = Options(3, 1);
+  cold.temperature = 0;
+  REQUIRE_THROWS_WITH(session.Add({5}, cold), Catch::Contains("choose a number above 0"));
+  cold.temperature = 1;
+  cold.top_p = 1.5;
+  REQUIRE_THROWS_WITH(session.Add({5}, cold), Catch::Contains("choose a number in (0, 1]"));
+  REQUIRE_THROWS_WITH(session.Logits(0), Catch::Contains("row 0 is not in this session"));
+  session.Add({5}, Options(3));
+  REQUIRE(session.Step().size() == 1);
+}
+
+TEST_CASE("mistakes at the C border are statuses") {
+  skd_session* session = nullptr;
+  skd_status* status = skd_session_create(nullptr, nullptr, &session);
+  REQUIRE(skd_status_code(status) == SKD_ERROR_INTERNAL);
+  REQUIRE(std::string(skd_status_message(status)) == "bundle or session is NULL; see skipdecode.h");
+  skd_status_destroy(status);
+  skd_session_options wrong = skd_session_options_default();
+  wrong.struct_size = 4096;
+  status = skd_session_create(Bundle().get(), &wrong, &session);
+  REQUIRE(std::string(skd_status_message(status)) == "struct_size is wrong; see skipdecode.h");
+  skd_status_destroy(status);
+  wrong.struct_size = sizeof wrong.struct_size + sizeof wrong.max_rows;  // of a caller that knows fewer fields
+  status = skd_session_create(Bundle().get(), &wrong, &session);
+  REQUIRE(status == nullptr);
+  skd_session_destroy(session);
+  skd_session_destroy(nullptr);
+  skd_bundle_destroy(nullptr);
+  skd_tokenizer_destroy(nullptr);
+  skd_status_destroy(nullptr);
+  skd_free(nullptr);
+}

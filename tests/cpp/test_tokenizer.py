@@ -1,0 +1,153 @@
+"""Text in C++ (ONNX Runtime GenAI's tokenizers) against Hugging Face's tokenizers, token for token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from skipdecode.exporter.export import ExportRequest, export
+from tests.cpp.conftest import Driver
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 1500
+CORPUS = [
+    "The Mill is a coffee shop.", " leading and trailing ", "  two   and\t tabs \t\n", "line\nbreaks\r\n\n\n here", "",
+    "Café £30 -- naïve “quotes” …", "日本語のテキスト、한국어, русский", "🙂 🇫🇷 e\u0301 \U0001f469\u200d\U0001f467",
+    "\u200bzero\u00a0width", "don't I'LL we've 12345 3.14 1,000", "x" * 300, "def f(x):\n    return x  # comment",
+    "https://example.org/?a=1&b=2", "ﬁ ligature Å Å", "ALL CAPS And MiXeD", "…" * 10, "tab\tseparated\tvalues",
+]  # fmt: skip
+SPECIAL = ["</s> and <s> inside", "a</s>b", "<|begin_of_text|>hello<|eot|>"]
+_GPT4_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _trained(tokenizer: Tokenizer, specials: list[str], **options: object) -> Tokenizer:
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=specials, show_progress=False, **options)
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "examples/e2e/sample.csv", "docs/bundle.md")]
+    tokenizer.train_from_iterator([*texts, *CORPUS], trainer)
+    return tokenizer
+
+
+def opt_family() -> tuple[Tokenizer, dict[str, str]]:
+    """Byte-level BPE; a `</s>` in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    _trained(tokenizer, ["<s>", "<pad>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    return tokenizer, {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+def llama_family() -> tuple[Tokenizer, dict[str, str]]:
+    """SentencePiece's BPE as transformers converts it: spaces are characters, unknown characters are bytes."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    # no entry of Llama's vocabulary crosses words, or joins letters with digits or punctuation
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split("▁", "merged_with_next"), pre_tokenizers.Split(Regex(r"[^\p{L}\p{M}▁]"), "isolated"),
+    ])  # fmt: skip
+    _trained(tokenizer, ["<unk>", "<s>", "</s>", *byte_tokens], limit_alphabet=120)
+    # the bytes are ordinary entries of the vocabulary, not special ones
+    written = {**json.loads(tokenizer.to_str()), "pre_tokenizer": None}
+    written["added_tokens"] = [token for token in written["added_tokens"] if not token["content"].startswith("<0x")]
+    tokenizer = Tokenizer.from_str(json.dumps(written))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def llama3_family() -> tuple[Tokenizer, dict[str, str]]:
+    """Byte-level BPE over GPT-4's pattern."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_GPT4_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    _trained(tokenizer, ["<|begin_of_text|>", "<|end_of_text|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.add_special_tokens([AddedToken("<|eot|>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+    )
+    return tokenizer, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+
+
+FAMILIES: dict[str, Callable[[], tuple[Tokenizer, dict[str, str]]]] = {
+    "opt": opt_family,
+    "llama": llama_family,
+    "llama3": llama3_family,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer]:
+    """A bundle with the family's tokenizer, saved as transformers saves it; and what transformers uses."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer, names = FAMILIES[request.param]()
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    saved.save_pretrained(folder / "checkpoint")
+    config = transformers.OPTConfig(
+        num_hidden_layers=4, hidden_size=32, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32, vocab_size=len(saved),
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "checkpoint")
+    export(ExportRequest(model=str(folder / "checkpoint"), out=folder / "engines"))
+    return folder / "engines", Tokenizer.from_file(str(folder / "checkpoint" / "tokenizer.json"))
+
+
+def test_ids_and_text_are_those_of_hugging_face(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+    bundle, tokenizer = family
+    found = driver.ask(command="tokenize", bundle=bundle, texts=[*CORPUS, *SPECIAL])
+    ids = {text: tokenizer.encode(text).ids for text in [*CORPUS, *SPECIAL]}
+    assert dict(zip(ids, found["ids"], strict=True)) == ids
+    texts = {text: tokenizer.decode(ids[text], skip_special_tokens=True) for text in CORPUS}
+    assert dict(zip(CORPUS, found["texts"], strict=False)) == texts
+
+
+def test_a_tokenizer_that_is_read_differently_is_refused(family: tuple[Path, Tokenizer], tmp_path: Path) -> None:
+    bundle = shutil.copytree(family[0], tmp_path / "engines")
+    edited = json.loads((bundle / "tokenization.json").read_text())
+    edited["samples"][3]["ids"][0] += 1
+    (bundle / "tokenization.json").write_text(json.dumps(edited, indent=2, ensure_ascii=False) + "\n")
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    (entry,) = [file for file in manifest["files"] if file["path"] == "tokenization.json"]
+    entry["size"] = (bundle / "tokenization.json").stat().st_size
+    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    driver = Driver()
+    assert (
+        "'12345 3.14 1,000 9th' in another way than Hugging Face"
+        in driver.ask(command="tokenize", bundle=bundle, texts=[])["error"]
+    )
+    driver.close()
+
+
+def test_text_that_streams_is_the_same_text(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+    bundle, tokenizer = family
+    found = driver.ask(command="tokenize", bundle=bundle, texts=CORPUS)
+    assert [text.lstrip() for text in found["streamed"]] == [
+        tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=True).lstrip() for text in CORPUS
+    ]
+
+
+def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_told(
+    conformance_bundle: Callable[[str], Path], family: tuple[Path, Tokenizer]
+) -> None:
+    driver = Driver()
+    refused = driver.ask(command="tokenize", bundle=family[0], texts=["a"], genai_library="/nowhere/libonnxruntime-genai.so")
+    assert refused["error"].startswith("ONNX Runtime GenAI, whose tokenizers are used, cannot be loaded (/nowhere/")
+    assert refused["error"].endswith("install it, set LD_LIBRARY_PATH, or name it in skd_tokenizer_create")
+    refused = driver.ask(command="tokenize", bundle=conformance_bundle("opt"), texts=["a"])
+    assert refused["error"].endswith("the bundle has no tokenizer; give token ids")
+    assert driver.ask(command="tokenize", bundle=family[0], texts=["a"])["texts"] == ["a"]
+    driver.close()

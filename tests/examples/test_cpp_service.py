@@ -1,0 +1,288 @@
+"""The C++ service as its users meet it: the `openai` package, curl, and clients that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import skipdecode
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "cpp"
+SERVICE = BUILD / "release" / "cpp_service" / "skd_service"
+PROMPT = "name[The Mill], food[Italian], area[riverside] =>"
+
+
+class Server:
+    """A running skd_service."""
+
+    def __init__(self, bundle: Path, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [SERVICE, bundle, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib")},
+        )  # fmt: skip
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("listening on http://"), self.process.stderr.read()
+        self.url = line.split()[-1]
+        self.port = int(self.url.rsplit(":", 1)[1])
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def post(self, body: bytes, path: str = "/v1/completions") -> tuple[int, str]:
+        request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^skipdecode_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def until(self, name: str, value: float) -> None:
+        """Wait until a metric has a value, ten seconds at most."""
+        for _ in range(200):
+            if self.metric(name) == value:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{name} is {self.metric(name)}, not {value}")
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=30)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not SERVICE.exists():
+        pytest.skip("the C++ service is not built: make cpp")
+    out = tmp_path_factory.mktemp("service") / "engines"
+    schedule = ScheduleRequest(speedup=2, span=48, max_variants=4)
+    export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=out, schedule=schedule, slim=True))
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Server]:
+    running = Server(bundle, "--rows", "4", "--queue", "16")
+    yield running
+    assert running.stop() == 0
+
+
+def test_the_openai_client_gets_pythons_text(server: Server, bundle: Path) -> None:
+    expected = skipdecode.load(bundle).generate(PROMPT, max_new_tokens=40).sequences[0]
+    answer = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    assert answer.usage.prompt_tokens == len(expected.prompt_ids)
+
+
+def test_text_streams_in_pieces_that_add_up(server: Server) -> None:
+    whole = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0)
+    stream = server.client.completions.create(
+        model="model", prompt=PROMPT, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    pieces = list(stream)
+    assert len(pieces) > 5
+    assert "".join(choice.text for piece in pieces for choice in piece.choices) == whole.choices[0].text
+    assert [choice.finish_reason for piece in pieces for choice in piece.choices][-1] == "stop"
+    assert pieces[-1].usage == whole.usage
+
+
+def test_a_seed_gives_pythons_sampled_tokens(server: Server, bundle: Path) -> None:
+    sampled = skipdecode.load(bundle).generate(PROMPT, max_new_tokens=30, do_sample=True, temperature=0.9, top_p=0.9, seed=11)
+    answer = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=30, temperature=0.9, top_p=0.9, seed=11)
+    assert answer.choices[0].text == sampled.sequences[0].text
+
+
+def test_several_prompts_and_token_ids_are_answered_in_order(server: Server, bundle: Path) -> None:
+    prompts = [PROMPT, "name[Cotto] =>", "name[Clowns], eatType[pub] =>"]
+    expected = skipdecode.load(bundle).generate(prompts, max_new_tokens=25)
+    answer = server.client.completions.create(model="model", prompt=prompts, max_tokens=25, temperature=0)
+    assert [choice.text for choice in answer.choices] == [row.text for row in expected.sequences]
+    ids = [row.prompt_ids for row in expected.sequences]
+    by_ids = server.client.completions.create(model="model", prompt=ids, max_tokens=25, temperature=0)
+    assert [choice.text for choice in by_ids.choices] == [choice.text for choice in answer.choices]
+
+
+def test_a_stop_string_ends_the_text_before_it_even_across_tokens(server: Server) -> None:
+    whole = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0).choices[0].text
+    stop = whole[9:14]
+    cut = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop, "zzz"])
+    assert cut.choices[0].text == whole[: whole.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    pieces = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=True)
+    assert "".join(choice.text for piece in pieces for choice in piece.choices) == cut.choices[0].text
+
+
+def test_curl_gets_models_health_metrics_and_a_completion(server: Server) -> None:
+    def curl(*arguments: str) -> str:
+        return subprocess.run(["curl", "-sS", *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
+
+    assert json.loads(curl(f"{server.url}/health")) == {"status": "ok"}
+    assert [model["id"] for model in json.loads(curl(f"{server.url}/v1/models"))["data"]] == ["model"]
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
+    assert json.loads(curl(f"{server.url}/v1/completions", "-d", body))["object"] == "text_completion"
+    streamed = curl("-N", f"{server.url}/v1/completions", "-d", json.dumps({**json.loads(body), "stream": True}))
+    assert streamed.endswith("data: [DONE]\n\n")
+    page = curl(f"{server.url}/metrics")
+    assert "# TYPE skipdecode_tokens_total counter" in page and 'first_token_seconds_bucket{le="+Inf"}' in page
+
+
+_GOOD: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4}
+_BAD: list[tuple[Any, int, str]] = [
+    (b"", 400, "the body is not a JSON object"),
+    (b"{", 400, "the body is not a JSON object"),
+    (b"[1]", 400, "the body is not a JSON object"),
+    (b'{"prompt": "\xff"}', 400, "the body is not a JSON object"),
+    (b"[" * 100_000, 400, "the body is not a JSON object"),
+    ({"max_tokens": 4}, 400, "prompt is missing"),
+    ({"prompt": ""}, 400, "prompt is empty"),
+    ({"prompt": []}, 400, "prompt is empty"),
+    ({"prompt": {}}, 400, "prompt is not a string, a list of token ids"),
+    ({"prompt": [[]]}, 400, "prompt is not a string"),
+    ({"prompt": "a\0b"}, 400, "NUL"),
+    ({"prompt": "word " * 500}, 400, "tokens, this server takes 128"),
+    ({"prompt": [5, 99999]}, 400, "token id 99999 is outside the vocabulary"),
+    ({"prompt": ["a"] * 17}, 400, "at most 16 prompts a request"),
+    ({**_GOOD, "max_tokens": 0}, 400, "max_tokens is not among 1..128"),
+    ({**_GOOD, "max_tokens": 10**30}, 400, "max_tokens is not a whole number"),
+    ({**_GOOD, "max_tokens": "4"}, 400, "max_tokens is not a whole number"),
+    ({**_GOOD, "temperature": -1}, 400, "temperature is not among 0..2"),
+    ({**_GOOD, "top_p": 0}, 400, "top_p is not in (0, 1]"),
+    ({**_GOOD, "seed": -1}, 400, "seed is not a whole number"),
+    ({**_GOOD, "stop": [""]}, 400, "stop holds something"),
+    ({**_GOOD, "stop": ["a"] * 5}, 400, "at most 4"),
+    ({**_GOOD, "n": 2}, 400, "n is not supported by this server"),
+    ({**_GOOD, "logprobs": 3}, 400, "logprobs is not supported"),
+    ({**_GOOD, "tempreature": 1}, 400, "unknown field 'tempreature'"),
+    ({**_GOOD, "model": "gpt-4"}, 404, "model 'gpt-4' is not here; choose model"),
+    (b'{"prompt": "' + b"a" * (1 << 20) + b'"}', 413, "larger than 1 MiB"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "says"), _BAD)
+def test_a_bad_request_gets_its_status_and_one_line_and_the_others_go_on(
+    server: Server, body: Any, status: int, says: str
+) -> None:
+    found, text = server.post(body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
+    assert server.post(json.dumps(_GOOD).encode())[0] == 200
+
+
+def test_another_path_or_method_is_404(server: Server) -> None:
+    assert server.post(b"{}", "/v1/chat/completions")[0] == 404
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        server.get("/v1/completions")
+
+
+def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
+    for data in (
+        b"\0" * 1000,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999\r\n\r\n{",
+        b"\r\n" * 100,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(data)
+    assert server.post(json.dumps(_GOOD).encode())[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_row(server: Server, stream: bool) -> None:
+    before = server.metric("rows_cancelled_total")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    cancelled = 0
+    for _ in range(20):  # a row may end by itself before the server looks
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(head.encode() + body)
+            connection.recv(100)
+        server.until("rows_running", 0)
+        cancelled = int(server.metric("rows_cancelled_total") - before)
+        if cancelled:
+            break
+    assert cancelled == 1
+
+
+def test_more_than_the_queue_holds_is_429_and_the_rest_is_served(server: Server) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "temperature": 0}).encode()
+    with ThreadPoolExecutor(60) as pool:
+        answers = list(pool.map(lambda _: server.post(body), range(60)))
+    statuses = [status for status, _ in answers]
+    assert set(statuses) == {200, 429}
+    assert len({json.loads(text)["choices"][0]["text"] for status, text in answers if status == 200}) == 1
+    assert "the queue is full" in next(text for status, text in answers if status == 429)
+    assert server.metric("rows_rejected_total") >= statuses.count(429)
+
+
+def test_a_request_that_takes_too_long_ends_with_what_it_has(bundle: Path) -> None:
+    impatient = Server(bundle, "--timeout-s", "0")
+    assert impatient.post(json.dumps(_GOOD).encode())[0] == 503
+    assert impatient.metric("rows_timed_out_total") == 1
+    assert impatient.stop() == 0
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> None:
+    ending = Server(bundle, "--rows", "1")
+    body = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(ending.post, json.dumps(body).encode()) for _ in range(6)]
+        while ending.metric("rows_running") == 0:
+            time.sleep(0.005)
+        ending.process.send_signal(signal.SIGTERM)
+        answers = [future.result() for future in running]
+    assert {status for status, _ in answers} <= {200, 503}
+    assert answers[0][0] == 200 or any(status == 200 for status, _ in answers)
+    for status, text in answers:
+        if status == 200:
+            assert json.loads(text)["usage"]["completion_tokens"] == 128
+    assert ending.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["nowhere"], "nowhere: there is no bundle.json here; name the folder that skip-export wrote"),
+        ([], "name a bundle; see skd_service --help"),
+        (["a", "--port", "x"], "--port: 'x' is not a count"),
+        (["a", "--port", "70000"], "--port: '70000' is not a count"),
+        (["a", "--rows"], "--rows: needs a value"),
+        (["a", "--what", "1"], "--what: unknown option"),
+        (["BUNDLE", "--max-prompt-tokens", "9999"], "leave no room in the bundle's 256"),
+        (["BUNDLE", "--genai-library", "/nowhere.so"], "cannot be loaded"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_2(bundle: Path, options: list[str], says: str) -> None:
+    command = [str(SERVICE), *(str(bundle) if option == "BUNDLE" else option for option in options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert says in done.stderr
