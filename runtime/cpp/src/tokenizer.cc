@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -135,12 +134,12 @@ std::string Tokenizer::Decode(const int64_t* ids, size_t count) {
     throw CapacityError("token id " + std::to_string(*outside) + " is outside the vocabulary",
                         "give ids from 0 to " + std::to_string(vocab_size - 1));
   }
-  std::vector<int32_t> narrow;  // GenAI's own skipping gives U+FFFD where nothing is left
-  std::copy_if(ids, ids + count, std::back_inserter(narrow), [this](int64_t id) { return special_.count(id) == 0; });
-  if (narrow.empty()) return {};
+  // GenAI's skipping of special tokens gives U+FFFD where nothing is left
+  if (std::all_of(ids, ids + count, [this](int64_t id) { return special_.count(id) > 0; })) return {};
+  const std::vector<int32_t> narrow(ids, ids + count);
   const std::lock_guard<std::mutex> lock(mutex_);
   const char* text = nullptr;
-  Check(api_, api_.decode(tokenizer_.get(), narrow.data(), narrow.size(), &text), "");
+  Check(api_, api_.decode(tokenizer_.get(), narrow.data(), count, &text), "");
   const std::unique_ptr<const char, void (*)(const char*)> owner(text, api_.destroy_string);
   return text;
 }
