@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint links install browser cpp bench clean
+.PHONY: demo test lint lint-cpp tidy fuzz links install browser cpp bench clean
 
 install: $(VENV)/.installed
 
@@ -40,10 +40,32 @@ links:
 	rm -rf .typing && mkdir -p .typing/skipdecode
 	for entry in runtime/* exporter graph_passes plugins; do ln -s ../../$$entry .typing/skipdecode/; done
 
-lint: install links
+lint: install links lint-cpp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.typing $(BIN)/mypy -p skipdecode
+
+CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h)
+
+lint-cpp:
+	@command -v clang-format >/dev/null || { test "$$(id -u)" -eq 0 && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends clang-format >/dev/null; } || \
+	{ echo "lint-cpp needs clang-format: install it and run this again" >&2; exit 2; }
+	clang-format --dry-run -Werror $(CPP_FILES)
+
+# slow, and not part of CI: clang-tidy over the library (its rules: runtime/cpp/.clang-tidy)
+tidy: cpp
+	clang-tidy -p build/cpp/release --quiet $(wildcard runtime/cpp/src/*.cc)
+
+# what keeps a manifest from doing harm: libFuzzer on its parser for SECONDS (needs clang); new findings join the corpus
+SECONDS_OF_FUZZING ?= 600
+fuzz: cpp
+	mkdir -p build/cpp/fuzz
+	clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I runtime/cpp/include -I runtime/cpp/src \
+	  tests/cpp/fuzz_manifest.cc runtime/cpp/src/manifest.cc runtime/cpp/src/schedule.cc runtime/cpp/src/error.cc -o build/cpp/fuzz/fuzz
+	mkdir -p build/cpp/fuzz/found && build/cpp/fuzz/fuzz -max_total_time=$(SECONDS_OF_FUZZING) -dict=tests/cpp/manifest.dict \
+	  build/cpp/fuzz/found tests/cpp/corpus
+	build/cpp/fuzz/fuzz -merge=1 tests/cpp/corpus build/cpp/fuzz/found
 
 bench: install
 	$(PIP) -c constraints.txt --no-build-isolation -e ".[bench]"

@@ -55,8 +55,8 @@ def make_files(name: str, folder: Path, speedups: Sequence[float | None], span: 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     checkpoint = folder / "checkpoint"
-    shape = _make_checkpoint(name, checkpoint, tiny)
-    variants = [_make_bundle(checkpoint, folder / f"bundle-{i}", speedup, span) for i, speedup in enumerate(speedups)]
+    shape = make_checkpoint(name, checkpoint, tiny)
+    variants = [make_bundle(checkpoint, folder / f"bundle-{i}", speedup, span) for i, speedup in enumerate(speedups)]
     for quantization in ("float32", "int8"):
         _convert_to_ctranslate2(checkpoint, folder / f"ctranslate2-{quantization}", quantization)
     return shape, variants
@@ -70,7 +70,7 @@ def checkpoint_config(name: str, tiny: bool) -> Any:
     return kind(**(_TINY if tiny else _SIZES)[name], **_SHARED)
 
 
-def _make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
+def make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
     """Random weights and a word-level tokenizer (CTranslate2's converter wants one): token 7 is "t7"."""
     import torch
     import transformers
@@ -91,7 +91,7 @@ def _make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
     )
 
 
-def _make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int) -> int:
+def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int) -> int:
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.schedule_builders import ScheduleRequest
 

@@ -22,24 +22,32 @@ T Field(const Json& body, const char* name, T otherwise, Is is, const char* want
 }
 
 uint64_t Count(const Json& body, const char* name, uint64_t otherwise) {
-  return Field<uint64_t>(body, name, otherwise, [](const Json& j) { return j.is_number_unsigned(); }, "a whole number, 0 or more");
+  return Field<uint64_t>(
+      body, name, otherwise, [](const Json& j) { return j.is_number_unsigned(); }, "a whole number, 0 or more");
 }
 
 double Number(const Json& body, const char* name, double otherwise) {
-  return Field<double>(body, name, otherwise, [](const Json& j) { return j.is_number(); }, "a number");
+  return Field<double>(
+      body, name, otherwise, [](const Json& j) { return j.is_number(); }, "a number");
 }
 
 bool Flag(const Json& body, const char* name) {
-  return Field<bool>(body, name, false, [](const Json& j) { return j.is_boolean(); }, "true or false");
+  return Field<bool>(
+      body, name, false, [](const Json& j) { return j.is_boolean(); }, "true or false");
 }
 
 // Fields of the API that this server knows but does not serve may be there with the value that changes nothing.
 void CheckFields(const Json& body) {
-  static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature", "top_p",  "top_k", "seed",
-                                               "stop",  "stream", "stream_options", "user",    "ignore_eos"};
-  static const std::vector<std::pair<std::string, Json>> neutral = {
-      {"n", 1}, {"best_of", 1}, {"echo", false}, {"logprobs", nullptr}, {"suffix", nullptr}, {"presence_penalty", 0},
-      {"frequency_penalty", 0}, {"logit_bias", Json::object()}};
+  static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature",    "top_p", "top_k",
+                                               "seed",  "stop",   "stream",     "stream_options", "user",  "ignore_eos"};
+  static const std::vector<std::pair<std::string, Json>> neutral = {{"n", 1},
+                                                                    {"best_of", 1},
+                                                                    {"echo", false},
+                                                                    {"logprobs", nullptr},
+                                                                    {"suffix", nullptr},
+                                                                    {"presence_penalty", 0},
+                                                                    {"frequency_penalty", 0},
+                                                                    {"logit_bias", Json::object()}};
   for (const auto& item : body.items()) {
     if (served.count(item.key()) > 0) continue;
     const auto known = std::find_if(neutral.begin(), neutral.end(), [&](const auto& each) { return each.first == item.key(); });
@@ -67,16 +75,19 @@ std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits
   const Json& prompt = body["prompt"];
   const bool several = prompt.is_array() && !IsIds(prompt);
   std::vector<std::vector<int64_t>> prompts;
-  if (several && prompt.size() > limits.max_prompts) Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
+  if (several && prompt.size() > limits.max_prompts)
+    Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
   for (const Json& each : several ? prompt : Json::array({prompt})) prompts.push_back(Ids(each, tokenizer));
   if (prompts.empty()) Refuse("prompt is empty");
   for (const auto& ids : prompts) {
     if (ids.empty()) Refuse("prompt is empty");
     for (const int64_t id : ids) {
-      if (id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size) Refuse("token id " + std::to_string(id) + " is outside the vocabulary");
+      if (id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size)
+        Refuse("token id " + std::to_string(id) + " is outside the vocabulary");
     }
     if (ids.size() > limits.max_prompt_tokens) {
-      Refuse("prompt has " + std::to_string(ids.size()) + " tokens, this server takes " + std::to_string(limits.max_prompt_tokens));
+      Refuse("prompt has " + std::to_string(ids.size()) + " tokens, this server takes " +
+             std::to_string(limits.max_prompt_tokens));
     }
   }
   return prompts;
@@ -120,15 +131,18 @@ std::string HttpError::Body() const {
   return Json{{"error", error}}.dump(-1, ' ', true, Json::error_handler_t::replace);
 }
 
-Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
+Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits,
+                           skipdecode::Tokenizer* tokenizer) {
   const Json body = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!body.is_object()) Refuse("the body is not a JSON object");
   CheckFields(body);
-  const auto asked = Field<std::string>(body, "model", model, [](const Json& j) { return j.is_string(); }, "a string");
+  const auto asked = Field<std::string>(
+      body, "model", model, [](const Json& j) { return j.is_string(); }, "a string");
   if (asked != model) throw HttpError(404, "model '" + asked.substr(0, 80) + "' is not here; choose " + model);
   static std::atomic<uint64_t> count{0};
   Completion completion{};
-  completion.created = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  completion.created =
+      std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   completion.id = "cmpl-" + std::to_string(completion.created) + "-" + std::to_string(count++);
   completion.model = model;
   completion.options = Options(body, limits);
@@ -148,8 +162,11 @@ Json Answer(const Completion& completion, const std::vector<std::pair<size_t, Ch
     Json reason = choice.finish_reason ? Json(*choice.finish_reason) : Json(nullptr);
     list.push_back({{"index", index}, {"text", choice.text}, {"logprobs", nullptr}, {"finish_reason", std::move(reason)}});
   }
-  Json answer = {{"id", completion.id}, {"object", "text_completion"}, {"created", completion.created},
-                 {"model", completion.model}, {"choices", std::move(list)}};
+  Json answer = {{"id", completion.id},
+                 {"object", "text_completion"},
+                 {"created", completion.created},
+                 {"model", completion.model},
+                 {"choices", std::move(list)}};
   if (completion_tokens) {
     uint64_t prompt_tokens = 0;
     for (const auto& prompt : completion.prompts) prompt_tokens += prompt.size();

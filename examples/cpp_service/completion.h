@@ -40,7 +40,8 @@ struct Limits {
 };
 
 // Throws HttpError 400 for anything that is malformed, out of range or not supported.
-Completion ParseCompletion(const std::string& body, const std::string& model, const Limits& limits, skipdecode::Tokenizer* tokenizer);
+Completion ParseCompletion(const std::string& body, const std::string& model, const Limits& limits,
+                           skipdecode::Tokenizer* tokenizer);
 
 struct Choice {
   std::string text;

@@ -1,4 +1,6 @@
 // skd_service BUNDLE [options]: the OpenAI completions API over a bundle. Ends with SIGTERM or SIGINT, finishing what runs.
+#include <unistd.h>
+
 #include <csignal>
 #include <iostream>
 #include <limits>
@@ -29,7 +31,8 @@ exit status: 0 stopped, 2 bad input (one line: what, where, what to do)
 
 uint32_t Count(const std::string& option, const std::string& text, uint32_t most = std::numeric_limits<uint32_t>::max()) {
   const bool digits = !text.empty() && text.size() <= 10 && text.find_first_not_of("0123456789") == std::string::npos;
-  if (!digits || std::stoull(text) > most) throw std::runtime_error(option + ": '" + text + "' is not a count; see skd_service --help");
+  if (!digits || std::stoull(text) > most)
+    throw std::runtime_error(option + ": '" + text + "' is not a count; see skd_service --help");
   return static_cast<uint32_t>(std::stoull(text));
 }
 
@@ -44,17 +47,28 @@ service::Settings Parse(int count, char** arguments) {
     }
     if (i + 1 == count) throw std::runtime_error(option + ": needs a value; see skd_service --help");
     const std::string value = arguments[++i];
-    if (option == "--host") settings.host = value;
-    else if (option == "--genai-library") settings.genai_library = value;
-    else if (option == "--port") settings.port = static_cast<int>(Count(option, value, 65535));
-    else if (option == "--rows") settings.rows = Count(option, value);
-    else if (option == "--queue") settings.queue_length = Count(option, value);
-    else if (option == "--connections") settings.connections = Count(option, value, 4096);
-    else if (option == "--max-prompt-tokens") settings.max_prompt_tokens = Count(option, value);
-    else if (option == "--max-new-tokens") settings.max_new_tokens = Count(option, value);
-    else if (option == "--timeout-s") settings.timeout = std::chrono::seconds(Count(option, value));
-    else if (option == "--threads") settings.threads = Count(option, value);
-    else throw std::runtime_error(option + ": unknown option; see skd_service --help");
+    if (option == "--host")
+      settings.host = value;
+    else if (option == "--genai-library")
+      settings.genai_library = value;
+    else if (option == "--port")
+      settings.port = static_cast<int>(Count(option, value, 65535));
+    else if (option == "--rows")
+      settings.rows = Count(option, value);
+    else if (option == "--queue")
+      settings.queue_length = Count(option, value);
+    else if (option == "--connections")
+      settings.connections = Count(option, value, 4096);
+    else if (option == "--max-prompt-tokens")
+      settings.max_prompt_tokens = Count(option, value);
+    else if (option == "--max-new-tokens")
+      settings.max_new_tokens = Count(option, value);
+    else if (option == "--timeout-s")
+      settings.timeout = std::chrono::seconds(Count(option, value));
+    else if (option == "--threads")
+      settings.threads = Count(option, value);
+    else
+      throw std::runtime_error(option + ": unknown option; see skd_service --help");
   }
   if (settings.bundle.empty()) throw std::runtime_error("name a bundle; see skd_service --help");
   return settings;
@@ -77,6 +91,7 @@ void Run(const service::Settings& settings) {
     service.Stop();
   });
   service.Serve();
+  kill(getpid(), SIGTERM);  // where it could not listen nobody has asked it to stop
   stopper.join();
 }
 

@@ -8,8 +8,8 @@ namespace {
 
 template <typename Value>
 void Put(std::ostringstream* page, const char* name, const char* type, const char* help, const Value& value) {
-  *page << "# HELP skipdecode_" << name << ' ' << help << "\n# TYPE skipdecode_" << name << ' ' << type << "\nskipdecode_" << name << ' '
-        << value << '\n';
+  *page << "# HELP skipdecode_" << name << ' ' << help << "\n# TYPE skipdecode_" << name << ' ' << type << "\nskipdecode_" << name
+        << ' ' << value << '\n';
 }
 
 }  // namespace

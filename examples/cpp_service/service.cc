@@ -115,14 +115,16 @@ Service::Service(const Settings& settings)
   const skd_bundle_info info = bundle_.info();
   model_ = info.name;
   try {
-    tokenizer_ = std::make_unique<skipdecode::Tokenizer>(bundle_, settings.genai_library.empty() ? nullptr : settings.genai_library.c_str());
+    tokenizer_ = std::make_unique<skipdecode::Tokenizer>(
+        bundle_, settings.genai_library.empty() ? nullptr : settings.genai_library.c_str());
   } catch (const skipdecode::Error& error) {
     if (error.code() != SKD_ERROR_BUNDLE) throw;
     std::cerr << error.what() << " (this server takes and gives token ids only)" << std::endl;
   }
   skd_session_options room = skipdecode::SessionOptions();
   room.max_rows = static_cast<uint32_t>(std::min<uint64_t>(settings.rows, info.max_batch));
-  limits_.max_prompt_tokens = settings.max_prompt_tokens > 0 ? settings.max_prompt_tokens : static_cast<uint32_t>(info.max_length / 2);
+  limits_.max_prompt_tokens =
+      settings.max_prompt_tokens > 0 ? settings.max_prompt_tokens : static_cast<uint32_t>(info.max_length / 2);
   limits_.max_new_tokens =
       settings.max_new_tokens > 0 ? settings.max_new_tokens : static_cast<uint32_t>(info.max_length - limits_.max_prompt_tokens);
   limits_.max_prompts = static_cast<uint32_t>(settings.queue_length);
@@ -136,7 +138,9 @@ Service::Service(const Settings& settings)
   server_.set_payload_max_length(1 << 20);
   server_.set_read_timeout(5);
   server_.set_write_timeout(5);
-  server_.set_keep_alive_timeout(2);
+  // longer than usual clients keep an idle connection (5 s): who closes last never meets a request on a connection just closed
+  server_.set_keep_alive_timeout(6);
+  server_.set_keep_alive_max_count(100'000);
   server_.set_tcp_nodelay(true);
   server_.set_exception_handler([](const auto&, httplib::Response& response, const std::exception_ptr&) {
     response.status = 500;
@@ -145,7 +149,8 @@ Service::Service(const Settings& settings)
   server_.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
     if (!response.body.empty()) return;
     const bool large = response.status == 413;
-    const std::string what = large ? "the body is larger than 1 MiB" : request.method + " " + request.path.substr(0, 80) + " is not served";
+    const std::string what =
+        large ? "the body is larger than 1 MiB" : request.method + " " + request.path.substr(0, 80) + " is not served";
     response.set_content(HttpError(response.status, what).Body(), "application/json");
   });
   server_.Get("/health", [this](const httplib::Request&, httplib::Response& response) {
@@ -175,6 +180,7 @@ int Service::Bind() {
   if (port < 0 || (settings_.port != 0 && !server_.bind_to_port(settings_.host, port))) {
     throw std::runtime_error(settings_.host + ":" + std::to_string(settings_.port) + ": cannot be bound; choose another --port");
   }
+  if (!server_.ListenFor(static_cast<int>(settings_.connections))) throw std::runtime_error("cannot listen on the port");
   return port;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <httplib.h>
+#include <sys/socket.h>
 
 #include <atomic>
 #include <chrono>
@@ -24,14 +25,20 @@ struct Settings {
   std::chrono::milliseconds timeout{60'000};  // of a request, waiting included
 };
 
+class HttpServer : public httplib::Server {
+ public:
+  // Room for so many connections that wait to be accepted; httplib's own 5 make clients that come at once time out.
+  bool ListenFor(int connections) { return ::listen(svr_sock_, connections) == 0; }
+};
+
 class Service {
  public:
   // Throws skipdecode::Error.
   explicit Service(const Settings& settings);
   // Bind the port; throws std::runtime_error where it is taken. Returns it (settings.port 0: any).
   int Bind();
-  void Serve();     // until Stop
-  void Stop();      // refuse what is new, finish what runs, then return from Serve
+  void Serve();  // until Stop
+  void Stop();   // refuse what is new, finish what runs, then return from Serve
 
  private:
   void Complete(const httplib::Request& request, httplib::Response& response);
@@ -44,7 +51,7 @@ class Service {
   std::string model_;
   Limits limits_{};
   std::unique_ptr<Batcher> batcher_;
-  httplib::Server server_;
+  HttpServer server_;
   std::atomic<bool> stopping_{false};
   std::atomic<int> active_{0};  // requests whose rows are on their way
 };

@@ -59,7 +59,8 @@ Json Logits(const Json& request) {
   const uint64_t vocab_size = bundle.info().vocab_size;
   skd_session_options room = skipdecode::SessionOptions();
   room.max_rows = static_cast<uint32_t>(prompts.size());
-  for (const auto& prompt : prompts) room.max_prompt_tokens = std::max(room.max_prompt_tokens, static_cast<uint32_t>(prompt.size()));
+  for (const auto& prompt : prompts)
+    room.max_prompt_tokens = std::max(room.max_prompt_tokens, static_cast<uint32_t>(prompt.size()));
   skipdecode::Session session(bundle, room);
   Json logits = Json::array();
   const auto take = [&](uint64_t row) {
@@ -97,8 +98,12 @@ Json Load(const Json& request) {
   if (!target.empty()) options.target = target.c_str();
   if (!library.empty()) options.onnxruntime_library = library.c_str();
   const skd_bundle_info info = skipdecode::Bundle::Load(request.at("bundle"), options).info();
-  return {{"name", info.name},           {"num_layers", info.num_layers}, {"num_variants", info.num_variants},
-          {"max_length", info.max_length}, {"mean_layers", info.mean_layers}, {"vocab_size", info.vocab_size}};
+  return {{"name", info.name},
+          {"num_layers", info.num_layers},
+          {"num_variants", info.num_variants},
+          {"max_length", info.max_length},
+          {"mean_layers", info.mean_layers},
+          {"vocab_size", info.vocab_size}};
 }
 
 Json Answer(const Json& request) {

@@ -108,13 +108,12 @@ TEST_CASE("sessions of one bundle run beside each other on threads of their own"
 
 TEST_CASE("a callback that returns false ends its row, and one that throws is rethrown") {
   std::map<uint64_t, int> count;
-  skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[1]}, Options(10), [&](const skd_event& event) {
-    return ++count[event.row] < 3 || event.row == 1;
-  });
+  skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[1]}, Options(10),
+                       [&](const skd_event& event) { return ++count[event.row] < 3 || event.row == 1; });
   REQUIRE(count == std::map<uint64_t, int>{{0, 3}, {1, 10}});
-  REQUIRE_THROWS_AS(
-      skipdecode::Generate(Bundle(), {kPrompts[0]}, Options(10), [](const skd_event&) -> bool { throw std::logic_error("mine"); }),
-      std::logic_error);
+  REQUIRE_THROWS_AS(skipdecode::Generate(Bundle(), {kPrompts[0]}, Options(10),
+                                         [](const skd_event&) -> bool { throw std::logic_error("mine"); }),
+                    std::logic_error);
 }
 
 TEST_CASE("a session may outlive the handle of its bundle") {
@@ -147,7 +146,8 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(0)), Catch::Contains("0 rows"));
   skipdecode::Session session(bundle, Room(1));
   REQUIRE_THROWS_WITH(session.Add({}, Options(3)), Catch::Contains("is empty; give at least one token"));
-  REQUIRE_THROWS_WITH(session.Add({99}, Options(3)), Catch::Contains("token id 99 is outside the vocabulary; give ids from 0 to 98"));
+  REQUIRE_THROWS_WITH(session.Add({99}, Options(3)),
+                      Catch::Contains("token id 99 is outside the vocabulary; give ids from 0 to 98"));
   REQUIRE_THROWS_WITH(session.Add({-1}, Options(3)), Catch::Contains("token id -1"));
   REQUIRE_THROWS_WITH(session.Add(Tokens(40, 5), Options(3)), Catch::Contains("40 tokens: the session takes 24"));
   REQUIRE_THROWS_WITH(session.Add({5}, Options(0)), Catch::Contains("0 new tokens: the session takes 1..24"));

@@ -49,7 +49,7 @@ def test_real_prompts_give_the_references_tokens_with_and_without_the_schedule(b
     generator = skipdecode.load(bundle)
     prompts = generator.encode(_prompts(6))
     assert len({len(prompt) for prompt in prompts}) > 1
-    for schedule in (generator.manifest.schedule, skipdecode.schedule.full_depth(12)):
+    for schedule in (generator.manifest.schedule, skipdecode.schedule.full_depth(24)):
         result = generator.generate(prompts, max_new_tokens=40, schedule=schedule)
         for prompt, row in zip(prompts, result.sequences, strict=True):
             expected = greedy_tokens(model, schedule, prompt, len(row.token_ids))[0]

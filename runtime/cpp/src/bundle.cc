@@ -20,8 +20,8 @@ std::string Joined(const std::vector<std::string>& words) {
 
 const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::string& name) {
   const auto& targets = manifest.targets;
-  const auto found = std::find_if(targets.begin(), targets.end(),
-                                  [&name](const Target& target) { return name.empty() || target.name == name; });
+  const auto found =
+      std::find_if(targets.begin(), targets.end(), [&name](const Target& target) { return name.empty() || target.name == name; });
   if (found == targets.end()) {
     std::vector<std::string> known;
     known.reserve(targets.size());

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -33,6 +33,8 @@ struct skd_tokenizer {
 
 namespace {
 
+constexpr char kNoMemory[] = "out of memory; ask for fewer rows or tokens, or free some";
+
 // Where not even a status can be allocated; never freed.
 skd_status no_memory{SKD_ERROR_CAPACITY, "out of memory"};  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
@@ -53,7 +55,9 @@ skd_status* Guarded(Body body) {
   } catch (const skd::Error& error) {
     return NewStatus(error.code(), error.what());
   } catch (const std::bad_alloc&) {
-    return NewStatus(SKD_ERROR_CAPACITY, "out of memory; ask for fewer rows or tokens, or free some");
+    return NewStatus(SKD_ERROR_CAPACITY, kNoMemory);
+  } catch (const std::length_error&) {  // of a vector larger than any memory
+    return NewStatus(SKD_ERROR_CAPACITY, kNoMemory);
   } catch (const std::exception& error) {
     return NewStatus(SKD_ERROR_INTERNAL, error.what());
   } catch (...) {
@@ -108,7 +112,8 @@ Prompts Split(const int64_t* ids, const size_t* lengths, size_t rows) {
   return prompts;
 }
 
-skd_session_options RoomFor(const Prompts& prompts, const skd_row_options& options, int full_depth, const skd::Manifest& manifest) {
+skd_session_options RoomFor(const Prompts& prompts, const skd_row_options& options, int full_depth,
+                            const skd::Manifest& manifest) {
   skd_session_options room = skd_session_options_default();
   const size_t longest = *std::max_element(prompts.lengths.begin(), prompts.lengths.end());
   if (longest + options.max_new_tokens > static_cast<size_t>(manifest.limits.max_length)) {
@@ -173,7 +178,8 @@ skd_status* skd_session_create(const skd_bundle* bundle, const skd_session_optio
 
 void skd_session_destroy(skd_session* session) { delete session; }
 
-skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options, uint64_t* row) {
+skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
+                            uint64_t* row) {
   return Guarded([&] {
     Need(session != nullptr && row != nullptr && (prompt != nullptr || length == 0), "session, prompt or row is NULL");
     *row = session->session.Add(prompt, length, Given(options, skd_row_options_default()));

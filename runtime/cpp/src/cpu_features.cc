@@ -10,8 +10,8 @@ namespace skd {
 
 std::vector<std::string> CpuFeatures() {
   // those that choose another matrix kernel in ONNX Runtime's MLAS; the order is that of runtime/cpu.py
-  static const char* const kKernels[] = {"avx",      "avx2",     "fma",      "avx512f", "avx512bw", "avx512_vnni", "avx_vnni",
-                                         "amx_tile", "amx_int8", "asimd",    "asimddp", "i8mm",     "sve"};
+  static const char* const kKernels[] = {"avx",      "avx2",     "fma",   "avx512f", "avx512bw", "avx512_vnni", "avx_vnni",
+                                         "amx_tile", "amx_int8", "asimd", "asimddp", "i8mm",     "sve"};
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
     const size_t colon = line.find(':');

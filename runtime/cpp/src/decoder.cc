@@ -41,7 +41,10 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       last_(Size(max_rows)),
       prompt_positions_(Size(max_prompt)),
       seqlens_k_(Size(max_rows)),
-      totals_(Size(max_rows)) {
+      totals_(Size(max_rows)),
+      climbs_(Size(max_rows * max_rows)),
+      embeds_(Size(max_rows)),
+      heads_(Size(max_rows)) {
   positions_.reserve(Size(max_rows));
   std::iota(prompt_positions_.begin(), prompt_positions_.end(), 0);
   for (const SegmentEngine& segment : bundle_->segments) least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
@@ -58,13 +61,13 @@ int64_t Decoder::Step(const int64_t* tokens) {
     longest = std::max(longest, static_cast<int32_t>(length + 1));
     totals_[Size(row)] = longest;  // of the rows from this one on
   }
-  Run(Edge(/*head=*/false));
+  Run(Embed());
   for (size_t segment = 0; segment < least_counts_.size(); ++segment) {
     const auto computes = [&](const Position& position) { return schedule_.LayersAt(position.t) < least_counts_[segment]; };
     const int64_t start = std::partition_point(positions_.begin(), positions_.end(), computes) - positions_.begin();
     if (start < count) Run(Climb(segment, start));
   }
-  Run(Edge(/*head=*/true));
+  Run(Head());
   const int64_t deepest = schedule_.LayersAt(positions_.back().t);
   for (Position& position : positions_) {
     ++position.length;
@@ -88,7 +91,8 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
   }
   int64_t last = 0;
   bundle_->head
-      .Bind({Floats("hidden", prompt_hidden_.data() + (length - 1) * hidden_size_, {1, 1, hidden_size_}), Int64s("last", &last, {1})},
+      .Bind({Floats("hidden", prompt_hidden_.data() + (length - 1) * hidden_size_, {1, 1, hidden_size_}),
+             Int64s("last", &last, {1})},
             {Floats("logits", logits_.data() + row * vocab_size_, {1, vocab_size_})})
       .Run();
 }
@@ -123,32 +127,36 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
 // Segment `segment` on rows `start ..`, bound when first needed.
 const Binding& Decoder::Climb(size_t segment, int64_t start) {
   const int64_t count = rows() - start;
-  const auto key = std::make_pair(segment, std::make_pair(start, rows()));
-  if (const auto found = climbs_.find(key); found != climbs_.end()) return found->second;
+  auto& bound = climbs_[Size((rows() - 1) * max_rows_ + start)];
+  if (bound.empty()) bound.resize(least_counts_.size());
+  if (bound[segment]) return *bound[segment];
   float* hidden = hidden_.data() + start * hidden_size_;
-  std::vector<Tensor> inputs{Floats("hidden", hidden, {count, 1, hidden_size_}),
-                             Int64s("position_ids", position_ids_.data() + start, {count, 1}),
-                             Int32s("seqlens_k", seqlens_k_.data() + start, {count}),
-                             Int32s("total_sequence_length", totals_.data() + start, {1})};
+  std::vector<Tensor> inputs{
+      Floats("hidden", hidden, {count, 1, hidden_size_}), Int64s("position_ids", position_ids_.data() + start, {count, 1}),
+      Int32s("seqlens_k", seqlens_k_.data() + start, {count}), Int32s("total_sequence_length", totals_.data() + start, {1})};
   std::vector<Tensor> outputs{Floats("hidden_out", hidden, {count, 1, hidden_size_})};
   for (const int64_t layer : bundle_->segments[segment].layers) {
     BindLayer(layer, kv_.Key(layer, start), kv_.Value(layer, start), kv_.Shape(layer, count), &inputs, &outputs);
   }
-  return climbs_.emplace(key, bundle_->segments[segment].engine.Bind(inputs, outputs)).first->second;
+  return bound[segment].emplace(bundle_->segments[segment].engine.Bind(inputs, outputs));
 }
 
-// The embedding's engine or the head's, on all rows.
-const Binding& Decoder::Edge(bool head) {
+const Binding& Decoder::Embed() {
   const int64_t count = rows();
-  const auto key = std::make_pair(head, count);
-  if (const auto found = edges_.find(key); found != edges_.end()) return found->second;
-  const Tensor hidden = Floats("hidden", hidden_.data(), {count, 1, hidden_size_});
-  Binding bound = head ? bundle_->head.Bind({hidden, Int64s("last", last_.data(), {count})},
-                                            {Floats("logits", logits_.data(), {count, vocab_size_})})
-                       : bundle_->embed.Bind({Int64s("input_ids", ids_.data(), {count, 1}),
-                                              Int64s("position_ids", position_ids_.data(), {count, 1})},
-                                             {hidden});
-  return edges_.emplace(key, std::move(bound)).first->second;
+  std::optional<Binding>& bound = embeds_[Size(count - 1)];
+  if (bound) return *bound;
+  return bound.emplace(bundle_->embed.Bind(
+      {Int64s("input_ids", ids_.data(), {count, 1}), Int64s("position_ids", position_ids_.data(), {count, 1})},
+      {Floats("hidden", hidden_.data(), {count, 1, hidden_size_})}));
+}
+
+const Binding& Decoder::Head() {
+  const int64_t count = rows();
+  std::optional<Binding>& bound = heads_[Size(count - 1)];
+  if (bound) return *bound;
+  return bound.emplace(
+      bundle_->head.Bind({Floats("hidden", hidden_.data(), {count, 1, hidden_size_}), Int64s("last", last_.data(), {count})},
+                         {Floats("logits", logits_.data(), {count, vocab_size_})}));
 }
 
 void Decoder::Run(const Binding& binding) {

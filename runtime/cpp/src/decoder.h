@@ -2,9 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <utility>
+#include <optional>
 #include <vector>
 
 #include "bundle.h"
@@ -14,15 +13,16 @@ namespace skd {
 
 // One batch on its way: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
 //
-// The rows active in any segment are a suffix of the batch, because rows are ordered by how far they have come: the largest position
-// first, which has the fewest layers. Rows join and leave at any time; both move at most one row a group of equal positions.
+// The rows active in any segment are a suffix of the batch, because rows are ordered by how far they have come: the largest
+// position first, which has the fewest layers. Rows join and leave at any time; both move at most one row a group of equal
+// positions.
 class Decoder {
  public:
   Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new);
 
   int64_t rows() const { return static_cast<int64_t>(positions_.size()); }
-  // Run a prompt; its keys and values, and the logits of its next token, are in the row that is returned. Other rows may have moved:
-  // `moved(from, to)` is told of each, in this order.
+  // Run a prompt; its keys and values, and the logits of its next token, are in the row that is returned. Other rows may have
+  // moved: `moved(from, to)` is told of each, in this order.
   template <typename Moved>
   int64_t Add(const int64_t* prompt, int64_t length, Moved moved);
   // Free a row's place.
@@ -45,7 +45,8 @@ class Decoder {
   void Prefill(int64_t row, const int64_t* prompt, int64_t length);
   void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count);
   const Binding& Climb(size_t segment, int64_t start);
-  const Binding& Edge(bool head);
+  const Binding& Embed();
+  const Binding& Head();
   void Run(const Binding& binding);
   void CopyRow(int64_t from, int64_t to);
 
@@ -58,8 +59,9 @@ class Decoder {
   std::vector<float> hidden_, prompt_hidden_, logits_;
   std::vector<int64_t> ids_, position_ids_, last_, prompt_positions_;
   std::vector<int32_t> seqlens_k_, totals_;
-  std::map<std::pair<size_t, std::pair<int64_t, int64_t>>, Binding> climbs_;  // by segment, first row, rows
-  std::map<std::pair<bool, int64_t>, Binding> edges_;                         // embed and head, by rows
+  // bound when first needed; what one step uses lies together, because the weights it reads have emptied the cache
+  std::vector<std::vector<std::optional<Binding>>> climbs_;  // [(rows - 1) * max_rows + first row][segment]
+  std::vector<std::optional<Binding>> embeds_, heads_;       // [rows - 1]
   uint64_t engine_ns_ = 0;
 };
 

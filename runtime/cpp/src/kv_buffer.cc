@@ -24,7 +24,8 @@ KvBuffer::KvBuffer(const Model& model, const Schedule& schedule, int64_t rows, i
     for (std::vector<Block>* blocks : {&keys_, &values_}) {
       const auto count = static_cast<size_t>(rows * RowSize(layer));
       // zeroed by the system page by page, when a page is first touched
-      auto* memory = count == 0 ? nullptr : static_cast<float*>(std::calloc(count, sizeof(float)));  // NOLINT(cppcoreguidelines-no-malloc)
+      auto* memory =
+          count == 0 ? nullptr : static_cast<float*>(std::calloc(count, sizeof(float)));  // NOLINT(cppcoreguidelines-no-malloc)
       if (count > 0 && memory == nullptr) throw std::bad_alloc();
       blocks->emplace_back(memory);
     }

@@ -58,8 +58,8 @@ class Object {
   }
 
   static int64_t ToInteger(const Json& data, const std::string& where) {
-    const bool fits = data.is_number_integer() &&
-                      !(data.is_number_unsigned() && data.get<uint64_t>() > std::numeric_limits<int64_t>::max());
+    const bool fits =
+        data.is_number_integer() && !(data.is_number_unsigned() && data.get<uint64_t>() > std::numeric_limits<int64_t>::max());
     if (!fits) throw Malformed(where, "is " + Shown(data) + ", not a whole number below 2**63");
     return data.get<int64_t>();
   }
@@ -87,9 +87,16 @@ Model DecodeModel(const Json& data) {
   const Object o(data, "model",
                  {"name", "model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "vocab_size",
                   "num_parameters", "eos_token_ids"});
-  return {o.Text("name"),           o.Text("model_type"),  o.Integer("num_layers"),     o.Integer("hidden_size"),
-          o.Integer("num_heads"),   o.Integer("num_kv_heads"), o.Integer("head_size"),  o.Integer("vocab_size"),
-          o.Integer("num_parameters"), o.Integers("eos_token_ids")};
+  return {o.Text("name"),
+          o.Text("model_type"),
+          o.Integer("num_layers"),
+          o.Integer("hidden_size"),
+          o.Integer("num_heads"),
+          o.Integer("num_kv_heads"),
+          o.Integer("head_size"),
+          o.Integer("vocab_size"),
+          o.Integer("num_parameters"),
+          o.Integers("eos_token_ids")};
 }
 
 Schedule DecodeSchedule(const Json& data) {
@@ -110,10 +117,17 @@ Target DecodeTarget(const Json& data, const std::string& where) {
   const Object o(data, where,
                  {"name", "weights", "library", "library_version", "machine", "cpu_features", "embed", "segments", "head",
                   "segment_weight_bytes", "head_weight_bytes"});
-  return {o.Text("name"),          o.Text("weights"), o.Text("library"),
-          o.Text("library_version"), o.Text("machine"), o.Texts("cpu_features"),
-          o.Text("embed"),         o.Texts("segments"), o.Text("head"),
-          o.Integers("segment_weight_bytes"), o.Integer("head_weight_bytes")};
+  return {o.Text("name"),
+          o.Text("weights"),
+          o.Text("library"),
+          o.Text("library_version"),
+          o.Text("machine"),
+          o.Texts("cpu_features"),
+          o.Text("embed"),
+          o.Texts("segments"),
+          o.Text("head"),
+          o.Integers("segment_weight_bytes"),
+          o.Integer("head_weight_bytes")};
 }
 
 File DecodeFile(const Json& data, const std::string& where) {
@@ -123,7 +137,8 @@ File DecodeFile(const Json& data, const std::string& where) {
 
 void CheckSizes(const Manifest& manifest) {
   const Model& m = manifest.model;
-  for (const int64_t size : {m.num_layers, m.hidden_size, m.num_heads, m.num_kv_heads, m.head_size, m.vocab_size, m.num_parameters}) {
+  for (const int64_t size :
+       {m.num_layers, m.hidden_size, m.num_heads, m.num_kv_heads, m.head_size, m.vocab_size, m.num_parameters}) {
     if (size <= 0) throw Malformed("model", "has sizes that are not positive numbers below 2**63");
   }
   if (manifest.limits.max_length <= 0 || manifest.limits.max_batch <= 0) {
@@ -224,18 +239,18 @@ void CheckSlots(const Object& o, const Manifest& manifest) {
 }
 
 Manifest DecodeManifest(const Json& data) {
-  const Object o(data, "",
-                 {"format_version", "model", "dtype", "limits", "schedule", "kv_slots", "segments", "variants", "targets", "files"});
+  const Object o(
+      data, "",
+      {"format_version", "model", "dtype", "limits", "schedule", "kv_slots", "segments", "variants", "targets", "files"});
   const Object limits(o.at("limits"), "limits", {"max_length", "max_batch"});
   Manifest manifest{
       DecodeModel(o.at("model")),
       o.Text("dtype"),
       {limits.Integer("max_length"), limits.Integer("max_batch")},
       DecodeSchedule(o.at("schedule")),
-      o.Items<std::vector<int64_t>>("segments",
-                                    [](const Json& item, const std::string& where) {
-                                      return Object::List<int64_t>(item, where, Object::ToInteger);
-                                    }),
+      o.Items<std::vector<int64_t>>(
+          "segments",
+          [](const Json& item, const std::string& where) { return Object::List<int64_t>(item, where, Object::ToInteger); }),
       o.Items<Variant>("variants", DecodeVariant),
       o.Items<Target>("targets", DecodeTarget),
       o.Items<File>("files", DecodeFile),

@@ -81,8 +81,8 @@ void Session::Check(const int64_t* prompt, size_t length, const skd_row_options&
 uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_options& options) {
   Check(prompt, length, options, "prompt");
   if (decoder_.rows() == max_rows_) {
-    throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use", "wait until one ends, or ask for a larger max_rows",
-                        "prompt");
+    throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use",
+                        "wait until one ends, or ask for a larger max_rows", "prompt");
   }
   const auto began = std::chrono::steady_clock::now();
   rows_.emplace_back();
@@ -134,14 +134,16 @@ skd_counters Session::Counters() const {
 
 size_t Session::Find(uint64_t row) const {
   const auto found = std::find_if(rows_.begin(), rows_.end(), [row](const Row& each) { return each.id == row; });
-  if (found == rows_.end()) throw CapacityError("row " + std::to_string(row) + " is not in this session", "name one that has not ended");
+  if (found == rows_.end())
+    throw CapacityError("row " + std::to_string(row) + " is not in this session", "name one that has not ended");
   return static_cast<size_t>(found - rows_.begin());
 }
 
 // The next token of a row, from its logits.
 void Session::Choose(size_t index) {
   Row& row = rows_[index];
-  row.token = sampler_.Choose(decoder_.Logits(static_cast<int64_t>(index)), bundle_->manifest.model.vocab_size, row.options, row.produced);
+  row.token = sampler_.Choose(decoder_.Logits(static_cast<int64_t>(index)), bundle_->manifest.model.vocab_size, row.options,
+                              row.produced);
   ++row.produced;
   ++counters_.tokens;
   const auto& ends = bundle_->manifest.model.eos_token_ids;

@@ -1,14 +1,13 @@
 /* skipdecode.h: load a bundle that skip-export wrote and generate with it. C99; no exception crosses this border.
  *
- * Errors      Every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where, what
- *             to do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails.
- * Ownership   What a *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the matching
- *             *_destroy or skd_free. Every destroy function takes NULL. A session and a tokenizer keep what they need of their bundle
- *             alive, so handles may be destroyed in any order.
- * Threads     A bundle may be shared by any number of threads. A session serves one thread at a time; sessions of one bundle run
- *             beside each other. A tokenizer may be shared, its calls take turns. Statuses belong to whoever got them.
- * Options     Option structs start with struct_size; fill them with their *_default() and change what differs. Every destroy
- *             function and skd_free may be called from any thread.
+ * Errors      Every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where,
+ * what to do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails. Ownership   What a
+ * *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the matching
+ *             *_destroy or skd_free. Every destroy function takes NULL. A session and a tokenizer keep what they need of their
+ * bundle alive, so handles may be destroyed in any order. Threads     A bundle may be shared by any number of threads. A session
+ * serves one thread at a time; sessions of one bundle run beside each other. A tokenizer may be shared, its calls take turns.
+ * Statuses belong to whoever got them. Options     Option structs start with struct_size; fill them with their *_default() and
+ * change what differs. Every destroy function and skd_free may be called from any thread.
  */
 #ifndef SKIPDECODE_SKIPDECODE_H_
 #define SKIPDECODE_SKIPDECODE_H_
@@ -69,8 +68,9 @@ typedef struct skd_session_options {
   size_t struct_size;
   uint32_t max_rows;          /* rows at the same time, 1 .. max_batch (1) */
   uint32_t max_prompt_tokens; /* of a row; 0: half of the bundle's max_length */
-  uint32_t max_new_tokens;    /* of a row; 0: what max_length leaves. The KV buffer is allocated for this, with the schedule's shape */
-  uint32_t full_depth;        /* not 0: every layer at every position, the baseline (0) */
+  uint32_t
+      max_new_tokens;  /* of a row; 0: what max_length leaves. The KV buffer is allocated for this, with the schedule's shape */
+  uint32_t full_depth; /* not 0: every layer at every position, the baseline (0) */
 } skd_session_options;
 
 typedef struct skd_row_options {
@@ -96,11 +96,11 @@ typedef struct skd_event {
 typedef struct skd_counters {
   size_t struct_size;
   uint64_t decode_steps;
-  uint64_t tokens;            /* generated, of all rows */
+  uint64_t tokens; /* generated, of all rows */
   uint64_t prefill_ns;
-  uint64_t decode_ns;         /* of all decode steps */
-  uint64_t decode_engine_ns;  /* of it, inside ONNX Runtime */
-  uint64_t kv_bytes;          /* of the KV buffer */
+  uint64_t decode_ns;        /* of all decode steps */
+  uint64_t decode_engine_ns; /* of it, inside ONNX Runtime */
+  uint64_t kv_bytes;         /* of the KV buffer */
 } skd_counters;
 
 /* Not 0 cancels the row of `event`. Called on the thread that called skd_generate. */
@@ -128,28 +128,29 @@ SKD_API skd_status* skd_session_create(const skd_bundle* bundle, const skd_sessi
 SKD_API void skd_session_destroy(skd_session* session);
 
 SKD_API skd_row_options skd_row_options_default(void);
-/* Run a prompt and let its row join the next decode steps; other rows may be anywhere on their way. Its first token is delivered by
- * the next skd_session_step. Errors: CAPACITY, the session stays as it was. */
+/* Run a prompt and let its row join the next decode steps; other rows may be anywhere on their way. Its first token is delivered
+ * by the next skd_session_step. Errors: CAPACITY, the session stays as it was. */
 SKD_API skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
                                     uint64_t* row);
-/* Deliver the first tokens of rows that joined; where there are none, run one decode step of all rows and deliver one token a row.
- * `events` has room for max_rows; *count 0: no row is left. Rows that end are gone, their ids are not used again. */
+/* Deliver the first tokens of rows that joined; where there are none, run one decode step of all rows and deliver one token a
+ * row. `events` has room for max_rows; *count 0: no row is left. Rows that end are gone, their ids are not used again. */
 SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count);
 /* End a row now and free its place. Errors: CAPACITY for a row that is not there (any more). */
 SKD_API skd_status* skd_session_cancel(skd_session* session, uint64_t row);
-/* The logits [V] float32 that the row's newest token was chosen from; valid until the session's next call. Of a row that has ended:
- * an error. Errors: CAPACITY. */
+/* The logits [V] float32 that the row's newest token was chosen from; valid until the session's next call. Of a row that has
+ * ended: an error. Errors: CAPACITY. */
 SKD_API skd_status* skd_session_logits(const skd_session* session, uint64_t row, const float** logits);
 /* Fill `counters`, whose struct_size the caller has set. */
 SKD_API skd_status* skd_session_get_counters(const skd_session* session, skd_counters* counters);
 
-/* Generate for several prompts, one after another in `ids`, `lengths[i]` ids each; every token goes to `callback`. All prompts are
- * checked before anything runs. `options` may be NULL; row i samples as generator_row + i. Errors: CAPACITY. */
+/* Generate for several prompts, one after another in `ids`, `lengths[i]` ids each; every token goes to `callback`. All prompts
+ * are checked before anything runs. `options` may be NULL; row i samples as generator_row + i. Errors: CAPACITY. */
 SKD_API skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const size_t* lengths, size_t rows,
                                  const skd_row_options* options, int full_depth, skd_callback callback, void* user);
 
 /* The bundle's tokenizer, run by ONNX Runtime GenAI's library, which is loaded when this is first called.
- * genai_library: its path; NULL: found as the system finds libraries, or beside this one. Errors: BUNDLE (it has none), TARGET. */
+ * genai_library: its path; NULL: found as the system finds libraries, or beside this one. Errors: BUNDLE (it has none), TARGET.
+ */
 SKD_API skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer);
 SKD_API void skd_tokenizer_destroy(skd_tokenizer* tokenizer);
 /* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free. */

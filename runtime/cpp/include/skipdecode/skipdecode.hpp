@@ -121,7 +121,8 @@ class Session {
   std::vector<skd_event> events_;
 };
 
-// Generate for all prompts; `each` gets every token and returns false to end its row. What it throws ends all rows and is rethrown.
+// Generate for all prompts; `each` gets every token and returns false to end its row. What it throws ends all rows and is
+// rethrown.
 inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t>>& prompts, const skd_row_options& options,
                      const std::function<bool(const skd_event&)>& each, bool full_depth = false) {
   struct State {
@@ -145,7 +146,8 @@ inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t
     lengths.push_back(prompt.size());
   }
   ids.reserve(1);  // data() of no ids is not NULL
-  internal::Check(skd_generate(bundle.get(), ids.data(), lengths.data(), lengths.size(), &options, full_depth ? 1 : 0, callback, &state));
+  internal::Check(
+      skd_generate(bundle.get(), ids.data(), lengths.data(), lengths.size(), &options, full_depth ? 1 : 0, callback, &state));
   if (state.thrown) std::rethrow_exception(state.thrown);
 }
 

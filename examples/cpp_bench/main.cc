@@ -1,0 +1,73 @@
+// skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS]: how fast does a bundle decode at batch 1, and where does the time go?
+//
+// Full depth and the bundle's schedule take turns; one JSON object on standard output, medians, units in the keys.
+// benchmarks/cpp.py runs it beside the Python runtime.
+#include <algorithm>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <skipdecode/skipdecode.hpp>
+#include <string>
+#include <vector>
+
+namespace {
+
+struct Figures {
+  std::vector<double> token_ms, outside_us, prefill_ms;
+};
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+void Decode(const skipdecode::Bundle& bundle, uint32_t prompt_tokens, uint32_t new_tokens, bool full_depth, Figures* figures) {
+  skd_session_options room = skipdecode::SessionOptions();
+  room.max_prompt_tokens = prompt_tokens;
+  room.max_new_tokens = new_tokens;
+  room.full_depth = full_depth ? 1 : 0;
+  skd_row_options options = skipdecode::RowOptions();
+  options.max_new_tokens = new_tokens;
+  options.ignore_eos = 1;
+  skipdecode::Session session(bundle, room);
+  session.Add(std::vector<int64_t>(prompt_tokens, 5), options);
+  while (!session.Step().empty()) {
+  }
+  const skd_counters counters = session.counters();
+  const auto steps = static_cast<double>(counters.decode_steps);
+  figures->token_ms.push_back(static_cast<double>(counters.decode_ns) / steps / 1e6);
+  figures->outside_us.push_back(static_cast<double>(counters.decode_ns - counters.decode_engine_ns) / steps / 1e3);
+  figures->prefill_ms.push_back(static_cast<double>(counters.prefill_ns) / 1e6);
+}
+
+nlohmann::json Row(const Figures& figures) {
+  return {{"token_ms", Median(figures.token_ms)},
+          {"outside_engines_us_per_step", Median(figures.outside_us)},
+          {"prefill_ms", Median(figures.prefill_ms)}};
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 2 && count != 5) {
+    std::cerr << "usage: skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS]\n";
+    return 2;
+  }
+  try {
+    const auto prompt_tokens = static_cast<uint32_t>(count == 5 ? std::stoul(arguments[2]) : 32);
+    const auto new_tokens = static_cast<uint32_t>(count == 5 ? std::stoul(arguments[3]) : 65);
+    const auto rounds = static_cast<int>(count == 5 ? std::stoul(arguments[4]) : 7);
+    const auto bundle = skipdecode::Bundle::Load(arguments[1]);
+    Figures full, scheduled, warm_up;
+    for (const bool full_depth : {true, false}) Decode(bundle, prompt_tokens, new_tokens, full_depth, &warm_up);
+    for (int round = 0; round < rounds; ++round) {
+      Decode(bundle, prompt_tokens, new_tokens, true, &full);
+      Decode(bundle, prompt_tokens, new_tokens, false, &scheduled);
+    }
+    std::cout << nlohmann::json{{"load_s", bundle.info().load_s}, {"full", Row(full)}, {"scheduled", Row(scheduled)}}.dump()
+              << '\n';
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return 2;
+  }
+}

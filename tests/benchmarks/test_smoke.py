@@ -1,0 +1,29 @@
+"""The benchmarks run: tiny models, no figure looked at but that it is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(script: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_training_measures_both_models() -> None:
+    lines = _run("training.py").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["opt full depth", "opt 2x", "llama full depth", "llama 2x"]
+
+
+def test_cpp_measures_both_runtimes() -> None:
+    if not (ROOT / "build" / "cpp" / "release" / "cpp_bench" / "skd_bench").exists():
+        pytest.skip("the C++ benchmark is not built: make cpp")
+    found = json.loads(_run("cpp.py"))
+    assert found["cpp"]["full"]["token_ms"] > 0 and found["python"]["full"]["vs_python"] == 1

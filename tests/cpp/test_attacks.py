@@ -1,0 +1,136 @@
+"""Damaged and edited bundles against the C++ reader: what Python refuses is refused, in one line, and the next bundle loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode import manifest as manifests
+from skipdecode.schedule import Schedule
+from tests.attacks.test_manifest import CHANGES, DEPTH, LEVELS, make_manifest
+from tests.cpp.conftest import BUILD, LIBRARIES, Driver
+from tests.cpp.test_native import environment
+
+SKD_ERROR_BUNDLE, SKD_ERROR_TARGET = 1, 2
+CORPUS = Path(__file__).parent / "corpus"
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("attacked")
+    manifests.write(make_manifest(Schedule(name="table", num_layers=DEPTH, warmup_layers=1, layers=(5, 4, 4, 2)), folder), folder)
+    return folder
+
+
+@pytest.fixture
+def refused(bundle: Path, driver: Driver) -> Iterator[Callable[[str], str]]:
+    """Writes a text as bundle.json, asks for a refusal and gives its line; puts the file back."""
+    path = bundle / "bundle.json"
+    good = path.read_bytes()
+
+    def ask(text: str) -> str:
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        answer = driver.ask(command="load", bundle=bundle)
+        assert answer.get("code") == SKD_ERROR_BUNDLE, answer
+        line: str = answer["error"]
+        assert "\n" not in line and ";" in line, line
+        return line
+
+    yield ask
+    path.write_bytes(good)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_python_refuses_is_refused(bundle: Path, refused: Callable[[str], str], name: str) -> None:
+    data = json.loads((bundle / "bundle.json").read_text())
+    CHANGES[name][0](data)
+    refused(json.dumps(data))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_unknown_and_missing_keys_are_named(bundle: Path, refused: Callable[[str], str], level: str) -> None:
+    good = json.loads((bundle / "bundle.json").read_text())
+    for key in sorted(set(LEVELS[level](good)) - {"format_version"}):
+        data = json.loads(json.dumps(good))
+        del LEVELS[level](data)[key]
+        assert f"{level} has missing key '{key}'" in refused(json.dumps(data))
+    LEVELS[level](good)["extra"] = 1
+    assert f"{level} has unknown key 'extra'" in refused(json.dumps(good))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 1_000_000, "null", "[]", '"x"', "1e999", '{"format_version": 1e999}'])
+def test_what_is_no_manifest_is_refused(refused: Callable[[str], str], text: str) -> None:
+    refused(text)
+
+
+def test_a_newer_format_is_named(bundle: Path, refused: Callable[[str], str]) -> None:
+    data = json.loads((bundle / "bundle.json").read_text())
+    line = refused(json.dumps({**data, "format_version": 2}))
+    assert "format_version is 2, this runtime reads 1; export the model with this version" in line
+
+
+def test_missing_and_truncated_files_are_named(bundle: Path, driver: Driver) -> None:
+    engine = bundle / "segment_0.onnx"
+    whole = engine.read_bytes()
+    engine.write_bytes(whole[:-1])
+    assert "segment_0.onnx: has 13 bytes, not 14" in driver.ask(command="load", bundle=bundle)["error"]
+    engine.unlink()
+    assert "segment_0.onnx: is missing" in driver.ask(command="load", bundle=bundle)["error"]
+    engine.write_bytes(whole)
+
+
+def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path) -> None:
+    bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    engine = next((bundle / "targets" / "cpu").glob("segment_*.onnx"))
+    engine.write_bytes(b"\0" * engine.stat().st_size)
+    answer = driver.ask(command="load", bundle=bundle)
+    assert answer["code"] == SKD_ERROR_BUNDLE and f"{engine.name}: cannot be loaded" in answer["error"]
+    assert driver.ask(command="load", bundle=conformance_bundle("opt"))["num_layers"] == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.update(library_version="1.0.0"), "the engines were compiled by onnxruntime 1.0.0, loaded is"),
+        (lambda t: t.update(cpu_features=["sve"]), "laid out for x86_64 with sve; this CPU differs"),
+        (lambda t: t.update(name="cuda"), "this library runs cpu engines only, not cuda"),
+    ],
+)
+def test_engines_of_another_version_cpu_or_target_are_refused(
+    conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path, change: Change, says: str
+) -> None:
+    bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    data = json.loads((bundle / "bundle.json").read_text())
+    change(data["targets"][0])
+    (bundle / "bundle.json").write_text(json.dumps(data))
+    answer = driver.ask(command="load", bundle=bundle)
+    assert answer["code"] == SKD_ERROR_TARGET and says in answer["error"], answer
+
+
+def test_a_target_that_is_not_there_and_a_missing_library_are_told(conformance_bundle: Callable[[str], Path]) -> None:
+    bundle = conformance_bundle("opt")
+    driver = Driver()
+    missing = driver.ask(command="load", bundle=bundle, onnxruntime_library="/nowhere/libonnxruntime.so")
+    assert missing["code"] == SKD_ERROR_TARGET and missing["error"].startswith("ONNX Runtime cannot be loaded (/nowhere/")
+    odd = driver.ask(command="load", bundle=bundle, onnxruntime_library=str(LIBRARIES / "libonnxruntime-genai.so"))
+    assert "libonnxruntime is not ONNX Runtime" in odd["error"]
+    absent = driver.ask(command="load", bundle=bundle, target="cuda")
+    assert "target 'cuda' is not in this bundle; choose from cpu" in absent["error"]
+    assert driver.ask(command="load", bundle=bundle)["num_layers"] == 6
+    driver.close()
+
+
+def test_what_the_fuzzer_found_is_harmless() -> None:
+    files = sorted(CORPUS.iterdir())
+    assert len(files) >= 3
+    command = [BUILD / "address" / "tests" / "skd_replay_manifests", *files]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == f"{len(files)} files\n"
