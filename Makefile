@@ -57,7 +57,7 @@ lint-cpp:
 tidy: cpp
 	clang-tidy -p build/cpp/release --quiet $(wildcard runtime/cpp/src/*.cc)
 
-# what keeps a manifest from doing harm: libFuzzer on its parser for SECONDS (needs clang); new findings join the corpus
+# what keeps a manifest from doing harm: libFuzzer on its parser (needs clang and libclang-rt-dev); new findings join the corpus
 SECONDS_OF_FUZZING ?= 600
 fuzz: cpp
 	mkdir -p build/cpp/fuzz

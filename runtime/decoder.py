@@ -13,7 +13,7 @@ from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
 from skipdecode.manifest import Model
 from skipdecode.schedule import Anchor, Schedule
 
-PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the attention scores to chunk x prompt
+PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,24 @@ class Decoder:
     Args:
         prompt_lengths: tokens of each row's prompt, never rising.
         new: decode steps there is room for.
+        prefill_chunk: prompt tokens a pass.
     """
 
-    def __init__(self, engines: Engines, model: Model, schedule: Schedule, prompt_lengths: Sequence[int], new: int) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        model: Model,
+        schedule: Schedule,
+        prompt_lengths: Sequence[int],
+        new: int,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
         assert list(prompt_lengths) == sorted(prompt_lengths, reverse=True)
         rows = len(prompt_lengths)
         self.schedule = schedule
         self.kv = KVBuffer(model, rows, slots_per_layer(schedule, max(prompt_lengths), new))
         self.logits: FloatArray = np.empty((rows, model.vocab_size), dtype=np.float32)
-        self._engines, self._model = engines, model
+        self._engines, self._model, self._prefill_chunk = engines, model, prefill_chunk
         self._step = 0
         self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
@@ -121,8 +130,8 @@ class Decoder:
             else (np.zeros(shape, np.float32), np.zeros(shape, np.float32))
             for layer in layers
         ]
-        for start in range(0, count, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, count)
+        for start in range(0, count, self._prefill_chunk):
+            stop = min(start + self._prefill_chunk, count)
             part = np.ascontiguousarray(hidden[:, start:stop])
             inputs: dict[str, Array] = {
                 names.HIDDEN: part,

@@ -13,7 +13,7 @@ import numpy as np
 
 from skipdecode import manifest as manifests
 from skipdecode.cpu import cpu_features
-from skipdecode.decoder import Decoder, Engines
+from skipdecode.decoder import PREFILL_CHUNK, Decoder, Engines
 from skipdecode.engines.ort import OrtEngine, check_library, release_loading_memory, use_threads
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.kv_buffer import IntArray
@@ -78,9 +78,18 @@ class Generator:
     """
 
     def __init__(
-        self, bundle: Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False
+        self,
+        bundle: Path,
+        *,
+        target: str | None = None,
+        threads: int | None = None,
+        check_hashes: bool = False,
+        prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
+        if prefill_chunk < 1:
+            raise CapacityError(f"{prefill_chunk} is not a positive count", "choose 1 or more", where="--prefill-chunk")
         started = time.perf_counter()
+        self._prefill_chunk = prefill_chunk
         self.path = bundle
         self.manifest = manifests.read(bundle)
         if check_hashes:
@@ -172,7 +181,7 @@ class Generator:
     def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
         """A decoder of this bundle's engines, to go step by step; `Decoder`'s arguments, schedule None for the bundle's."""
         chosen = self._schedule(schedule)
-        return Decoder(self._engines, self.manifest.model, chosen, prompt_lengths, new)
+        return Decoder(self._engines, self.manifest.model, chosen, prompt_lengths, new, self._prefill_chunk)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of each prompt.
@@ -234,7 +243,14 @@ class Generator:
                 )
 
 
-def load(bundle: str | Path, *, target: str | None = None, threads: int | None = None, check_hashes: bool = False) -> Generator:
+def load(
+    bundle: str | Path,
+    *,
+    target: str | None = None,
+    threads: int | None = None,
+    check_hashes: bool = False,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Generator:
     """Load a bundle that `skip-export` wrote.
 
     Args:
@@ -242,12 +258,14 @@ def load(bundle: str | Path, *, target: str | None = None, threads: int | None =
         target: where its engines run; None: the first that it has.
         threads: of the process's one pool; None: one a core. The first load of a process decides.
         check_hashes: also compare every file's SHA-256 (reads the whole bundle).
+        prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.
 
     Raises:
         BundleError: missing, damaged, or of another format version.
         TargetError: no such target, or engines of another library version or CPU.
+        CapacityError: a chunk of no tokens.
     """
-    return Generator(Path(bundle), target=target, threads=threads, check_hashes=check_hashes)
+    return Generator(Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk)
 
 
 def _choose_target(manifest: manifests.Manifest, bundle: Path, name: str | None) -> manifests.Target:

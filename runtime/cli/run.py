@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.cli import Parser, guarded
+from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generation, Generator, load
 
@@ -48,6 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
     parser.add_argument("--target", metavar="T", help="where to run (the bundle's first target)")
     parser.add_argument("--threads", type=int, metavar="N", help="one a core")
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N",
+        help=f"prompt tokens a pass: lower takes less memory ({PREFILL_CHUNK})",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--quiet", action="store_true", help="print the text alone")
     parser.add_argument("--debug", action="store_true", help="traceback on errors")
@@ -56,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
-    model = load(options.bundle, target=options.target, threads=options.threads)
+    model = load(options.bundle, target=options.target, threads=options.threads, prefill_chunk=options.prefill_chunk)
     streamer = None
     if len(prompts) == 1 and not options.json and model.tokenizer is not None:
         streamer = _Printer(model)

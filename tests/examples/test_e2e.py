@@ -87,6 +87,7 @@ def test_text_streams_to_the_same_text(bundle: Path) -> None:
         (["--prompt", "a", "--target", "cuda"], "choose from cpu"),
         (["--prompt", "a", "--max-new-tokens", "x"], "skip-run --help"),
         (["--prompt", "a " * 300], "exceed the bundle's 256"),
+        (["--prompt", "a", "--prefill-chunk", "0"], "--prefill-chunk: 0 is not a positive count; choose 1 or more"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_2(bundle: Path, arguments: list[str], says: str) -> None:

@@ -73,9 +73,9 @@ def test_full_depth_equals_transformers_generate(name: str, zoo: Zoo) -> None:
     assert result.sequences[0].token_ids[:stop] == expected[:stop]  # min_new_tokens forbids the stop token there
 
 
-def test_a_long_prompt_runs_in_chunks_with_the_same_logits(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = skipdecode.load(zoo.bundle("llama"))
+@pytest.mark.parametrize("chunk", [1, 7, 30, 999])
+def test_a_long_prompt_runs_in_chunks_with_the_same_tokens(zoo: Zoo, chunk: int) -> None:
     prompt = [(7 * i) % 90 for i in range(30)]
-    whole = generator.generate(prompt, max_new_tokens=NEW, ignore_eos=True)
-    monkeypatch.setattr("skipdecode.decoder.PREFILL_CHUNK", 7)
-    assert generator.generate(prompt, max_new_tokens=NEW, ignore_eos=True).sequences == whole.sequences
+    whole = skipdecode.load(zoo.bundle("llama")).generate(prompt, max_new_tokens=NEW, ignore_eos=True)
+    chunked = skipdecode.load(zoo.bundle("llama"), prefill_chunk=chunk)
+    assert chunked.generate(prompt, max_new_tokens=NEW, ignore_eos=True).sequences == whole.sequences
