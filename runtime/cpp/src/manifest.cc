@@ -172,7 +172,8 @@ void CheckSegments(const Manifest& manifest) {
 
 void CheckVariants(const Manifest& manifest) {
   const Schedule& schedule = manifest.schedule;
-  std::set<int64_t> seen, wanted(schedule.layers().begin(), schedule.layers().end());
+  std::set<int64_t> seen;
+  std::set<int64_t> wanted(schedule.layers().begin(), schedule.layers().end());
   wanted.insert(manifest.model.num_layers);
   for (const Variant& variant : manifest.variants) {
     const std::string wrong = variant.name + " does not climb its layers";

@@ -68,7 +68,8 @@ int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_o
     mass_[i] = std::exp(static_cast<double>(logits[order_[i]]) / options.temperature - top);
     total += mass_[i];
   }
-  double cumulated = 0.0, kept_total = 0.0;
+  double cumulated = 0.0;
+  double kept_total = 0.0;
   size_t kept = 0;
   for (; kept < kept_most; ++kept) {
     cumulated += mass_[kept];
