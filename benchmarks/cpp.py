@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,11 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import facts, slug
+from machine import facts, write_results
 from models import make_bundle, make_checkpoint
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 BENCH = ROOT / "build" / "cpp" / "release" / "cpp_bench" / "skd_bench"
 PROMPT, STEPS = 32, 64
 _PYTHON = """
@@ -58,12 +56,11 @@ def main() -> None:
     result = {"machine": facts(), "rounds": rounds, "weights_gb": weights / 1e9, **{name: _row(name, found) for name in found}}
     print(json.dumps(result, indent=2))
     if not options.smoke:
-        (RESULTS / f"cpp-{slug(result['machine'])}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_results("cpp", result)
 
 
 def _run(command: list[str]) -> dict[str, Any]:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(ROOT / "build" / "cpp" / "deps" / "lib")}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from export_cost import measure_export, show_export
-from machine import ReadBandwidth, facts, slug
+from machine import ReadBandwidth, facts, write_results
 from models import make_files
 from peers import CTranslate2, SkipDecode, Transformers
 from summary import System, show_model, summarize
 from worker import Worker, in_process
 
-RESULTS = Path(__file__).parent / "results"
 _PAUSE_S = 0.5  # between turns: some thread pools spin for 0.2 s after their work
 
 
@@ -47,7 +46,7 @@ def main() -> int:
                 result["models"][name] = measure_model(name, Path(folder), options)
             show_model(name, result["models"][name])
     if not options.smoke:
-        _write(result, slug(machine))
+        _write(result)
     print(json.dumps(result))
     return 0
 
@@ -97,14 +96,12 @@ def _measure_rounds(systems: list[System], prompt: list[int], options: argparse.
     return found[1:]
 
 
-def _write(result: dict[str, Any], machine: str) -> None:
+def _write(result: dict[str, Any]) -> None:
     from plot import plot
 
-    RESULTS.mkdir(exist_ok=True)
-    stem = f"decode-{machine}" if result["models"] else f"export-{machine}"
-    (RESULTS / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path = write_results("decode" if result["models"] else "export", result)
     if result["models"]:
-        plot(result, RESULTS / f"{stem}.png")
+        plot(result, path.with_suffix(".png"))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

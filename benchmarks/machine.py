@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from skipdecode.validation.machine import ReadBandwidth, machine_facts
 
-__all__ = ["ReadBandwidth", "facts", "slug"]
+__all__ = ["ReadBandwidth", "facts", "slug", "write_results"]
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def facts() -> dict[str, Any]:
@@ -18,3 +22,11 @@ def facts() -> dict[str, Any]:
 def slug(machine: dict[str, Any]) -> str:
     """A file name's part: amd-epyc-2-cores."""
     return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
+
+
+def write_results(name: str, result: dict[str, Any]) -> Path:
+    """Write `results/<name>-<machine>.json`; `result` has the machine's facts under "machine". Returns the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{slug(result['machine'])}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return path

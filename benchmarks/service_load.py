@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 import openai
 import psutil
-from machine import facts, slug
+from machine import facts, write_results
 
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
 ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
 SERVICE = ROOT / "build" / "cpp" / "release" / "cpp_service" / "skd_service"
 ROWS, QUEUE = 16, 64
 
@@ -99,9 +98,7 @@ def main() -> int:
     result = _result(options, tally, memory, healthy, stopped)
     print(json.dumps(result, indent=2))
     if result["holds"] and options.seconds >= 60:
-        (RESULTS / f"service-load-{slug(result['machine'])}.json").write_text(
-            json.dumps(result, indent=2) + "\n", encoding="utf-8"
-        )
+        write_results("service-load", result)
     return 0 if result["holds"] else 1
 
 

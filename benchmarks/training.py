@@ -11,15 +11,13 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from machine import facts, slug
+from machine import facts, write_results
 from models import checkpoint_config
 
 from skipdecode.exporter.reference import skip_schedule
@@ -27,7 +25,6 @@ from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.samples import Effort, Summary, interleave
 
-RESULTS = Path(__file__).parent / "results"
 ROWS, LENGTH, SPEEDUPS = 4, 128, (2, 3, 4, 5)
 EFFORT = Effort(rounds=7, seconds=90.0, spread=0.01)
 
@@ -45,7 +42,7 @@ def main() -> None:
             print(f"{name} {title}: {row['step_s']:.3f} s, {row['gain']:.2f}x ({row['low']:.2f} .. {row['high']:.2f}), "
                   f"promised {row['promised']:.2f}x", flush=True)  # fmt: skip
     if not options.smoke:
-        (RESULTS / f"training-{slug(machine)}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_results("training", result)
 
 
 def measure(name: str, tiny: bool) -> dict[str, dict[str, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +17,9 @@ LIBRARIES = BUILD / "deps" / "lib"
 class Driver:
     """tests/cpp/driver.cc: a request a line, an answer a line."""
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            [BUILD / "release" / "tests" / "skd_driver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "LD_LIBRARY_PATH": str(LIBRARIES), **(environment or {})},
-        )  # fmt: skip
+    def __init__(self) -> None:
+        program = BUILD / "release" / "tests" / "skd_driver"
+        self._process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

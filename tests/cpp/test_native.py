@@ -21,7 +21,7 @@ _SANITIZERS = {
 
 
 def environment(**more: str | Path) -> dict[str, str]:
-    """The process's own, with what finds ONNX Runtime."""
+    """The process's own, with the sanitizers' settings; their dlopen does not look where the library's own run path says."""
     return {**os.environ, **_SANITIZERS, "LD_LIBRARY_PATH": str(LIBRARIES), **{key: str(value) for key, value in more.items()}}
 
 

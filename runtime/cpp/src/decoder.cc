@@ -6,6 +6,8 @@
 #include <numeric>
 #include <string>
 
+#include "elapsed.h"
+
 namespace skd {
 namespace {
 
@@ -162,7 +164,7 @@ const Binding& Decoder::Head() {
 void Decoder::Run(const Binding& binding) {
   const auto began = std::chrono::steady_clock::now();
   binding.Run();
-  engine_ns_ += static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count());
+  engine_ns_ += NanosecondsSince(began);
 }
 
 void Decoder::CopyRow(int64_t from, int64_t to) {

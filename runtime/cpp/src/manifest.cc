@@ -280,6 +280,13 @@ void CheckFile(const std::filesystem::path& bundle, const File& file) {
 
 }  // namespace
 
+void CheckIds(const Model& model, const int64_t* ids, size_t count, const std::string& where) {
+  const auto outside = std::find_if(ids, ids + count, [&model](int64_t id) { return id < 0 || id >= model.vocab_size; });
+  if (outside == ids + count) return;
+  throw CapacityError("token id " + std::to_string(*outside) + " is outside the vocabulary",
+                      "give ids from 0 to " + std::to_string(model.vocab_size - 1), where);
+}
+
 Manifest ParseManifest(const std::string& text) {
   const Json data = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (data.is_discarded()) throw BundleError("cannot be read (not JSON)", "bundle.json");

@@ -5,14 +5,11 @@
 #include <string>
 #include <utility>
 
+#include "elapsed.h"
 #include "error.h"
 
 namespace skd {
 namespace {
-
-uint64_t NanosecondsSince(std::chrono::steady_clock::time_point began) {
-  return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count());
-}
 
 int64_t ChosenRows(const Bundle& bundle, const skd_session_options& options) {
   const int64_t most = bundle.manifest.limits.max_batch;
@@ -50,7 +47,6 @@ Session::Session(std::shared_ptr<const Bundle> bundle, const skd_session_options
       max_rows_(ChosenRows(*bundle_, options)),
       max_prompt_(ChosenPrompt(*bundle_, options)),
       max_new_(ChosenNew(*bundle_, options)),
-      full_layers_(static_cast<uint64_t>(bundle_->manifest.model.num_layers)),
       decoder_(bundle_,
                options.full_depth != 0 ? Schedule::FullDepth(bundle_->manifest.model.num_layers) : bundle_->manifest.schedule,
                max_rows_, max_prompt_, max_new_) {
@@ -69,12 +65,7 @@ void Session::Check(const int64_t* prompt, size_t length, const skd_row_options&
     throw CapacityError(std::to_string(options.max_new_tokens) + " new tokens: the session takes 1.." + std::to_string(max_new_),
                         "choose another max_new_tokens", where);
   }
-  const int64_t vocab_size = bundle_->manifest.model.vocab_size;
-  const auto outside = std::find_if(prompt, prompt + length, [vocab_size](int64_t id) { return id < 0 || id >= vocab_size; });
-  if (outside != prompt + length) {
-    throw CapacityError("token id " + std::to_string(*outside) + " is outside the vocabulary",
-                        "give ids from 0 to " + std::to_string(vocab_size - 1), where);
-  }
+  CheckIds(bundle_->manifest.model, prompt, length, where);
   CheckSampling(options);
 }
 
@@ -101,10 +92,11 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
 
 const std::vector<skd_event>& Session::Step() {
   events_.clear();
+  const auto full_depth = static_cast<uint32_t>(bundle_->manifest.model.num_layers);
   for (Row& row : rows_) {
     if (row.told) continue;
     row.told = true;
-    events_.push_back({row.id, row.token, static_cast<uint32_t>(full_layers_), 1, row.finish});
+    events_.push_back({row.id, row.token, full_depth, 1, row.finish});
   }
   if (events_.empty() && !rows_.empty()) {
     const auto began = std::chrono::steady_clock::now();
@@ -156,7 +148,7 @@ void Session::Choose(size_t index) {
 
 void Session::RemoveEnded() {
   for (size_t index = rows_.size(); index-- > 0;) {
-    if (rows_[index].told && rows_[index].finish != SKD_FINISH_NONE) Remove(index);
+    if (rows_[index].finish != SKD_FINISH_NONE) Remove(index);  // all have been told by now
   }
 }
 

@@ -48,7 +48,6 @@ class Session {
 
   std::shared_ptr<const Bundle> bundle_;
   int64_t max_rows_, max_prompt_, max_new_;
-  uint64_t full_layers_;
   Decoder decoder_;
   Sampler sampler_;
   std::vector<Row> rows_;  // in the decoder's order

@@ -128,12 +128,7 @@ std::vector<int64_t> Tokenizer::Encode(const char* text) {
 }
 
 std::string Tokenizer::Decode(const int64_t* ids, size_t count) {
-  const int64_t vocab_size = bundle_->manifest.model.vocab_size;
-  const auto outside = std::find_if(ids, ids + count, [vocab_size](int64_t id) { return id < 0 || id >= vocab_size; });
-  if (outside != ids + count) {
-    throw CapacityError("token id " + std::to_string(*outside) + " is outside the vocabulary",
-                        "give ids from 0 to " + std::to_string(vocab_size - 1));
-  }
+  CheckIds(bundle_->manifest.model, ids, count);
   // GenAI's skipping of special tokens gives U+FFFD where nothing is left
   if (std::all_of(ids, ids + count, [this](int64_t id) { return special_.count(id) > 0; })) return {};
   const std::vector<int32_t> narrow(ids, ids + count);
