@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from skipdecode.cli import Parser, guarded
-from skipdecode.exporter.export import ExportRequest, Report, export
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.layout import Report
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest

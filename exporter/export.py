@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
-import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import onnxruntime
-import torch
 
 from skipdecode import manifest
-from skipdecode.cpu import cpu_features
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import check_supported
-from skipdecode.exporter.graphs import Skeleton, layer_graphs, outer_graphs, skeleton
+from skipdecode.exporter.cpu_target import QUANTIZED_BITS, compile_cpu
+from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
+from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
+from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
-from skipdecode.graph_passes.compile_ort import compile_ort
-from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.plan import Plan, plan_variants
-from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
-GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
 DEFAULT_MAX_LENGTH = 2048
 _SEGMENT_BYTES = 256 << 20  # a call costs ~10 us, reading this much ~7 ms: larger segments save nothing but cost memory
-_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
-
-Report = Callable[[str, float], None]  # (what is being done, fraction of the export that is done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +41,8 @@ class ExportRequest:
     schedule: ScheduleRequest = field(default_factory=ScheduleRequest)
     max_batch: int = 16  # rows
     max_length: int | None = None  # tokens of a row; None: what the model has, at most 2048
-    targets: tuple[str, ...] = ("cpu",)
-    dtype: str = "auto"  # auto, fp32
+    targets: tuple[str, ...] = ("cpu",)  # as --target takes them: tensorrt-rtx:sm89
+    dtype: str = "auto"  # auto, fp32, fp16, bf16
     quantize: str = "none"  # none, int8, int4: weight-only, blocks of 32
     random_weights: bool = False
     slim: bool = False  # leave out what the targets do not read
@@ -65,12 +56,14 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         ModelNotSupportedError, ScheduleError, TargetError, BundleError: before anything is written where that can be known.
     """
     _check_options(request)
+    targets = parse_targets(request.targets)
     config, folder = load_config(request.model)
+    dtype = choose_dtype(request.dtype, targets, config)
     limits = manifest.Limits(max_length=_max_length(request, config), max_batch=request.max_batch)
     check_supported(config, limits.max_length)
     schedule = build_schedule(request.schedule, config.num_hidden_layers)
-    bones = skeleton(config)
-    _check_disk(request.out, bones, _BITS[request.quantize])
+    bones = skeleton(config, dtype)
+    _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
     with ExitStack() as files, _fresh_folder(request.out, request.force) as partial:
@@ -82,72 +75,41 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            report("writing weights", 0.4 * done / (4 * _num_parameters(bones)))
+            report("writing weights", 0.4 * done / (dtype.itemsize * bones.num_parameters))
 
         (partial / GRAPHS).mkdir()
-        weights = write_weights(partial / GRAPHS, bones.shapes, torch.float32, source, advance)
-        plan = _plan(bones, schedule)
-        written = _write_bundle(partial, bones, weights, plan, _Compiler(partial, limits, _BITS[request.quantize]), report)
+        weights = write_weights(partial / GRAPHS, bones.shapes, dtype, source, advance)
+        plan = plan_variants(schedule, max_layers_per_segment=max(1, _SEGMENT_BYTES // bones.layer_bytes))
+        graphs, variants = _write_graphs(partial, bones, weights, plan, report)
+        compiled = []
+        for index, target in enumerate(targets):
+            part = _part_of(report, 0.5 + 0.5 * index / len(targets), 0.5 / len(targets))
+            compiled.append(_compile(target, partial, request, graphs, plan, limits, schedule, part))
         copy_tokenizer(folder, partial, config, limits.max_length)
         if request.slim:
-            written = _slim(partial, written)
-        return _write_manifest(partial, request, bones, schedule, plan, limits, written)
+            shutil.rmtree(partial / GRAPHS)
+            variants = dict.fromkeys(variants)
+        return _write_manifest(partial, request, bones, schedule, plan, limits, variants, compiled)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """Paths inside the bundle."""
-
-    embed: str
-    segments: tuple[str, ...]
-    head: str
-    variants: dict[int, str | None]
-    weight_bytes: dict[str, int]  # of each engine
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiler:
-    """Lowers and compiles graphs for the cpu target."""
-
-    partial: Path  # the bundle in the making
-    limits: manifest.Limits
-    bits: int | None  # of a quantised weight
-    weight_bytes: dict[str, int] = field(default_factory=dict)  # of each engine compiled so far
-
-    def compile(self, graph: ir.Model, path: str) -> str:
-        """Compile a standard graph to the engine `path` of the bundle; returns the path."""
-        lowered = graph.clone()
-        passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=self.limits.max_length)]
-        if self.bits is not None:
-            passes.append(QuantizeWeightsPass(bits=self.bits))
-        ir.passes.Sequential(*passes)(lowered)
-        self.weight_bytes[path] = _weight_bytes(lowered.graph)
-        source = self.partial / GRAPHS / "lowered.onnx"
-        ir.save(lowered, source, external_data="lowered.bin" if self.bits is not None else None)
-        compile_ort(source, self.partial / path, prepack=self.bits is None)
-        for file in (source, source.with_suffix(".bin")):
-            file.unlink(missing_ok=True)
-        return path
-
-
-def _weight_bytes(graph: ir.Graph) -> int:
-    """What a step reads whole: not the rotary tables, of which attention takes a row a position."""
-    weights = (
-        value.const_value.nbytes
-        for value in graph.initializers.values()
-        if value.const_value is not None and not any(use.node.op_type == "GroupQueryAttention" for use in value.uses())
-    )
-    return sum(weights)
+def _compile(
+    target: TargetRequest,
+    partial: Path,
+    request: ExportRequest,
+    graphs: StandardGraphs,
+    plan: Plan,
+    limits: manifest.Limits,
+    schedule: Schedule,
+    report: Report,
+) -> manifest.Target:
+    if target.is_tensorrt:
+        return compile_tensorrt(partial, graphs, plan, limits, schedule, target, replaced=request.out, report=report)
+    return compile_cpu(partial, graphs, plan, limits, quantize=request.quantize, own_embed=request.slim, report=report)
 
 
 def _check_options(request: ExportRequest) -> None:
-    unknown = [target for target in request.targets if target != "cpu"]
-    if unknown:
-        raise TargetError(f"target {unknown[0]!r} cannot be compiled by this version", "available: cpu", where="--target")
-    if request.dtype not in ("auto", "fp32"):
-        raise TargetError(f"{request.dtype} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
-    if request.quantize not in _BITS:
-        raise TargetError(f"{request.quantize!r} is unknown", f"choose one of {', '.join(_BITS)}", where="--quantize")
+    if request.quantize not in QUANTIZED_BITS:
+        raise TargetError(f"{request.quantize!r} is unknown", f"choose one of {', '.join(QUANTIZED_BITS)}", where="--quantize")
     if request.max_batch < 1:
         raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
     if request.out.exists() and not request.force:
@@ -169,15 +131,23 @@ def _max_length(request: ExportRequest, config: Any) -> int:
     return min([DEFAULT_MAX_LENGTH, *(int(length) for length in known if length)])
 
 
-def _num_parameters(bones: Skeleton) -> int:
-    return sum(math.prod(shape) for shape in bones.shapes.values())
+def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
+    if any(target.is_tensorrt for target in targets):
+        check_tensorrt(bones, limits)
+        if request.quantize != "none":
+            raise TargetError(
+                f"{request.quantize} weights are for cpu engines only", "leave out --quantize, or export two bundles",
+                where="--quantize",
+            )  # fmt: skip
+    _check_disk(request.out, bones, targets, QUANTIZED_BITS[request.quantize])
 
 
-def _check_disk(out: Path, bones: Skeleton, bits: int | None) -> None:
-    """Weights once as source, compiled twice (plain and prepacked) or once quantised; one segment on its way."""
+def _check_disk(out: Path, bones: Skeleton, targets: Sequence[TargetRequest], bits: int | None) -> None:
+    """Weights once as source, once a target (for cpu twice, plain and prepacked, or once quantised); one segment on its way."""
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    compiled = 2 * 4 if bits is None else (bits + 1) / 8
-    needed = int((4 + compiled) * _num_parameters(bones)) + _SEGMENT_BYTES
+    for_cpu = 2 * 4 if bits is None else (bits + 1) / 8
+    compiled = sum(bones.dtype.itemsize if target.is_tensorrt else for_cpu for target in targets)
+    needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + _SEGMENT_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(
@@ -208,51 +178,27 @@ def _fresh_folder(out: Path, force: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _plan(bones: Skeleton, schedule: Schedule) -> Plan:
-    return plan_variants(schedule, max_layers_per_segment=max(1, _SEGMENT_BYTES // bones.layer_bytes(4)))
+def _part_of(report: Report, start: float, share: float) -> Report:
+    return lambda what, done: report(what, start + share * done)
 
 
-def _write_bundle(
-    partial: Path, bones: Skeleton, weights: WeightFile, plan: Plan, compiler: _Compiler, report: Report
-) -> _Written:
+def _write_graphs(
+    partial: Path, bones: Skeleton, weights: WeightFile, plan: Plan, report: Report
+) -> tuple[StandardGraphs, dict[int, str | None]]:
+    """Write the standard graphs; returns them, and the path of each variant's whole graph by its layer count."""
     report("tracing embedding and head", 0.4)
     embed, head = outer_graphs(bones, weights)
     report("tracing layers", 0.42)
-    layers = layer_graphs(bones, weights)
-    graphs = partial / GRAPHS
-    ir.save(embed, graphs / "embed.onnx")
-    ir.save(head, graphs / "head.onnx")
-    for layer in layers:
-        ir.save(layer, graphs / f"{layer.graph.name}.onnx")
+    graphs = StandardGraphs(embed=embed, layers=tuple(layer_graphs(bones, weights)), head=head)
+    for graph in (embed, *graphs.layers, head):
+        ir.save(graph, partial / GRAPHS / f"{graph.graph.name}.onnx")
     variants: dict[int, str | None] = {}
     for count, indices in plan.variants:
-        chosen = [layers[layer] for index in indices for layer in plan.segments[index]]
+        chosen = [graphs.layers[layer] for index in indices for layer in plan.segments[index]]
         path = f"{GRAPHS}/v{count}.onnx"
         ir.save(stitch([embed, *chosen, head], name=f"v{count}"), partial / path)
         variants[count] = path
-    target = partial / "targets" / "cpu"
-    target.mkdir(parents=True)
-    engines = []
-    for index, segment in enumerate(plan.segments):
-        report(f"compiling segment {index + 1} of {len(plan.segments)}", 0.5 + 0.45 * index / len(plan.segments))
-        graph = stitch([layers[layer] for layer in segment], name=f"segment_{index:03d}")
-        engines.append(compiler.compile(graph, f"targets/cpu/segment_{index:03d}.onnx"))
-    report("compiling head", 0.95)
-    return _Written(
-        embed=f"{GRAPHS}/embed.onnx",
-        segments=tuple(engines),
-        head=compiler.compile(head, "targets/cpu/head.onnx"),
-        variants=variants,
-        weight_bytes=compiler.weight_bytes,
-    )
-
-
-def _slim(partial: Path, written: _Written) -> _Written:
-    """Keep only what the engines read: the embedding gets its own copy of its weights, the standard graphs go."""
-    embed = "targets/cpu/embed.onnx"
-    compile_ort(partial / written.embed, partial / embed)
-    shutil.rmtree(partial / GRAPHS)
-    return dataclasses.replace(written, embed=embed, variants=dict.fromkeys(written.variants))
+    return graphs, variants
 
 
 def _eos_ids(partial: Path, config: Any) -> tuple[int, ...]:
@@ -270,7 +216,8 @@ def _write_manifest(
     schedule: Schedule,
     plan: Plan,
     limits: manifest.Limits,
-    written: _Written,
+    variants: dict[int, str | None],
+    targets: Sequence[manifest.Target],
 ) -> manifest.Manifest:
     config = bones.config
     paths = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
@@ -285,28 +232,19 @@ def _write_manifest(
             num_kv_heads=bones.num_kv_heads,
             head_size=bones.head_size,
             vocab_size=bones.vocab_size,
-            num_parameters=_num_parameters(bones),
+            num_parameters=bones.num_parameters,
             eos_token_ids=_eos_ids(partial, config),
         ),
-        dtype="float32",
+        dtype=str(bones.dtype).removeprefix("torch."),
         limits=limits,
         schedule=schedule,
         kv_slots=tuple(schedule.cap(layer) for layer in range(schedule.num_layers)),
         segments=plan.segments,
         variants=tuple(
-            manifest.Variant(name=f"v{count}", num_layers=count, segments=indices, graph=written.variants[count])
+            manifest.Variant(name=f"v{count}", num_layers=count, segments=indices, graph=variants[count])
             for count, indices in plan.variants
         ),
-        targets=(
-            manifest.Target(
-                name="cpu",
-                weights="fp32" if request.quantize == "none" else request.quantize,
-                library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(),
-                cpu_features=cpu_features(), embed=written.embed, segments=written.segments, head=written.head,
-                segment_weight_bytes=tuple(written.weight_bytes[path] for path in written.segments),
-                head_weight_bytes=written.weight_bytes[written.head],
-            ),
-        ),
+        targets=tuple(targets),
         files=tuple(manifest.describe_file(partial, path) for path in paths),
     )  # fmt: skip
     manifest.write(result, partial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ class Skeleton:
     """A model without its weights."""
 
     config: Any
+    dtype: torch.dtype  # of weights and activations
     parts: DecoderParts  # of the model on the meta device
     shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once
     canonical: dict[str, str]  # parameter -> the name under which it is stored
@@ -30,26 +32,42 @@ class Skeleton:
     num_kv_heads: int
     vocab_size: int  # as the head gives it
 
-    def layer_bytes(self, itemsize: int) -> int:
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters, tied ones once."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def layer_bytes(self) -> int:
         """Bytes of the largest layer."""
         sizes = [0] * len(getattr(self.parts.owner, self.parts.layers_name))
         for name, shape in self.shapes.items():
             if name.startswith(self.parts.prefix):
-                sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += torch.Size(shape).numel() * itemsize
+                sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += math.prod(shape) * self.dtype.itemsize
         return max(sizes)
 
 
-def skeleton(config: Any) -> Skeleton:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandardGraphs:
+    """What every target is compiled from: standard ONNX, weights by reference."""
+
+    embed: ir.Model
+    layers: tuple[ir.Model, ...]
+    head: ir.Model
+
+
+def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     """Build the model on the meta device: names, shapes and ties, no memory."""
     config._attn_implementation = ATTENTION_NAME
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     heads = config.num_attention_heads
     return Skeleton(
         config=config,
+        dtype=dtype,
         parts=decoder_parts(model),
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
         canonical=canonical,
@@ -70,8 +88,8 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     for index, layer in enumerate(layers):
         key = (kinds[index], tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
         if key not in templates:
-            real = type(layer)(bones.config, layer_idx=index).to(torch.float32)
-            templates[key] = trace_layer(real, rotary, kinds[index], sizes, torch.float32)
+            real = type(layer)(bones.config, layer_idx=index).to(bones.dtype)
+            templates[key] = trace_layer(real, rotary, kinds[index], sizes, bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
         graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
@@ -86,7 +104,7 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
     config.num_hidden_layers = 0
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = []
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=bones.dtype)
     parts = decoder_parts(model)
     names = {name: _path_of(model, getattr(parts.owner, name)) for name in parts.final_names}
     final = [getattr(parts.owner, name) for name in parts.final_names]
@@ -94,7 +112,7 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
         setattr(parts.owner, name, torch.nn.Identity())
     owner_path = _path_of(model, parts.owner)
     embed = trace_embed(parts)
-    head = trace_head(model, parts.owner, final, config.hidden_size, torch.float32)
+    head = trace_head(model, parts.owner, final, config.hidden_size, bones.dtype)
     for graph, title in ((embed, "embed"), (head, "head")):
         clean_trace(graph)
         graph.graph.name = title

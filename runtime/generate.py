@@ -67,6 +67,8 @@ class Generation:
     timings: Timings
 
 
+_RUNS = "cpu"  # the target that this version runs
+
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -255,14 +257,14 @@ def load(
 
     Args:
         bundle: its folder.
-        target: where its engines run; None: the first that it has.
+        target: where its engines run; None: cpu.
         threads: of the process's one pool; None: one a core. The first load of a process decides.
         check_hashes: also compare every file's SHA-256 (reads the whole bundle).
         prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.
 
     Raises:
         BundleError: missing, damaged, or of another format version.
-        TargetError: no such target, or engines of another library version or CPU.
+        TargetError: no such target, one that this version does not run, or engines of another library version or CPU.
         CapacityError: a chunk of no tokens.
     """
     return Generator(Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk)
@@ -270,11 +272,19 @@ def load(
 
 def _choose_target(manifest: manifests.Manifest, bundle: Path, name: str | None) -> manifests.Target:
     known = [target.name for target in manifest.targets]
-    if not known or (name is not None and name not in known):
+    if name is None:
+        name = _RUNS if _RUNS in known else known[0] if known else _RUNS
+    if name not in known:
         raise TargetError(
-            f"target {name or 'cpu'!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
+            f"target {name!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
         )
-    return next(target for target in manifest.targets if name in (None, target.name))
+    target = manifest.targets[known.index(name)]
+    if name != _RUNS:
+        raise TargetError(
+            f"engines for {name} ({target.machine}) are compiled by this version, not run by it",
+            f"export with --target {_RUNS} too", where=str(bundle),
+        )  # fmt: skip
+    return target
 
 
 def _load_engines(manifest: manifests.Manifest, bundle: Path, target: manifests.Target, threads: int | None) -> Engines:

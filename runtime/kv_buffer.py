@@ -22,6 +22,16 @@ def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...
     return tuple(0 if cap == 0 else prompt + min(new, new if cap is None else cap) for cap in caps)
 
 
+def static_slots(schedule: Schedule, max_length: int) -> tuple[int, ...]:
+    """Slots that each layer needs for any run of at most `max_length` tokens: what engines with static buffers are built for.
+
+    A layer that no decode step computes has buffers too, which a prompt's keys and values pass through.
+    """
+    if schedule.anchor is not Anchor.ABSOLUTE:
+        return (max_length,) * schedule.num_layers
+    return tuple(slots or max_length for slots in slots_per_layer(schedule, 0, max_length))
+
+
 class KVBuffer:
     """Memory and lengths, nothing else.
 

@@ -17,6 +17,7 @@ from skipdecode.schedule import Anchor, Schedule, active_layers
 
 FORMAT_VERSION = 1
 MANIFEST = "bundle.json"
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +58,11 @@ class Variant:
 class Target:
     """Engines that are ready to load on one kind of device."""
 
-    name: str  # cpu
-    weights: str  # of its engines: fp32, int8 or int4 (block-quantised)
-    library: str  # onnxruntime
-    library_version: str  # prepacked weights belong to it
-    machine: str  # x86_64
+    name: str  # cpu, tensorrt-rtx
+    weights: str  # of its engines: fp32, fp16, bf16, int8 or int4 (block-quantised)
+    library: str  # onnxruntime, tensorrt_rtx
+    library_version: str  # prepacked weights and plans belong to it
+    machine: str  # x86_64; of plans, the GPUs: sm86 sm89
     cpu_features: tuple[str, ...]  # instruction sets that the prepacked weights were laid out for
     embed: str
     segments: tuple[str, ...]  # one engine a segment
@@ -89,7 +90,7 @@ class Manifest:
 
     format_version: int
     model: Model
-    dtype: str  # of the source weights: float32, float16, bfloat16
+    dtype: str  # of the source weights, a key of ITEM_BYTES
     limits: Limits
     schedule: Schedule
     kv_slots: tuple[int | None, ...]  # per layer: decode positions that need a slot; None: as many as the run has
@@ -105,6 +106,7 @@ class Manifest:
         caps = tuple(map(self.schedule.cap, range(depth))) if len(self.kv_slots) == depth else None
         checks = (
             (self.format_version == FORMAT_VERSION, "format_version", "is another"),
+            (self.dtype in ITEM_BYTES, "dtype", f"is none of {', '.join(ITEM_BYTES)}"),
             (self.schedule.num_layers == depth, "schedule.num_layers", f"differs from the model's {depth} layers"),
             (len(layers) == depth and layers == list(range(depth)), "segments", "do not cover each layer once"),
             (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from skipdecode import manifest as manifests
 from skipdecode.cli import Parser, guarded
-from skipdecode.kv_buffer import slots_per_layer
+from skipdecode.kv_buffer import slots_per_layer, static_slots
 from skipdecode.manifest import Manifest, Target, Variant
 from skipdecode.schedule import Schedule, full_depth
 
@@ -72,16 +72,16 @@ def facts(manifest: Manifest) -> dict[str, Any]:
             for v in manifest.variants
         ],
         "segments": [{"layers": list(layers)} for layers in manifest.segments],
-        "weights_bytes": 4 * model.num_parameters,
+        "weights_bytes": manifests.ITEM_BYTES[manifest.dtype] * model.num_parameters,
         "kv_prompt_tokens": manifest.limits.max_length // 2,
         "kv_bytes_per_row": kv_bytes(manifest, schedule),
         "kv_bytes_per_row_without_skipping": kv_bytes(manifest, full_depth(model.num_layers)),
-        "targets": [_target_facts(target, sizes) for target in manifest.targets],
+        "targets": [_target_facts(target, manifest, sizes) for target in manifest.targets],
         "bundle_bytes": sum(sizes.values()),
     }  # fmt: skip
 
 
-def _target_facts(target: Target, sizes: dict[str, int]) -> dict[str, Any]:
+def _target_facts(target: Target, manifest: Manifest, sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "name": target.name, "weights": target.weights, "library": target.library,
         "library_version": target.library_version, "machine": target.machine,
@@ -91,6 +91,7 @@ def _target_facts(target: Target, sizes: dict[str, int]) -> dict[str, Any]:
         "head_bytes": engine_bytes(target.head, sizes),
         "segment_weight_bytes": list(target.segment_weight_bytes),
         "head_weight_bytes": target.head_weight_bytes,
+        "kv_bytes_per_row": kv_bytes(manifest, manifest.schedule, target),
     }  # fmt: skip
 
 
@@ -99,11 +100,15 @@ def engine_bytes(engine: str, sizes: dict[str, int]) -> int:
     return sizes[engine] + sizes.get(engine.removesuffix(".onnx") + ".bin", 0)
 
 
-def kv_bytes(manifest: Manifest, schedule: Schedule) -> int:
-    """Bytes of one row's KV buffer where half of the longest run is the prompt."""
-    prompt = manifest.limits.max_length // 2
-    slots = slots_per_layer(schedule, prompt, manifest.limits.max_length - prompt)
-    return sum(slots) * 2 * manifest.model.num_kv_heads * manifest.model.head_size * 4
+def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = None) -> int:
+    """Bytes of one row's KV buffer where half of the longest run is the prompt; None: on cpu.
+
+    A target with static buffers (TensorRT) has the longest run's slots, whatever the prompt, in the dtype of its weights.
+    """
+    model, longest = manifest.model, manifest.limits.max_length
+    static = target is not None and target.name != "cpu"
+    slots = static_slots(schedule, longest) if static else slots_per_layer(schedule, longest // 2, longest - longest // 2)
+    return sum(slots) * 2 * model.num_kv_heads * model.head_size * (2 if static else 4)
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:
@@ -130,7 +135,7 @@ def picture(schedule: Schedule) -> list[str]:
 
 def _page(manifest: Manifest) -> list[str]:
     data, model, schedule = facts(manifest), manifest.model, manifest.schedule
-    kv, whole = data["kv_bytes_per_row"], data["kv_bytes_per_row_without_skipping"]
+    whole = data["kv_bytes_per_row_without_skipping"]
     return [
         f"{model.name}: {model.model_type}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads "
         f"({model.num_kv_heads} key/value) of {model.head_size}, vocabulary {model.vocab_size}, "
@@ -148,14 +153,12 @@ def _page(manifest: Manifest) -> list[str]:
             for v in data["variants"]
         ),
         "",
-        *(line for target in data["targets"] for line in _target_lines(target, manifest)),
-        f"KV buffer  {_mib(kv)} a row of {manifest.limits.max_length} tokens (half prompt), "
-        f"{_mib(whole)} without skipping: {kv / whole:.0%}",
+        *(line for target in data["targets"] for line in _target_lines(target, manifest, whole)),
         f"bundle     {_mib(data['bundle_bytes'])} on disk",
     ]
 
 
-def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
+def _target_lines(target: dict[str, Any], manifest: Manifest, whole: int) -> list[str]:
     lines = [
         "target {name}: {weights}, {library} {library_version}, {machine} ".format(**target) + " ".join(target["cpu_features"])
     ]
@@ -163,7 +166,17 @@ def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         lines.append(f"  segment {index:<3} layers {name:<7} {_mib(size)}")
     weights = sum(target["segment_weight_bytes"]) + target["head_weight_bytes"]
-    return [*lines, f"  weights {_mib(weights)}, once for all {len(manifest.variants)} variants", ""]
+    kv = target["kv_bytes_per_row"]
+    if target["name"] == "cpu":
+        of_run = f"{manifest.limits.max_length} tokens (half prompt), {_mib(whole)} without skipping: {kv / whole:.0%}"
+    else:
+        of_run = f"at most {manifest.limits.max_length} tokens"
+    return [
+        *lines,
+        f"  weights {_mib(weights)}, once for all {len(manifest.variants)} variants",
+        f"  KV buffer {_mib(kv)} a row of {of_run}",
+        "",
+    ]
 
 
 def _printable(lines: list[str]) -> str:

@@ -117,6 +117,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "number_for_text": (lambda d: d["model"].update(name=6), "not a string"),
     "object_for_list": (lambda d: d.update(segments={}), "not a list"),
     "list_for_object": (lambda d: d.update(model=[]), "not an object"),
+    "unknown_dtype": (lambda d: d.update(dtype="float8"), "dtype is none of float32, float16, bfloat16"),
     "unknown_anchor": (lambda d: d["schedule"].update(anchor="elsewhere"), "generated or absolute"),
     "rising_schedule": (lambda d: d["schedule"].update(layers=[2, 5]), "rises from 2 to 5"),
     "empty_schedule": (lambda d: d["schedule"].update(layers=[]), "empty"),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
-from skipdecode.exporter import export as exporting
+from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
@@ -180,7 +180,7 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "kind", "says"),
     [
-        ({"targets": ("vulkan",)}, TargetError, "available: cpu"),
+        ({"targets": ("vulkan",)}, TargetError, "choose from cpu"),
         ({"dtype": "fp16"}, TargetError, "choose fp32"),
         ({"quantize": "int3"}, TargetError, "choose one of none, int8, int4"),
         ({"max_batch": 0}, TargetError, "choose 1 or more"),
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monke
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "compile_ort", full)
+    monkeypatch.setattr(cpu_target, "compile_ort", full)
     _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", BundleError, "No space left on device")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
     _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", BundleError, "MiB are free")

@@ -24,7 +24,8 @@ g (float[B,S,8] x) => (float[B,S,8] y)
 
 def with_weight(text: str, name: str, data: np.ndarray) -> ir.Model:
     """The text's value `weight` becomes the parameter `name` (text cannot hold a dotted name)."""
-    model = ir.from_onnx_text(text.replace(" x) =>", f" x, float{list(data.shape)} weight) =>"))
+    kind = "float16" if data.dtype == np.float16 else "float"
+    model = ir.from_onnx_text(text.replace(" x) =>", f" x, {kind}{list(data.shape)} weight) =>"))
     value = next(value for value in model.graph.inputs if value.name == "weight")
     model.graph.inputs.remove(value)
     value.name, value.const_value = name, ir.tensor(data, name=name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from tests.graph_passes.running import run_model
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 layer (float[B,S,32] rows_q, float[B,S,16] rows_k, float[B,S,16] rows_v, int64[B,S] position_ids,
@@ -34,14 +34,6 @@ def _before() -> ir.Model:
     model = ir.from_onnx_text(BEFORE)
     ir.passes.common.ShapeInferencePass()(model)
     return model
-
-
-def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.use_per_session_threads = False
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-    return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
 
 
 def test_attention_and_scatter_become_one_operator_that_reads_the_rows_themselves() -> None:
@@ -97,5 +89,5 @@ def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int
     }
     before, after = _before(), _before()
     LowerAttentionPass(max_length=slots)(after)
-    for expected, found in zip(_run(before, feeds), _run(after, feeds), strict=True):
+    for expected, found in zip(run_model(before, feeds), run_model(after, feeds), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
-from skipdecode.engines.ort import use_threads
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from tests.graph_passes.running import run_model
 from tests.graph_passes.test_clean_trace import with_weight
 
 FORMS = {
@@ -26,14 +25,6 @@ def _model(form: str) -> ir.Model:
     return with_weight(text, "layer.fc.weight", np.random.default_rng(0).standard_normal(shape).astype(np.float32))
 
 
-def _run(model: ir.Model, x: np.ndarray) -> np.ndarray:
-    use_threads(None)
-    options = ort.SessionOptions()
-    options.use_per_session_threads = False
-    result: np.ndarray = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options).run(None, {"x": x})[0]
-    return result
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.2)])
 def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, bits: int, tolerance: float) -> None:
@@ -42,7 +33,7 @@ def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, bits: i
     assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
     assert not any(node.op_type in ("MatMul", "Gemm", "Transpose") for node in after.graph)
     x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
-    expected, found = _run(before, x), _run(after, x)
+    (expected,), (found,) = run_model(before, {"x": x}), run_model(after, {"x": x})
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert 0 < error < tolerance
 

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode.kv_buffer import KVBuffer, slots_per_layer
+from skipdecode.kv_buffer import KVBuffer, slots_per_layer, static_slots
 from skipdecode.manifest import Model
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
@@ -27,6 +27,16 @@ def test_an_absolute_anchor_counts_the_prompt_too(schedule: Schedule, prompt: in
     slots = slots_per_layer(absolute, prompt, new)
     for layer, count in enumerate(slots):
         assert count == sum(layer in schedule.active(t) for t in range(prompt + new))
+
+
+@given(schedules(), st.integers(2, 50), st.data())
+def test_static_slots_hold_every_run_of_the_longest_length(schedule: Schedule, longest: int, data: st.DataObject) -> None:
+    schedule = dataclasses.replace(schedule, anchor=data.draw(st.sampled_from(Anchor)))
+    prompt = data.draw(st.integers(1, longest - 1))
+    needed = slots_per_layer(schedule, prompt, longest - prompt)
+    for slots, most in zip(needed, static_slots(schedule, longest), strict=True):
+        assert slots <= most <= longest
+        assert most, "a prompt passes through layers that no decode step computes"
 
 
 def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> None:

@@ -18,19 +18,24 @@ std::string Joined(const std::vector<std::string>& words) {
   return line;
 }
 
-const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::string& name) {
+// `asked` empty: cpu, which is what this library runs.
+const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::string& asked) {
   const auto& targets = manifest.targets;
-  const auto found =
-      std::find_if(targets.begin(), targets.end(), [&name](const Target& target) { return name.empty() || target.name == name; });
+  const auto named = [&targets](const std::string& name) {
+    return std::find_if(targets.begin(), targets.end(), [&name](const Target& target) { return target.name == name; });
+  };
+  const std::string name = asked.empty() ? "cpu" : asked;
+  auto found = named(name);
+  if (asked.empty() && found == targets.end()) found = targets.begin();
   if (found == targets.end()) {
     std::vector<std::string> known;
     known.reserve(targets.size());
     for (const Target& target : targets) known.push_back(target.name);
-    throw TargetError("target '" + (name.empty() ? "cpu" : name) + "' is not in this bundle",
+    throw TargetError("target '" + name + "' is not in this bundle",
                       "choose from " + (known.empty() ? "none" : Joined(known)), path.string());
   }
   if (found->name != "cpu" || found->library != "onnxruntime") {
-    throw TargetError("this library runs cpu engines only, not " + found->name, "export with --target cpu", path.string());
+    throw TargetError("this library runs cpu engines only, not " + found->name, "export with --target cpu too", path.string());
   }
   return *found;
 }

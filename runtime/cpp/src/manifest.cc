@@ -256,6 +256,9 @@ Manifest DecodeManifest(const Json& data) {
       o.Items<Target>("targets", DecodeTarget),
       o.Items<File>("files", DecodeFile),
   };
+  if (manifest.dtype != "float32" && manifest.dtype != "float16" && manifest.dtype != "bfloat16") {
+    throw Malformed("dtype", "is none of float32, float16, bfloat16");
+  }
   if (manifest.schedule.num_layers() != manifest.model.num_layers) {
     throw Malformed("schedule.num_layers", "differs from the model's " + std::to_string(manifest.model.num_layers) + " layers");
   }

@@ -1,0 +1,90 @@
+"""`--target cpu`, `--target tensorrt-rtx:sm89,sm120`: what engines are compiled for, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skipdecode.errors import TargetError
+from skipdecode.graph_passes.compile_tensorrt import LIBRARIES, library
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_CHOICES = "choose from cpu, tensorrt-rtx[:smNN,...], tensorrt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRequest:
+    """Where engines shall run."""
+
+    name: str  # cpu, tensorrt-rtx, tensorrt
+    capabilities: tuple[str, ...] = ()  # sm89: the GPUs that plans are made for; none: what the library makes by itself
+
+    @property
+    def is_tensorrt(self) -> bool:
+        """Whether its engines are TensorRT plans."""
+        return self.name in LIBRARIES
+
+
+def parse_targets(texts: Sequence[str]) -> tuple[TargetRequest, ...]:
+    """What `--target` was given, each target once.
+
+    Raises:
+        TargetError: an unknown target or compute capability, one given twice, or a package that is not installed.
+    """
+    targets = tuple(map(_parse, texts))
+    names = [target.name for target in targets]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise TargetError(
+            f"target {twice} is given twice", f"name several capabilities at once: {twice}:sm86,sm89", where="--target"
+        )
+    return targets
+
+
+def _parse(text: str) -> TargetRequest:
+    name, colon, rest = text.partition(":")
+    if name not in ("cpu", *LIBRARIES):
+        raise TargetError(f"target {name!r} cannot be compiled by this version", _CHOICES, where="--target")
+    if name not in LIBRARIES:
+        if colon:
+            raise TargetError(f"target {text!r}: {name} has no compute capabilities", f"write {name}", where="--target")
+        return TargetRequest(name=name)
+    trt = library(name)
+    if not colon:
+        return TargetRequest(name=name)
+    if name == "tensorrt":
+        raise TargetError(f"target {text!r}: tensorrt builds for the GPU at hand", "write tensorrt", where="--target")
+    known = [member.lower() for member in trt.ComputeCapability.__members__ if member.startswith("SM")]
+    capabilities = tuple(dict.fromkeys(rest.split(",")))
+    unknown = next((capability for capability in capabilities if capability not in known), None)
+    if unknown is not None:
+        raise TargetError(
+            f"tensorrt-rtx {trt.__version__} does not build for {unknown!r}", f"choose from {', '.join(known)}", where="--target"
+        )
+    return TargetRequest(name=name, capabilities=capabilities)
+
+
+def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
+    """The dtype of the bundle's weights and standard graphs.
+
+    `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32. A cpu target computes in fp32
+    whatever is stored.
+
+    Raises:
+        TargetError: a dtype that one of the targets has no kernels for.
+    """
+    tensorrt = next((target.name for target in targets if target.is_tensorrt), None)
+    if asked == "auto":
+        if tensorrt is None:
+            return torch.float32
+        return torch.bfloat16 if getattr(config, "dtype", None) == torch.bfloat16 else torch.float16
+    if asked not in _DTYPES:
+        raise TargetError(f"{asked!r} is unknown", f"choose one of auto, {', '.join(_DTYPES)}", where="--dtype")
+    if asked == "fp32" and tensorrt:
+        raise TargetError(f"{tensorrt} has no fused attention in fp32", "choose fp16 or bf16", where="--dtype")
+    if asked != "fp32" and not tensorrt:
+        raise TargetError(f"{asked} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
+    return _DTYPES[asked]

@@ -1,0 +1,193 @@
+"""Standard graphs -> a TensorRT target: lowered, then one plan an engine, built side by side in processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from skipdecode import manifest
+from skipdecode.decoder import PREFILL_CHUNK
+from skipdecode.errors import TargetError
+from skipdecode.exporter.graphs import Skeleton, StandardGraphs
+from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
+from skipdecode.exporter.targets import TargetRequest
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process, library
+from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.plan import Plan
+from skipdecode.graph_passes.static_slots import StaticSlotsPass
+from skipdecode.graph_passes.stitch import stitch
+from skipdecode.kv_buffer import static_slots
+from skipdecode.schedule import Schedule
+
+KEYS = "keys.json"  # engine file -> content hash of what it was built from
+_BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (405 MB: 2.9 GB in all):
+_BUILDER_FACTOR = 7
+_MOST_ELEMENTS = 2**31 - 1  # of one tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine:
+    name: str
+    graph: ir.Model  # standard
+    slots: int  # of its layers' KV buffers
+    profiles: tuple[Profile, ...]
+
+
+def check_tensorrt(bones: Skeleton, limits: manifest.Limits) -> None:
+    """Refuse, before anything is written, what TensorRT could not build.
+
+    Raises:
+        TargetError: a layer's KV buffer has more elements than a tensor may, or attention caps its logits.
+    """
+    if getattr(bones.config, "attn_logit_softcapping", None):
+        raise TargetError(
+            f"{bones.config.model_type} caps its attention logits, which TensorRT's attention cannot",
+            "export for cpu, or set attn_logit_softcapping to null in config.json where the model's makers say so",
+            where="--target",
+        )
+    most = _MOST_ELEMENTS // (limits.max_batch * bones.num_kv_heads * bones.head_size)
+    if limits.max_length > most:
+        raise TargetError(
+            f"a KV buffer of {limits.max_batch} rows of {limits.max_length} tokens has more than 2**31 - 1 elements",
+            f"choose --max-length {most} or less, or fewer --max-batch rows" if most > 1 else "choose fewer --max-batch rows",
+            where="--max-length",
+        )
+
+
+def compile_tensorrt(
+    partial: Path,
+    graphs: StandardGraphs,
+    plan: Plan,
+    limits: manifest.Limits,
+    schedule: Schedule,
+    request: TargetRequest,
+    *,
+    replaced: Path,
+    report: Report,
+) -> manifest.Target:
+    """Write the plans below `partial`, the bundle in the making.
+
+    Args:
+        replaced: the bundle that this one replaces, if it is there: plans of the same content are taken from it.
+
+    Raises:
+        TargetError: a graph that the library refuses.
+    """
+    trt = library(request.name)
+    folder = f"targets/{request.name}"
+    (partial / folder).mkdir(parents=True)
+    known = _known_plans(replaced / folder)
+    keys: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    waiting: list[PlanRequest] = []
+    for engine in _engines(graphs, plan, limits, schedule):
+        lowered = engine.graph.clone()
+        ir.passes.Sequential(StaticSlotsPass(slots=engine.slots), NonUnitScalePass(), DropUnusedInputsPass())(lowered)
+        path = f"{folder}/{engine.name}.plan"
+        sizes[path] = weight_bytes(lowered.graph)
+        source = partial / GRAPHS / f"lowered_{engine.name}.onnx"  # beside the weights that it refers to
+        ir.save(lowered, source)
+        building = PlanRequest(
+            target=request.name, source=str(source), plan=str(partial / path),
+            profiles=engine.profiles, capabilities=request.capabilities,
+        )  # fmt: skip
+        keys[f"{engine.name}.plan"] = key = _content_key(building, lowered, trt.__version__)
+        if key in known:
+            _link_or_copy(known[key], partial / path)
+            source.unlink()
+        else:
+            waiting.append(building)
+    _build(waiting, max(sizes.values()), report)
+    (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
+    segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(len(plan.segments)))
+    head = f"{folder}/head.plan"
+    return manifest.Target(
+        name=request.name, weights=_weights(graphs), library=trt.__name__,
+        library_version=trt.__version__, machine=" ".join(request.capabilities) or "sm80 and later", cpu_features=(),
+        embed=f"{folder}/embed.plan", segments=segments, head=head,
+        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
+    )  # fmt: skip
+
+
+def _weights(graphs: StandardGraphs) -> str:
+    return "bf16" if graphs.head.graph.outputs[0].dtype == ir.DataType.BFLOAT16 else "fp16"
+
+
+def _engines(graphs: StandardGraphs, plan: Plan, limits: manifest.Limits, schedule: Schedule) -> list[_Engine]:
+    """All engines, the largest (the segments) first."""
+    rows, chunk = limits.max_batch, min(PREFILL_CHUNK, limits.max_length)
+    decode = Profile(batch=(1, 1, rows), tokens=(1, 1, 1))
+    prefill = Profile(batch=(1, 1, 1), tokens=(1, min(128, chunk), chunk))
+    slots = static_slots(schedule, limits.max_length)
+    engines = []
+    for index, layers in enumerate(plan.segments):
+        # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
+        graph = stitch([graphs.layers[layer] for layer in layers], name=f"layers_{layers[0]:03d}_{layers[-1]:03d}")
+        engines.append(
+            _Engine(name=f"segment_{index:03d}", graph=graph, slots=slots[layers[0]], profiles=(decode, prefill))
+        )  # fmt: skip
+    return [
+        *engines,
+        _Engine(name="embed", graph=graphs.embed, slots=0, profiles=(decode, prefill)),
+        _Engine(name="head", graph=graphs.head, slots=0, profiles=(decode,)),
+    ]
+
+
+def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:
+    done = 0
+    with ThreadPoolExecutor(_workers(most_weights)) as pool:
+        futures = [pool.submit(build_in_process, each) for each in waiting]
+        try:
+            for future, each in zip(futures, waiting, strict=True):
+                report(f"building plan {done + 1} of {len(waiting)} for {each.target}", done / len(waiting))
+                future.result()
+                Path(each.source).unlink()
+                done += 1
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _workers(most_weights: int) -> int:
+    """Builders at a time: one a core, as many as memory holds."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    return max(1, min(len(os.sched_getaffinity(0)), free // (_BUILDER_BYTES + _BUILDER_FACTOR * most_weights)))
+
+
+def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
+    """SHA-256 of all that a plan is made from: library, GPUs, profiles, graph and weights."""
+    about = dataclasses.asdict(dataclasses.replace(request, source="", plan=""))
+    digest = hashlib.sha256(json.dumps([version, about]).encode())
+    digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
+    for _, value in sorted(lowered.graph.initializers.items()):
+        if isinstance(value.const_value, ir.ExternalTensor):
+            digest.update(value.const_value.tobytes())
+            value.const_value.release()
+    return digest.hexdigest()
+
+
+def _known_plans(folder: Path) -> dict[str, Path]:
+    """Content key -> plan, of a bundle that is there already; none where it cannot be read."""
+    try:
+        keys = json.loads((folder / KEYS).read_text(encoding="utf-8"))
+        return {key: folder / name for name, key in keys.items() if (folder / name).is_file()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _link_or_copy(plan: Path, path: Path) -> None:
+    try:
+        os.link(plan, path)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(plan, path)

@@ -1,0 +1,190 @@
+"""Compile a lowered graph to a TensorRT plan: the real parser, the real builder, and what both said, read.
+
+TensorRT-RTX builds without a GPU. What could give wrong results silently is an error here: an input that the parser ignored, a
+KV update that is not in place. (An attention that no fused kernel takes cannot be built: the parser calls it not decomposable.)
+
+A builder takes 7x its engine's weights in memory and gives little of it back, so each runs in a process of its own:
+`python -m skipdecode.graph_passes.compile_tensorrt`, a `PlanRequest` as JSON on standard input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import TargetError
+
+LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
+Range = tuple[int, int, int]  # least, most likely, most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Sizes that the builder optimises for; an execution context picks one profile."""
+
+    batch: Range  # B
+    tokens: Range  # S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """One graph to compile."""
+
+    target: str  # tensorrt-rtx, tensorrt
+    source: str  # lowered ONNX file, weights by reference
+    plan: str  # file to write
+    profiles: tuple[Profile, ...]
+    capabilities: tuple[str, ...] = ()  # sm89, ...; none: Ampere and later (tensorrt-rtx), the GPU at hand (tensorrt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayer:
+    """A kernel of a built engine, as the builder lists it."""
+
+    name: str  # `[profile 1]` in it: of the second profile
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def library(target: str) -> Any:
+    """The Python package of a TensorRT target.
+
+    Raises:
+        TargetError: not installed.
+    """
+    package = LIBRARIES[target]
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
+        raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+
+
+def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
+    """Parse, build and write `request.plan`; returns the engine's kernels.
+
+    Raises:
+        TargetError: the parser or the builder refused the graph, or took it in a way that gives wrong results.
+    """
+    trt = library(request.target)
+    log = _log_of(trt)
+    where = Path(request.plan).name
+    try:
+        builder = trt.Builder(log)
+    except TypeError as error:  # what its bindings make of a null pointer
+        raise TargetError(f"{request.target} found no GPU to build on", "build with --target tensorrt-rtx:smNN") from error
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse_from_file(request.source):
+        raise TargetError(f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", where=where)
+    _check_network(network, trt, where)
+    plan = builder.build_serialized_network(network, _config(trt, builder, network, request))
+    if plan is None:
+        raise TargetError(f"{request.target} could not build it: {log.first_error()}", where=where)
+    ignored = [message for message in log.warnings if "unused input" in message.lower()]
+    if ignored:
+        raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", where=where)
+    Path(request.plan).write_bytes(plan)
+    return tuple(_engine_layers(log.verbose))
+
+
+def build_in_process(request: PlanRequest) -> None:
+    """`build_plan` in a process of its own.
+
+    Raises:
+        TargetError: as it does, and where the process was killed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "skipdecode.graph_passes.compile_tensorrt"],
+        input=json.dumps(dataclasses.asdict(request)), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 2:
+        raise TargetError(done.stderr.strip())
+    if done.returncode:
+        reason = "was killed, probably for want of memory" if done.returncode < 0 else f"failed: {done.stderr.strip()[-300:]}"
+        raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
+
+
+def _log_of(trt: Any) -> Any:
+    """A logger that keeps what the library says; its base class is known only once the library is."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+            self.verbose: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            kinds = {trt.ILogger.Severity.WARNING: self.warnings, trt.ILogger.Severity.VERBOSE: self.verbose}
+            errors = severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR)
+            (self.errors if errors else kinds.get(severity, self.verbose)).append(message)
+
+        def first_error(self) -> str:
+            # without a GPU every error is followed by one of the driver, which is not the reason
+            reasons = [message for message in self.errors if "Cuda Runtime" not in message]
+            return (reasons or self.errors or ["no reason given"])[0][:300]
+
+    return Log()
+
+
+def _check_network(network: Any, trt: Any, where: str) -> None:
+    """Every KV input must be updated in place: the operands of one cache update, network input and output."""
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
+    in_place = {u.get_input(0).name for u in updates if u.get_input(0).is_network_input and u.get_output(0).is_network_output}
+    names = [network.get_input(index).name for index in range(network.num_inputs)]
+    left = [name for name in names if name.startswith("past_") and name not in in_place]
+    if left:
+        raise TargetError(f"the KV update of {left[0]} is not in place", where=where)
+
+
+def _config(trt: Any, builder: Any, network: Any, request: PlanRequest) -> Any:
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if request.capabilities:
+        config.num_compute_capabilities = len(request.capabilities)
+        for index, name in enumerate(request.capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), index)
+    for profile in request.profiles:
+        shapes = builder.create_optimization_profile()
+        for index in range(network.num_inputs):
+            tensor = network.get_input(index)
+            ranges = (profile.batch, profile.tokens)
+            sizes = [ranges[axis] if size == -1 else (size,) * 3 for axis, size in enumerate(tensor.shape)]
+            shapes.set_shape(tensor.name, *([size[bound] for size in sizes] for bound in range(3)))
+        config.add_optimization_profile(shapes)
+    return config
+
+
+def _engine_layers(lines: list[str]) -> list[EngineLayer]:
+    """The builder's own list of what it built (its verbose log; an inspector would need a GPU to load the plan)."""
+    found = []
+    for line in (line for message in lines for line in message.splitlines()):
+        match = re.match(r"Name: (.*?), LayerType: .*?Inputs: (.*?)(?:, Constants: .*?)?, Outputs: (.*)", line)
+        if match:
+            inputs, outputs = (tuple(re.findall(r"Name: ([^,]*),", part)) for part in match.groups()[1:])
+            found.append(EngineLayer(name=match.group(1), inputs=inputs, outputs=outputs))
+    return found
+
+
+def _main() -> int:
+    given = json.load(sys.stdin)
+    profiles = tuple(Profile(batch=tuple(each["batch"]), tokens=tuple(each["tokens"])) for each in given.pop("profiles"))
+    try:
+        build_plan(PlanRequest(**{**given, "profiles": profiles}))
+    except TargetError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,71 @@
+"""What `--target` and `--dtype` may say, and what is said of the rest."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from skipdecode.errors import TargetError
+from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
+
+CPU, RTX = TargetRequest(name="cpu"), TargetRequest(name="tensorrt-rtx", capabilities=("sm89",))
+
+
+def test_capabilities_follow_a_colon() -> None:
+    assert parse_targets(["cpu", "tensorrt-rtx:sm86,sm89,sm86"]) == (
+        CPU,
+        TargetRequest(name="tensorrt-rtx", capabilities=("sm86", "sm89")),
+    )
+    assert parse_targets(["tensorrt-rtx"]) == (TargetRequest(name="tensorrt-rtx"),)
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["vulkan"], "target 'vulkan' cannot be compiled by this version; choose from cpu, tensorrt-rtx"),
+        (["cuda"], "target 'cuda' cannot be compiled by this version"),
+        (["cpu:sm89"], "cpu has no compute capabilities; write cpu"),
+        (["tensorrt-rtx:sm90"], "does not build for 'sm90'; choose from sm75, sm80, sm86, sm89"),
+        (["tensorrt-rtx:"], "does not build for ''"),
+        (["tensorrt-rtx:sm86", "tensorrt-rtx:sm89"], "tensorrt-rtx is given twice; name several capabilities at once"),
+        (["cpu", "cpu"], "cpu is given twice"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(texts: list[str], says: str) -> None:
+    with pytest.raises(TargetError, match=says) as caught:
+        parse_targets(texts)
+    assert str(caught.value).startswith("--target: ")
+
+
+@pytest.mark.parametrize(
+    ("target", "package", "remedy"),
+    [("tensorrt-rtx:sm89", "tensorrt_rtx", "pip install tensorrt-rtx"), ("tensorrt", "tensorrt", "docs/tensorrt.md")],
+)
+def test_a_missing_package_is_named(target: str, package: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # what makes an import fail
+    with pytest.raises(TargetError, match=f"needs the Python package {package}; .*{remedy}"):
+        parse_targets([target])
+
+
+def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_tensorrt() -> None:
+    narrow, wide = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32)
+    assert choose_dtype("auto", [CPU], narrow) == torch.float32
+    assert choose_dtype("auto", [CPU, RTX], narrow) == torch.bfloat16
+    assert choose_dtype("auto", [RTX], wide) == torch.float16
+    assert choose_dtype("bf16", [RTX, CPU], wide) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("asked", "target", "says"),
+    [
+        ("fp32", RTX, "tensorrt-rtx has no fused attention in fp32; choose fp16 or bf16"),
+        ("fp16", CPU, "fp16 on cpu: .*; choose fp32"),
+        ("fp8", RTX, "'fp8' is unknown"),
+    ],
+)
+def test_a_dtype_without_kernels_is_refused(asked: str, target: TargetRequest, says: str) -> None:
+    with pytest.raises(TargetError, match=f"--dtype: {says}"):
+        choose_dtype(asked, [target], SimpleNamespace(dtype=torch.float32))

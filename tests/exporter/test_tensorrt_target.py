@@ -1,0 +1,155 @@
+"""Bundles with TensorRT plans, built by the real builder on a machine that may have no GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import skipdecode
+from skipdecode import manifest as manifests
+from skipdecode.cli import inspect, run
+from skipdecode.errors import SkipDecodeError, TargetError
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import MAX_LENGTH, Zoo
+
+TARGET = "targets/tensorrt-rtx"
+SCHEDULE = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=4, max_variants=2)
+
+
+def _request(zoo: Zoo, name: str, out: Path, **changes: object) -> ExportRequest:
+    given = {"schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("tensorrt-rtx:sm89",), **changes}
+    return ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def both(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grouped-query model for cpu and for two kinds of GPU."""
+    out = tmp_path_factory.mktemp("both") / "bundle"
+    export(_request(zoo, "llama", out, targets=("cpu", "tensorrt-rtx:sm86,sm89")))
+    return out
+
+
+@pytest.fixture(scope="module")
+def plans_only(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("plans") / "bundle"
+    export(_request(zoo, "opt", out, slim=True))
+    return out
+
+
+def test_the_manifest_says_what_the_plans_are_for(both: Path) -> None:
+    manifest = manifests.read(both)
+    target = manifest.targets[1]
+    assert (target.name, target.machine, target.weights, target.library) == ("tensorrt-rtx", "sm86 sm89", "fp16", "tensorrt_rtx")
+    assert manifest.dtype == "float16"
+    sizes = {file.path: file.size for file in manifest.files}
+    for path, weights in zip(target.segments, target.segment_weight_bytes, strict=True):
+        assert sizes[path] > weights, "a plan holds its weights"
+    assert [path for path in sizes if "lowered" in path] == []
+    with safe_open(both / "graphs" / "weights.safetensors", framework="pt") as stored:
+        assert {stored.get_tensor(name).dtype for name in stored.keys()} == {torch.float16}  # noqa: SIM118
+
+
+def test_the_same_graphs_run_on_cpu_and_agree_with_the_reference(both: Path, zoo: Zoo) -> None:
+    """What the plans were built from, computed in fp32: the reference has the weights that fp16 leaves."""
+    generator, model = skipdecode.load(both), zoo.model("llama").half().float()
+    assert generator.target.name == "cpu"
+    prompt = [9, 8, 7, 6, 5]
+    schedule = generator.manifest.schedule
+    tokens, expected = greedy_tokens(model, schedule, prompt, 8)
+    assert generator.generate(prompt, max_new_tokens=8, ignore_eos=True).sequences[0].token_ids == tokens
+    decoder = generator.decoder([len(prompt)], 8)
+    decoder.prefill(0, np.array(prompt))
+    for step, row in enumerate(expected.numpy()):
+        if step:
+            decoder.decode_step(np.array([tokens[step - 1]]))
+        assert np.abs(decoder.logits[0] - row).max() <= 1e-3 * np.abs(row).max(), step
+
+
+def test_plans_are_told_apart_from_what_this_version_runs(
+    both: Path, plans_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TargetError, match=r"engines for tensorrt-rtx \(sm86 sm89\) are compiled by this version, not run by it"):
+        skipdecode.load(both, target="tensorrt-rtx")
+    assert run.main([str(plans_only), "--token-ids", "5,6", "--max-new-tokens", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "export with --target cpu too" in error
+
+
+def test_inspect_shows_plans_and_their_static_buffers(plans_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main([str(plans_only), "--check-hashes"]) == 0
+    page = capsys.readouterr().out
+    assert "target tensorrt-rtx: fp16, tensorrt_rtx" in page and "sm89" in page
+    assert f"a row of at most {MAX_LENGTH} tokens" in page
+    assert inspect.main([str(plans_only), "--json"]) == 0
+    (target,) = json.loads(capsys.readouterr().out)["targets"]
+    assert target["kv_bytes_per_row"] == 6 * MAX_LENGTH * 2 * 64 * 2  # layers, slots, key and value, width, fp16
+
+
+def test_a_slim_bundle_of_plans_holds_plans_alone(plans_only: Path) -> None:
+    names = {path.name for path in plans_only.rglob("*") if path.is_file()}
+    plans = {name for name in names if name.endswith(".plan")}
+    assert {"embed.plan", "head.plan", "segment_000.plan"} <= plans
+    assert names - plans <= {"bundle.json", "config.json", "generation_config.json", "genai_config.json", "keys.json"}
+
+
+def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    shutil.copytree(plans_only, out)
+
+    def inodes() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in (out / TARGET).glob("*.plan")}
+
+    before = inodes()
+    export(_request(zoo, "opt", out, slim=True, force=True))
+    assert inodes() == before
+    # another schedule cuts layers 1 and 2 apart: the other segments, the embedding and the head stay
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"layers": [6, 5, 3], "warmup_layers": 1}))
+    export(_request(zoo, "opt", out, slim=True, force=True, schedule=ScheduleRequest(name=f"table:{table}")))
+    after = inodes()
+    assert {before["embed.plan"], before["head.plan"], before["segment_000.plan"]} <= set(after.values())
+    assert len(set(after.values()) - set(before.values())) == 2
+    # other weights: nothing is taken over
+    other = tmp_path / "other"
+    shutil.copytree(zoo.checkpoint("opt"), other)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(other)).save_pretrained(other)
+    export(ExportRequest(model=str(other), out=out, force=True, slim=True, schedule=SCHEDULE, max_batch=4, max_length=MAX_LENGTH,
+                         targets=("tensorrt-rtx:sm89",)))  # fmt: skip
+    assert not set(inodes().values()) & set(after.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("llama", {"dtype": "fp32"}, "--dtype: tensorrt-rtx has no fused attention in fp32"),
+        ("llama", {"quantize": "int8"}, "--quantize: int8 weights are for cpu engines only"),
+        ("llama", {"max_batch": 10**7}, "--max-length: a KV buffer of 10000000 rows of 48 tokens has more than 2.*; choose --max"),
+        ("llama", {"max_batch": 10**9}, "choose fewer --max-batch rows"),
+        ("llama", {"targets": ("tensorrt",)}, "--target: target tensorrt needs the Python package tensorrt; docs/tensorrt.md"),
+        ("gemma2", {}, "--target: gemma2 caps its attention logits"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_anything_is_written(
+    zoo: Zoo, tmp_path: Path, name: str, changes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SkipDecodeError, match=says) as caught:
+        export(_request(zoo, name, tmp_path / "outs" / "bundle", **changes))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "outs").exists()
+
+
+def test_a_plan_that_fails_to_build_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    """sm75 has no bfloat16, which only the builder knows."""
+    with pytest.raises(TargetError, match=r"segment_000\.plan: tensorrt-rtx could not build it"):
+        export(_request(zoo, "opt", tmp_path / "outs" / "bundle", targets=("tensorrt-rtx:sm75",), dtype="bf16"))
+    assert list((tmp_path / "outs").iterdir()) == []

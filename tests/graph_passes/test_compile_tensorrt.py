@@ -1,0 +1,140 @@
+"""Real plans by TensorRT-RTX's own parser and builder, which need no GPU; what the builder lists of them is read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+
+from skipdecode.errors import TargetError
+from skipdecode.exporter.graphs import layer_graphs, outer_graphs, skeleton
+from skipdecode.exporter.weights import checkpoint_source, write_weights
+from skipdecode.graph_passes.compile_tensorrt import EngineLayer, PlanRequest, Profile, build_in_process, build_plan
+from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.static_slots import StaticSlotsPass
+from tests.conftest import CONFIGS, Zoo
+
+DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
+PREFILL = Profile(batch=(1, 1, 1), tokens=(1, 8, 16))
+LOWERING = (StaticSlotsPass(slots=48), NonUnitScalePass(), DropUnusedInputsPass())
+CAPPED = "gemma2"  # caps its attention logits, which TensorRT's attention cannot
+
+
+Part = Callable[..., ir.Model]
+
+
+@pytest.fixture(scope="module")
+def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
+    """By architecture, part and dtype: a standard graph of a tiny model, made when first asked for."""
+
+    @functools.cache
+    def made(name: str, what: str = "layer", dtype: torch.dtype = torch.float16) -> ir.Model:
+        bones = skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)), dtype)
+        with ExitStack() as files:
+            source = checkpoint_source(zoo.checkpoint(name), bones.parts.prefix.split(".")[0], files)
+            weights = write_weights(tmp_path_factory.mktemp(name), bones.shapes, dtype, source, lambda count: None)
+        if what == "layer":
+            return layer_graphs(bones, weights)[0]
+        return outer_graphs(bones, weights)[("embed", "head").index(what)]
+
+    return made
+
+
+def build(graph: ir.Model, folder: Path, *passes: ir.passes.PassBase) -> tuple[EngineLayer, ...]:
+    lowered = graph.clone()
+    ir.passes.Sequential(*passes)(lowered)
+    source, plan = folder / "lowered.onnx", folder / "engine.plan"
+    ir.save(lowered, source, external_data="lowered.bin")
+    profiles = (DECODE, PREFILL) if graph.graph.name != "head" else (DECODE,)
+    request = PlanRequest(target="tensorrt-rtx", source=str(source), plan=str(plan), profiles=profiles,
+                          capabilities=("sm89",))  # fmt: skip
+    layers = build_plan(request)
+    assert plan.stat().st_size > 10_000
+    return layers
+
+
+def copies_of_whole_buffers(layers: tuple[EngineLayer, ...]) -> list[str]:
+    """A kernel in place has `present` among its inputs; one that reads `past` writes it all to `present`."""
+    return [layer.name for layer in layers if any(name.startswith("past_") for name in layer.inputs)]
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != CAPPED])
+def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in_place(
+    name: str, part: Part, tmp_path: Path
+) -> None:
+    layers = build(part(name), tmp_path, *LOWERING)
+    updated = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
+    assert updated == {f"present_{kind}.0{profile}" for kind in ("key", "value") for profile in ("", " [profile 1]")}
+    assert copies_of_whole_buffers(layers) == []
+    attention = [layer for layer in layers if "_mha_" in layer.name]
+    assert ["gemv" in layer.name for layer in attention] == [True, False], "one kernel a profile: decode, prefill"
+
+
+@pytest.mark.parametrize("name", ["opt-350m", "llama"])
+def test_embedding_and_head_build_too(name: str, part: Part, tmp_path: Path) -> None:
+    for what in ("embed", "head"):
+        assert build(part(name, what), tmp_path, DropUnusedInputsPass())
+
+
+def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
+    layers = build(part("qwen3", "layer", torch.bfloat16), tmp_path, *LOWERING)
+    assert copies_of_whole_buffers(layers) == []
+    assert sum("_mha_" in layer.name for layer in layers) == 2
+
+
+def test_a_scale_of_one_would_copy_the_key_buffer_in_each_step(part: Part, tmp_path: Path) -> None:
+    layers = build(part("opt"), tmp_path, StaticSlotsPass(slots=48))
+    assert copies_of_whole_buffers(layers), "then NonUnitScalePass is no longer needed"
+
+
+def test_what_the_parser_ignores_is_an_error(part: Part, tmp_path: Path) -> None:
+    """`nonpad_kv_seqlen` is an input of Attention-24 that TensorRT-RTX 1.7.1 takes no notice of."""
+    graph = part("llama").clone()
+    lengths = ir.Value(name="lengths", shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT64))
+    graph.graph.inputs.append(lengths)
+    attention = next(node for node in graph.graph if node.op_type == "Attention")
+    attention.resize_inputs(7)
+    attention.replace_input_with(6, lengths)
+    with pytest.raises(TargetError, match=r"engine\.plan: tensorrt-rtx ignored an input \(Unused Input: lengths"):
+        build(graph, tmp_path, *LOWERING)
+    assert not (tmp_path / "engine.plan").exists()
+
+
+def test_a_buffer_that_is_not_updated_in_place_is_an_error(part: Part, tmp_path: Path) -> None:
+    graph = part("llama").clone()
+    scatter = next(node for node in graph.graph if node.op_type == "TensorScatter")
+    past = scatter.inputs[0]
+    assert past is not None
+    doubled = ir.node("Add", [past, past])
+    doubled.outputs[0].shape, doubled.outputs[0].type = past.shape, past.type
+    graph.graph.insert_before(scatter, doubled)
+    scatter.replace_input_with(0, doubled.outputs[0])
+    with pytest.raises(TargetError, match=r"past_key"):
+        build(graph, tmp_path, *LOWERING)
+
+
+def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: Path) -> None:
+    graph = part(CAPPED)
+    with pytest.raises(TargetError, match=r"parser refused it: .*[Ss]oftcap"):
+        build(graph, tmp_path, *LOWERING)
+
+
+def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="could not build it"):
+        build(part("llama", "layer", torch.float32), tmp_path, *LOWERING)
+
+
+def test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path: Path) -> None:
+    request = PlanRequest(
+        target="tensorrt-rtx", source=str(tmp_path / "none.onnx"), plan=str(tmp_path / "x.plan"), profiles=(DECODE,)
+    )
+    with pytest.raises(TargetError, match=r"x\.plan: tensorrt-rtx's parser refused it") as caught:
+        build_in_process(request)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,22 @@
+"""An input that nothing reads before, gone after."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+
+BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
+embed (int64[B,S] input_ids, int64[B,S] position_ids, float[B] through) => (float[B,S,4] hidden, float[B] through)
+<float[9,4] table>
+{
+    hidden = Gather (table, input_ids)
+}
+"""
+
+
+def test_an_unread_input_goes_and_one_that_is_an_output_stays() -> None:
+    model = ir.from_onnx_text(BEFORE)
+    assert DropUnusedInputsPass()(model).modified
+    assert [value.name for value in model.graph.inputs] == ["input_ids", "through"]
+    assert not DropUnusedInputsPass()(model).modified
