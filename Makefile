@@ -13,7 +13,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch==2.13.0
 	$(PIP) -c constraints.txt setuptools wheel
-	$(PIP) -c constraints.txt --no-build-isolation -e ".[export,validate,dev]"
+	$(PIP) -c constraints.txt --no-build-isolation -e ".[export,tensorrt-rtx,validate,dev]"
 	touch $@
 
 demo: install

@@ -1,4 +1,9 @@
-"""Time and peak memory of `skip-export` on a known architecture with random weights, in a process of its own."""
+"""Time and peak memory of `skip-export` on a known architecture with random weights, over all its processes.
+
+    python benchmarks/export_cost.py opt-6.7b --schedule linear --dtype fp16 --target tensorrt-rtx:sm89
+
+measures that command and writes results/export-<model>-<machine>.json; `decode.py --export-opt-1.3b` uses the same code.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,30 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
+from machine import facts, write_results
 
 _IMPORTS = "import onnxruntime, torch, transformers.models.opt.modeling_opt, skipdecode.exporter.export"
 _SAMPLE_S = 0.05
 
 
-def measure_export(model: str, out: Path) -> dict[str, Any]:
+def measure_export(model: str, out: Path, options: Sequence[str] = ()) -> dict[str, Any]:
     """Export `model` to `out`, which is deleted; memory in MiB, of which the libraries alone are `imports_rss_mib`."""
     _, imports, _ = _run([sys.executable, "-c", _IMPORTS])
-    command = [sys.executable, "-m", "skipdecode.exporter.cli", model, "--random-weights", "--quiet", "--out", str(out)]
+    command = [sys.executable, "-m", "skipdecode.exporter.cli", model, "--random-weights", "--quiet", "--out", str(out), *options]
     seconds, peak, anonymous = _run(command)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     shutil.rmtree(out)
     return {
         "export_s": round(seconds, 1),
-        "peak_rss_mib": round(peak),  # with pages of mapped files, which the kernel may drop
-        "peak_anonymous_mib": round(anonymous),  # sampled
+        "peak_rss_mib": round(peak),  # with pages of mapped files, which the kernel may drop; sampled
+        "peak_anonymous_mib": round(anonymous),
         "imports_rss_mib": round(imports),
         "bundle_mib": round(size / 2**20),
     }
@@ -37,24 +47,38 @@ def show_export(model: str, figures: dict[str, Any]) -> None:
 
 
 def _run(command: list[str]) -> tuple[float, float, float]:
-    """Seconds, peak resident MiB (this child's own rusage), peak anonymous MiB (sampled)."""
-    started, anonymous = time.perf_counter(), 0.0
+    """Seconds, peak resident MiB and peak anonymous MiB of the process and its children together."""
+    started, resident, anonymous = time.perf_counter(), 0.0, 0.0
     process = subprocess.Popen(command)
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            break
-        anonymous = max(anonymous, _anonymous_mib(process.pid))
+    while process.poll() is None:
+        now = _tree_mib(process.pid)
+        resident, anonymous = max(resident, now[0]), max(anonymous, now[1])
         time.sleep(_SAMPLE_S)
-    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{command[1:4]} exited {process.returncode}")
-    return time.perf_counter() - started, usage.ru_maxrss / 1024, anonymous
+    return time.perf_counter() - started, resident, anonymous
 
 
-def _anonymous_mib(pid: int) -> float:
+def _tree_mib(pid: int) -> tuple[float, float]:
+    resident = anonymous = 0
     try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
+        root = psutil.Process(pid)
+        for each in (root, *root.children(recursive=True)):
+            memory = each.memory_info()
+            resident, anonymous = resident + memory.rss, anonymous + memory.rss - memory.shared
+    except psutil.NoSuchProcess:  # ended while it was looked at
+        pass
+    return resident / 2**20, anonymous / 2**20
+
+
+def _main() -> None:
+    model, options = sys.argv[1], sys.argv[2:]
+    folder = os.environ.get("TMPDIR", tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="skipdecode-export-", dir=folder) as temporary:
+        figures = measure_export(model, Path(temporary) / "bundle", options)
+    show_export(model, figures)
+    print(write_results(f"export-{model}", {"machine": facts(), "model": model, "options": options, **figures}))
+
+
+if __name__ == "__main__":
+    _main()

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def facts() -> dict[str, Any]:
     """The machine, with the versions of every system that takes part."""
-    return machine_facts(("skipdecode", "onnxruntime", "torch", "transformers", "ctranslate2", "numpy"))
+    return machine_facts(("skipdecode", "onnxruntime", "tensorrt_rtx", "torch", "transformers", "ctranslate2", "numpy"))
 
 
 def slug(machine: dict[str, Any]) -> str:

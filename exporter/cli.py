@@ -3,6 +3,7 @@
   skip-export ./my-llama --schedule linear --speedup 3 --max-variants 6 --out engines/
   skip-export ./my-gpt2 --schedule table:layers.json --anchor absolute --out engines/
   skip-export opt-1.3b --random-weights --out engines/      (latency work, no checkpoint needed)
+  skip-export ./my-llama --target cpu --target tensorrt-rtx:sm89 --out engines/      (plans too, compiled without a GPU)
 
 exit status: 0 done, 2 bad input (one line: what, where, what to do)
 """
@@ -43,9 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of a row, prompt and generated (the model's, at most 2048)"
     )
-    parser.add_argument("--dtype", choices=["auto", "fp32", "fp16", "bf16"], default="auto", help="auto: fp32 on cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "fp32", "fp16", "bf16"],
+        default="auto",
+        help="auto: fp32; with a TensorRT target the checkpoint's, fp16 where that is fp32",
+    )
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
-    parser.add_argument("--target", action="append", metavar="T", help="cpu (default); repeatable")
+    parser.add_argument(
+        "--target", action="append", metavar="T", help="cpu (default), tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
+    )
     parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
     parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")
     parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle")

@@ -29,8 +29,8 @@ from skipdecode.kv_buffer import static_slots
 from skipdecode.schedule import Schedule
 
 KEYS = "keys.json"  # engine file -> content hash of what it was built from
-_BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (405 MB: 2.9 GB in all):
-_BUILDER_FACTOR = 7
+_BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
+_BUILDER_FACTOR = 3
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
 
 

@@ -3,7 +3,7 @@
 TensorRT-RTX builds without a GPU. What could give wrong results silently is an error here: an input that the parser ignored, a
 KV update that is not in place. (An attention that no fused kernel takes cannot be built: the parser calls it not decomposable.)
 
-A builder takes 7x its engine's weights in memory and gives little of it back, so each runs in a process of its own:
+A builder takes 3x its engine's weights in memory and gives little of it back, so each runs in a process of its own:
 `python -m skipdecode.graph_passes.compile_tensorrt`, a `PlanRequest` as JSON on standard input.
 """
 

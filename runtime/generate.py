@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from skipdecode import manifest as manifests
-from skipdecode.cpu import cpu_features
-from skipdecode.decoder import PREFILL_CHUNK, Decoder, Engines
-from skipdecode.engines.ort import OrtEngine, check_library, release_loading_memory, use_threads
-from skipdecode.errors import BundleError, CapacityError, TargetError
+from skipdecode.decoder import PREFILL_CHUNK, Decoder
+from skipdecode.errors import CapacityError
 from skipdecode.kv_buffer import IntArray
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule import Schedule, full_depth
+from skipdecode.targets import choose_target, load_engines
 from skipdecode.text import Tokenizer
+from skipdecode.trace import Trace, span
 
 
 class Streamer(Protocol):
@@ -67,8 +66,6 @@ class Generation:
     timings: Timings
 
 
-_RUNS = "cpu"  # the target that this version runs
-
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -87,17 +84,18 @@ class Generator:
         threads: int | None = None,
         check_hashes: bool = False,
         prefill_chunk: int = PREFILL_CHUNK,
+        trace: Trace | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise CapacityError(f"{prefill_chunk} is not a positive count", "choose 1 or more", where="--prefill-chunk")
         started = time.perf_counter()
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk, self._trace = prefill_chunk, trace
         self.path = bundle
         self.manifest = manifests.read(bundle)
         if check_hashes:
             manifests.check_hashes(self.manifest, bundle)
-        self.target = _choose_target(self.manifest, bundle, target)
-        self._engines = _load_engines(self.manifest, bundle, self.target, threads)
+        self.target = choose_target(self.manifest, bundle, target)
+        self._engines = load_engines(self.manifest, bundle, self.target, threads, trace)
         self.tokenizer = Tokenizer.of(bundle)
         self.load_s = time.perf_counter() - started
         self._prefill_s = 0.0
@@ -165,15 +163,18 @@ class Generator:
         ordered = [rows[row] for row in order]
         started = time.perf_counter()
         decoder = self.decoder([len(row.prompt_ids) for row in ordered], max_new_tokens, chosen)
-        for index, row in enumerate(ordered):
-            decoder.prefill(index, np.array(row.prompt_ids, dtype=np.int64))
+        with span(self._trace, "prefill"):
+            for index, row in enumerate(ordered):
+                decoder.prefill(index, np.array(row.prompt_ids, dtype=np.int64))
         self._prefill_s = time.perf_counter() - started
         layers: int | None = None
         tokens: IntArray = np.zeros(0, dtype=np.int64)
         for step in range(max_new_tokens):
             if step:
-                layers = decoder.decode_step(tokens)
-            tokens = choose_tokens(decoder.logits, sampling, order, step)
+                with span(self._trace, "decode step") as facts:
+                    facts["layers"] = layers = decoder.decode_step(tokens)
+            with span(self._trace, "choose tokens"):
+                tokens = choose_tokens(decoder.logits, sampling, order, step)
             for row, token in zip(ordered, tokens.tolist(), strict=True):
                 _append(row, token, stop_ids, max_new_tokens)
             yield Step(token_ids=tuple(_newest(row, step) for row in rows), layers=layers)
@@ -252,6 +253,7 @@ def load(
     threads: int | None = None,
     check_hashes: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
+    trace: Trace | None = None,
 ) -> Generator:
     """Load a bundle that `skip-export` wrote.
 
@@ -261,52 +263,16 @@ def load(
         threads: of the process's one pool; None: one a core. The first load of a process decides.
         check_hashes: also compare every file's SHA-256 (reads the whole bundle).
         prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.
+        trace: collects what all its runs spend their time on; `Trace.write` ends it.
 
     Raises:
         BundleError: missing, damaged, or of another format version.
         TargetError: no such target, one that this version does not run, or engines of another library version or CPU.
         CapacityError: a chunk of no tokens.
     """
-    return Generator(Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk)
-
-
-def _choose_target(manifest: manifests.Manifest, bundle: Path, name: str | None) -> manifests.Target:
-    known = [target.name for target in manifest.targets]
-    if name is None:
-        name = _RUNS if _RUNS in known else known[0] if known else _RUNS
-    if name not in known:
-        raise TargetError(
-            f"target {name!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
-        )
-    target = manifest.targets[known.index(name)]
-    if name != _RUNS:
-        raise TargetError(
-            f"engines for {name} ({target.machine}) are compiled by this version, not run by it",
-            f"export with --target {_RUNS} too", where=str(bundle),
-        )  # fmt: skip
-    return target
-
-
-def _load_engines(manifest: manifests.Manifest, bundle: Path, target: manifests.Target, threads: int | None) -> Engines:
-    check_library(target.library_version)
-    if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):
-        raise TargetError(
-            f"the engines' weights are laid out for {target.machine} with {' '.join(target.cpu_features)}; this CPU differs",
-            "export the model on this machine", where=str(bundle),
-        )  # fmt: skip
-    use_threads(threads)
-    try:
-        engines = Engines(
-            embed=OrtEngine(bundle / target.embed),
-            segments=tuple(
-                (layers, OrtEngine(bundle / path)) for layers, path in zip(manifest.segments, target.segments, strict=True)
-            ),
-            head=OrtEngine(bundle / target.head),
-        )
-    except MemoryError as error:
-        raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
-    release_loading_memory()
-    return engines
+    return Generator(
+        Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk, trace=trace
+    )
 
 
 def _append(row: Row, token: int, stop_ids: frozenset[int], max_new_tokens: int) -> None:

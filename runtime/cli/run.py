@@ -2,6 +2,7 @@
   skip-run engines/ --prompt "The weather today"
   skip-run engines/ --prompt "One" --prompt "Two" --max-new-tokens 32 --json
   skip-run engines/ --token-ids 1,2,3 --schedule full      (every layer: the baseline)
+  skip-run engines/ --prompt "Hello" --profile trace.json      (steps, engines, operators)
   skip-run engines/ --prompt-file prompt.txt --temperature 0.8 --top-p 0.95 --seed 7
 
 exit status: 0 done, 2 bad input (one line: what, where, what to do)
@@ -20,6 +21,7 @@ from skipdecode.cli import Parser, guarded
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generation, Generator, load
+from skipdecode.trace import Trace
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,12 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of mass P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
     parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
-    parser.add_argument("--target", metavar="T", help="where to run (the bundle's first target)")
+    parser.add_argument("--target", metavar="T", help="where to run (cpu)")
     parser.add_argument("--threads", type=int, metavar="N", help="one a core")
     parser.add_argument(
         "--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N",
         help=f"prompt tokens a pass: lower takes less memory ({PREFILL_CHUNK})",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=Path, metavar="F.json", help="write where the time goes, as a trace that Perfetto opens"
+    )
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--quiet", action="store_true", help="print the text alone")
     parser.add_argument("--debug", action="store_true", help="traceback on errors")
@@ -61,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
-    model = load(options.bundle, target=options.target, threads=options.threads, prefill_chunk=options.prefill_chunk)
+    trace = Trace() if options.profile else None
+    model = load(options.bundle, target=options.target, threads=options.threads, prefill_chunk=options.prefill_chunk, trace=trace)
     streamer = None
     if len(prompts) == 1 and not options.json and model.tokenizer is not None:
         streamer = _Printer(model)
@@ -75,6 +81,8 @@ def _run(options: argparse.Namespace) -> int:
         streamer=streamer,
         **sampled,
     )
+    if trace is not None:
+        trace.write(options.profile)
     if options.json:
         print(json.dumps(_as_json(result)))
     else:

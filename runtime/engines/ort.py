@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from skipdecode.errors import BundleError, TargetError
+from skipdecode.trace import Trace
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
@@ -36,16 +37,21 @@ def use_threads(threads: int | None) -> None:
 class OrtEngine:
     """A compiled graph, ready to be bound.
 
+    Args:
+        trace: of what it runs, and for how long.
+
     Raises:
         BundleError: the file cannot be loaded.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trace: Trace | None = None) -> None:
         options = ort.SessionOptions()
         options.use_per_session_threads = False
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # done when it was compiled
         options.enable_cpu_mem_arena = True
+        if trace is not None:
+            trace.profile(options)
         try:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ORT's exceptions have no common base but this
@@ -56,6 +62,9 @@ class OrtEngine:
                 ) from error
             reason = str(error).splitlines()[0][:200]
             raise BundleError(f"cannot be loaded ({reason})", "export the model again", where=str(path)) from error
+        if trace is not None:
+            trace.follow(self.session)
+        self._name, self._trace = path.stem, trace
         self.input_names = frozenset(value.name for value in self.session.get_inputs())
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
@@ -70,7 +79,11 @@ class OrtEngine:
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
         session = self.session
-        return lambda: session.run_with_iobinding(binding)
+
+        def run() -> None:
+            session.run_with_iobinding(binding)
+
+        return run if self._trace is None else self._trace.timed(self._name, run)
 
 
 def release_loading_memory() -> None:
