@@ -13,6 +13,9 @@ from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 
+from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
+from skipdecode.graph_passes.unflatten import UnflattenPass
+
 _TIDY = [*_no_op.rules.rules, *_collapse_slices.rules.rules]
 
 
@@ -33,6 +36,8 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         rewriter.RewritePass([_rotary_embedding.PartialRotaryEmbedding23Fusion.rule()]),
         common.RemoveUnusedNodesPass(),
+        UnflattenPass(),
+        ConstantReshapePass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode import bindings
+from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 MS_DOMAIN = "com.microsoft"
@@ -79,7 +80,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     )
     graph.insert_before(out, lowered)
     for old, new in ((out.outputs[0], 0), (present_key, 1), (present_value, 2)):
-        _take_over(graph, old, lowered.outputs[new])
+        take_over(old, lowered.outputs[new])
 
 
 def _value(node: ir.Node, index: int) -> ir.Value:
@@ -160,12 +161,3 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
             )
         tables.append(graph.initializers[name])
     return tables
-
-
-def _take_over(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """`new` replaces `old` everywhere, under its name, also as a graph output."""
-    new.shape, new.type = old.shape, old.type
-    name = old.name
-    old.name = f"{name}.before"
-    new.name = name
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

@@ -17,6 +17,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.clean_trace import is_parameter
 from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,7 @@ def _replace(
         "MatMulNBits", [node.inputs[0], *values, *([None, None, bias] if bias is not None else [])], attributes, domain=MS_DOMAIN
     )
     graph.insert_before(node, quantised)
-    old, new = node.outputs[0], quantised.outputs[0]
-    new.name, new.shape, new.type = old.name, old.shape, old.type
-    old.name = f"{old.name}.before"
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    take_over(node.outputs[0], quantised.outputs[0])
     graph.remove(node, safe=True)
 
 

@@ -1,0 +1,56 @@
+"""Reshapes whose target is worked out at run time, written with constants: 0 copies a dimension, -1 is what is left.
+
+    Reshape(x [B,S,64], Concat(Shape(x)[0], Shape(x)[1], 4, 16)) -> Reshape(x, [0, 0, 4, 16])
+
+Each layer loses a handful of tiny operators, which cost as much as they compute nothing (2 us each on a CPU).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from skipdecode.graph_passes.take_over import can_take_over, take_over
+
+
+class ConstantReshapePass(ir.passes.InPlacePass):
+    """Declines where more than one dimension is neither known nor the input's own at the same place."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        changed = False
+        for node in list(model.graph):
+            sizes = _constant_sizes(node)
+            if sizes is None:
+                continue
+            source, old = node.inputs[0], node.outputs[0]
+            assert source is not None
+            if -1 not in sizes and old.shape == source.shape and can_take_over(old, source):
+                take_over(old, source)
+            else:
+                shape = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
+                model.graph.insert_before(node, shape)
+                node.replace_input_with(1, shape.outputs[0])
+                node.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
+            changed = True
+        if changed:
+            RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, changed)
+
+
+def _constant_sizes(node: ir.Node) -> list[int] | None:
+    if node.op_type != "Reshape" or node.domain != "" or node.inputs[0] is None or node.inputs[1] is None:
+        return None
+    target, source, made = node.inputs[1], node.inputs[0].shape, node.outputs[0].shape
+    producer = target.producer()
+    if target.const_value is not None or producer is None or producer.op_type == "Constant" or source is None or made is None:
+        return None
+    sizes = [_size(source, made, axis) for axis in range(len(made))]
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _size(source: ir.Shape, made: ir.Shape, axis: int) -> int:
+    size = made[axis]
+    if isinstance(size, int):
+        return size
+    return 0 if axis < len(source) and size.value is not None and source[axis] == size else -1

@@ -1,0 +1,73 @@
+"""Flat rows before, a batch's rows after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.unflatten import UnflattenPass
+from tests.graph_passes.running import run_model
+
+BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
+mlp (float[B,S,4] x) => (float[B,S,4] y)
+<float[3,4] up = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, float[3] bias = {1, -90, 2},
+ float[3,4] down = {1, 0, 0, 2, 0, 1, 3, 0, 1, 1, 0, 0},
+ float[4] scale = {1, 2, 1, 2}, int64[2] flat = {-1, 4}, int64[1] width = {4}>
+{
+    rows = Shape <start = 0, end = 1> (x)
+    tokens = Shape <start = 1, end = 2> (x)
+    shape = Concat <axis = 0> (rows, tokens, width)
+    f = Reshape (x, flat)
+    n = LayerNormalization <axis = 1> (f, scale)
+    u = Gemm <transB = 1ALPHA> (n, up, bias)
+    r = Relu (u)
+    d = Gemm (r, down)
+    EXTRA
+    s = Add (f, d)
+    y = Reshape (s, shape)
+}
+"""
+
+
+def _before(alpha: str = "", extra: str = "") -> ir.Model:
+    model = ir.from_onnx_text(BEFORE.replace("ALPHA", alpha).replace("EXTRA", extra))
+    ir.passes.common.ShapeInferencePass()(model)
+    flat = ir.Shape(["B*S", 4])  # as torch.export names it
+    for node in model.graph:
+        value = node.outputs[0]
+        if value.shape is not None and len(value.shape) == 2:
+            value.shape = ir.Shape([flat[0], value.shape[1]])
+    return model
+
+
+X = np.random.default_rng(0).standard_normal((2, 3, 4), dtype=np.float32)
+
+
+def test_the_operators_run_on_a_batchs_rows_and_both_reshapes_go() -> None:
+    model = _before()
+    (before,) = run_model(model, {"x": X})
+    assert UnflattenPass()(model).modified
+    types = [node.op_type for node in model.graph]
+    assert types == ["LayerNormalization", "Transpose", "MatMul", "Add", "Relu", "MatMul", "Add"]
+    np.testing.assert_allclose(run_model(model, {"x": X})[0], before, rtol=1e-5, atol=1e-5)
+    assert [value.name for value in model.graph.outputs] == ["y"]
+    assert not UnflattenPass()(model).modified
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"alpha": ", alpha = 2.0"}, {"extra": "e = CumSum (d, width0)\n d2 = Add (d, e)"}],
+    ids=["a scaled product", "rows that depend on each other"],
+)
+def test_it_declines_what_would_not_be_the_same(changes: dict[str, str]) -> None:
+    text = BEFORE
+    if "extra" in changes:
+        text = text.replace("Add (f, d)", "Add (f, d2)").replace("int64[1] width", "int64 width0 = {0}, int64[1] width")
+    model = ir.from_onnx_text(text.replace("ALPHA", changes.get("alpha", "")).replace("EXTRA", changes.get("extra", "")))
+    ir.passes.common.ShapeInferencePass()(model)
+    (before,) = run_model(model, {"x": X})
+    count = len(model.graph)
+    assert not UnflattenPass()(model).modified
+    assert len(model.graph) == count, "what was written twice is gone"
+    np.testing.assert_array_equal(run_model(model, {"x": X})[0], before)
