@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import onnxruntime
+from onnx_ir.external_data import convert_tensors_to_external
 
 from skipdecode import manifest
 from skipdecode.cpu import cpu_features
@@ -14,6 +15,7 @@ from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.stitch import stitch
@@ -32,7 +34,7 @@ def compile_cpu(
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine.
     """
     bits = QUANTIZED_BITS[quantize]
-    passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=limits.max_length)]
+    passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass()]
     if bits is not None:
         passes.append(QuantizeWeightsPass(bits=bits))
     sizes: dict[str, int] = {}
@@ -65,13 +67,16 @@ def compile_cpu(
 
 def _compile(partial: Path, lowered: ir.Model, path: str, *, prepack: bool) -> None:
     source = partial / GRAPHS / "lowered.onnx"  # beside the weights that it refers to
-    by_reference = all(_stored(value.const_value) for value in lowered.graph.initializers.values())
-    ir.save(lowered, source, external_data=None if by_reference else "lowered.bin")
+    made = [value for value in lowered.graph.initializers.values() if _needs_file(value.const_value)]
+    tensors = [value.const_value for value in made if value.const_value is not None]
+    for value, tensor in zip(made, convert_tensors_to_external(tensors, source.parent, "lowered.bin"), strict=True):
+        value.const_value = tensor
+    ir.save(lowered, source)
     compile_ort(source, partial / path, prepack=prepack)
     for file in (source, source.with_suffix(".bin")):
         file.unlink(missing_ok=True)
 
 
-def _stored(tensor: ir.TensorProtocol | None) -> bool:
-    """Whether a tensor needs no file of its own: it lies in the bundle's weights, or is small."""
-    return tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.nbytes < 1 << 20
+def _needs_file(tensor: ir.TensorProtocol | None) -> bool:
+    """Whether a tensor was made by a pass and is too large to stand inside a graph."""
+    return tensor is not None and not isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= 1024

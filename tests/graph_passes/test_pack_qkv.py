@@ -1,0 +1,103 @@
+"""Three projections before, one after; the attention gives the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.pack_qkv import PackQKVPass
+from tests.graph_passes.running import run_model
+
+WIDTH, SLOTS = 32, 8  # 2 query heads and 1 key/value head of 16
+HEAD = """<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
+layer (float[B,S,32] x, float[B,1,C,16] past_key, float[B,1,C,16] past_value, int32[B] seqlens_k, int32[1] total,
+       float[32,32] wq, float[16,32] wk, float[16,32] wv, float[32] bq, float[16] bk, float[16] bv)
+    => (float[B,S,32] y, float[B,1,C,16] present_key, float[B,1,C,16] present_value)
+<float eighth = {0.125}>
+{
+    tq = Transpose <perm = [1, 0]> (wq)
+    tk = Transpose <perm = [1, 0]> (wk)
+    tv = Transpose <perm = [1, 0]> (wv)
+    BODY
+    y, present_key, present_value = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, scale = 0.5>
+        (q, k, v, past_key, past_value, seqlens_k, total)
+}
+"""
+PLAIN = "q = MatMul (x, tq)\n k = MatMul (x, tk)\n v = MatMul (x, tv)"
+BIASED = """mq = MatMul (x, tq)
+ aq = Add (mq, bq)
+ q = Mul (aq, eighth)
+ mk = MatMul (x, tk)
+ k = Add (mk, bk)
+ mv = MatMul (x, tv)
+ v = Add (bv, mv)"""
+OTHER_ROWS = "z = Add (x, x)\n q = MatMul (x, tq)\n k = MatMul (z, tk)\n v = MatMul (x, tv)"
+ONE_BIAS = "mq = MatMul (x, tq)\n q = Add (mq, bq)\n k = MatMul (x, tk)\n v = MatMul (x, tv)"
+NORMED = "q = MatMul (x, tq)\n mk = MatMul (x, tk)\n k = Relu (mk)\n v = MatMul (x, tv)"
+
+
+def _model(body: str) -> ir.Model:
+    """The weights become parameters with dotted names, which text cannot hold."""
+    model = ir.from_onnx_text(HEAD.replace("BODY", body))
+    rng = np.random.default_rng(0)
+    for value in list(model.graph.inputs)[5:]:
+        shape = [size for size in value.shape or () if isinstance(size, int)]
+        model.graph.inputs.remove(value)
+        value.name = f"layer.{value.name}"
+        value.const_value = ir.tensor(rng.standard_normal(shape).astype(np.float32), name=value.name)
+        model.graph.register_initializer(value)
+    return model
+
+
+def _feeds() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    past = {name: rng.standard_normal((2, 1, SLOTS, 16)).astype(np.float32) for name in ("past_key", "past_value")}
+    x = rng.standard_normal((2, 1, WIDTH)).astype(np.float32)
+    return {"x": x, **past, "seqlens_k": np.array([4, 2], np.int32), "total": np.array([5], np.int32)}
+
+
+@pytest.mark.parametrize(("body", "operators"), [(PLAIN, ["Transpose", "MatMul"]), (BIASED, ["Transpose", "MatMul", "Add"])])
+def test_one_product_feeds_the_attention_which_gives_the_same(body: str, operators: list[str]) -> None:
+    model = _model(body)
+    before = run_model(model, _feeds())
+    assert PackQKVPass()(model).modified
+    assert [node.op_type for node in model.graph] == [*operators, "GroupQueryAttention"]
+    assert [value is None for value in model.graph[-1].inputs[:3]] == [False, True, True]
+    for expected, found in zip(before, run_model(model, _feeds()), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert not PackQKVPass()(model).modified
+
+
+def test_a_factor_on_the_query_becomes_the_attentions_scale() -> None:
+    model = _model(BIASED)
+    PackQKVPass()(model)
+    assert model.graph[-1].attributes["scale"].as_float() == 0.5 * 0.125
+
+
+def test_a_split_of_one_matrix_goes() -> None:
+    split = """tall = Concat <axis = 0> (wq, wk, wv)
+ turned = Transpose <perm = [1, 0]> (tall)
+ rows = MatMul (x, turned)
+ q, k, v = Split <axis = -1> (rows, sizes)"""
+    text = HEAD.replace("BODY", split).replace("float eighth = {0.125}", "int64[3] sizes = {32, 16, 16}")
+    model = ir.from_onnx_text(text)
+    for node in model.graph:
+        if node.op_type == "MatMul":
+            node.outputs[0].shape = ir.Shape(["B", "S", 64])
+    rng = np.random.default_rng(0)
+    shapes = (("wq", (32, 32)), ("wk", (16, 32)), ("wv", (16, 32)), ("bq", (32,)), ("bk", (16,)), ("bv", (16,)))
+    feeds = {**_feeds(), **{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes}}
+    before = run_model(model, feeds)
+    assert PackQKVPass()(model).modified
+    assert "Split" not in [node.op_type for node in model.graph]
+    for expected, found in zip(before, run_model(model, feeds), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("body", [OTHER_ROWS, ONE_BIAS, NORMED], ids=["other rows", "one bias", "something between"])
+def test_it_declines_where_the_three_are_not_alike(body: str) -> None:
+    model = _model(body)
+    count = len(model.graph)
+    assert not PackQKVPass()(model).modified
+    assert len(model.graph) == count
