@@ -15,6 +15,7 @@ from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
@@ -34,7 +35,7 @@ def compile_cpu(
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine.
     """
     bits = QUANTIZED_BITS[quantize]
-    passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass()]
+    passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), PackGateUpPass()]
     if bits is not None:
         passes.append(QuantizeWeightsPass(bits=bits))
     sizes: dict[str, int] = {}

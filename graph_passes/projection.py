@@ -1,0 +1,72 @@
+"""A linear layer as a graph has it, and parameters of several put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from skipdecode.graph_passes.clean_trace import is_parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """`source` [B,S,K] times `weight`, plus `bias`, times `factor`."""
+
+    source: ir.Value  # x
+    weight: ir.Value
+    turned: bool  # stored [N,K]
+    bias: ir.Value | None
+    factor: float
+
+
+def find_projection(value: ir.Value | None, *, shared: bool = False) -> Projection | None:
+    """`value` as MatMul(source, weight) [+ bias] [* factor]; None where it is something else.
+
+    Args:
+        shared: whether `value` may be read more than once (a gate is, by its own sigmoid).
+    """
+    factor, bias = 1.0, None
+    node = value.producer() if shared and value is not None else _sole_producer(value)
+    if node is not None and node.op_type == "Mul":
+        number = node.inputs[1].const_value if node.inputs[1] is not None else None
+        if number is None or number.size != 1:
+            return None
+        factor, node = float(number.numpy().item()), _sole_producer(node.inputs[0])
+    if node is not None and node.op_type == "Add":
+        bias = next((each for each in node.inputs if each is not None and each.is_initializer()), None)
+        rest = [each for each in node.inputs if each is not bias]
+        if bias is None or len(rest) != 1 or bias.const_value is None or len(bias.const_value.shape) != 1:
+            return None
+        node = _sole_producer(rest[0])
+    if node is None or node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[1] is None:
+        return None
+    weight, turn = node.inputs[1], node.inputs[1].producer()
+    if turn is not None and turn.op_type == "Transpose" and turn.inputs[0] is not None:
+        weight = turn.inputs[0]
+    if weight.const_value is None or not is_parameter(weight):
+        return None
+    return Projection(source=node.inputs[0], weight=weight, turned=turn is not None, bias=bias, factor=factor)
+
+
+def _sole_producer(value: ir.Value | None) -> ir.Node | None:
+    return value.producer() if value is not None and len(value.uses()) == 1 else None
+
+
+def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:
+    """A parameter of all of them, put together when it is read."""
+    tensors = [value.const_value for value in values]
+    shape = list(tensors[0].shape)  # type: ignore[union-attr]
+    shape[axis] = sum(tensor.shape[axis] for tensor in tensors)  # type: ignore[union-attr, misc]
+    name = f"{values[0].name}.packed"
+    join: Callable[[], ir.TensorProtocol] = lambda: ir.tensor(  # noqa: E731
+        np.concatenate([tensor.numpy() for tensor in tensors], axis=axis),  # type: ignore[union-attr]
+        name=name,
+    )
+    dtype = tensors[0].dtype  # type: ignore[union-attr]
+    tensor = ir.LazyTensor(join, dtype=dtype, shape=ir.Shape(shape), name=name)
+    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
