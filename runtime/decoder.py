@@ -25,6 +25,14 @@ class Engines:
     head: OrtEngine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """What one step climbs."""
+
+    climbs: tuple[Callable[[], None], ...]  # segments on their rows, lowest first
+    deepest: int  # layers that the deepest row computes
+
+
 class Decoder:
     """One batch on its way: engines bound to one KV buffer.
 
@@ -66,6 +74,7 @@ class Decoder:
         self._head = engines.head.bind({names.HIDDEN: self._hidden, names.LAST: last}, {names.LOGITS: self.logits})
         self._last = last
         self._climbs: dict[tuple[int, int], Callable[[], None]] = {}
+        self._routes: dict[int | bytes, _Route] = {}
 
     def prefill(self, row: int, prompt: IntArray) -> None:
         """Run a prompt [P] int64 and leave its keys and values in `row` and the next token's logits in `logits[row]`.
@@ -90,30 +99,38 @@ class Decoder:
         Returns:
             How many layers the deepest row computed.
         """
-        counts = self._layer_counts()
+        route = self._route()
         self._ids[:, 0] = tokens
         self._positions[:, 0] = self._seqlens_k[:] = self.kv.lengths
         self._totals[:] = self.kv.lengths + 1
         self._embed()
-        for index, needed in enumerate(self._needed):
-            start = int(np.searchsorted(counts, needed)) if len(counts) > 1 else int(counts[0] < needed)
-            if start < len(counts):
-                self._climb(index, start)()
+        for climb in route.climbs:
+            climb()
         self._head()
         self.kv.lengths += 1
         self._step += 1
-        return int(counts[-1])
+        return route.deepest
 
     def rewind(self, position: int, length: int) -> None:
         """Make the next decode step the one at `position`, on rows of `length` valid tokens: for measuring one step again."""
         self._step = position
         self.kv.lengths[:] = length
 
-    def _layer_counts(self) -> IntArray:
-        """[B]: how many layers each row computes in this step, never falling from row to row."""
+    def _route(self) -> _Route:
+        """This step's route, found once for each combination of layer counts (a search a segment and step took half the loop)."""
         if self.schedule.anchor is Anchor.GENERATED:
-            return np.full(len(self._ids), self.schedule.layers_at(self._step))
-        return np.array([self.schedule.layers_at(int(length)) for length in self.kv.lengths])
+            count = self.schedule.layers_at(self._step)
+            return self._routes.get(count) or self._new_route(count, np.full(len(self._ids), count))
+        counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths.tolist()])
+        key = counts.tobytes()
+        return self._routes.get(key) or self._new_route(key, counts)
+
+    def _new_route(self, key: int | bytes, counts: IntArray) -> _Route:
+        """`counts` [B]: how many layers each row computes in this step, never falling from row to row."""
+        starts = np.searchsorted(counts, self._needed).tolist()
+        climbs = tuple(self._climb(index, start) for index, start in enumerate(starts) if start < len(counts))
+        self._routes[key] = _Route(climbs=climbs, deepest=int(counts[-1]))
+        return self._routes[key]
 
     def _prefilled_positions(self, layer: int, length: int) -> int:
         """How many of a prompt's `length` positions compute `layer`."""
