@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
     parser.add_argument(
+        "--quantize-method", choices=["rtn", "k-quant"], default="rtn", help="round to nearest, or a slower search (rtn)"
+    )
+    parser.add_argument(
         "--target", action="append", metavar="T", help="cpu (default), tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
     )
     parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
@@ -109,6 +112,7 @@ def _export(options: argparse.Namespace) -> int:
         targets=tuple(options.target or ["cpu"]),
         dtype=options.dtype,
         quantize=options.quantize,
+        quantize_method=options.quantize_method,
         random_weights=options.random_weights,
         slim=options.slim,
         force=options.force,

@@ -27,17 +27,26 @@ QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a we
 
 
 def compile_cpu(
-    partial: Path, graphs: StandardGraphs, plan: Plan, limits: manifest.Limits, *, quantize: str, own_embed: bool, report: Report
+    partial: Path,
+    graphs: StandardGraphs,
+    plan: Plan,
+    limits: manifest.Limits,
+    *,
+    quantize: str,
+    method: str,
+    own_embed: bool,
+    report: Report,
 ) -> manifest.Target:
     """Write the engines below `partial`, the bundle in the making.
 
     Args:
+        method: of quantisation, a name of METHODS.
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine.
     """
     bits = QUANTIZED_BITS[quantize]
     passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), PackGateUpPass()]
     if bits is not None:
-        passes.append(QuantizeWeightsPass(bits=bits))
+        passes.append(QuantizeWeightsPass(bits=bits, method=method))
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:

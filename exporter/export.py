@@ -24,6 +24,7 @@ from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
 from skipdecode.graph_passes.plan import Plan, plan_variants
+from skipdecode.graph_passes.quantize_weights import METHODS
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
@@ -44,6 +45,7 @@ class ExportRequest:
     targets: tuple[str, ...] = ("cpu",)  # as --target takes them: tensorrt-rtx:sm89
     dtype: str = "auto"  # auto, fp32, fp16, bf16
     quantize: str = "none"  # none, int8, int4: weight-only, blocks of 32
+    quantize_method: str = "rtn"  # rtn, k-quant
     random_weights: bool = False
     slim: bool = False  # leave out what the targets do not read
     force: bool = False  # replace `out`
@@ -104,12 +106,18 @@ def _compile(
 ) -> manifest.Target:
     if target.is_tensorrt:
         return compile_tensorrt(partial, graphs, plan, limits, schedule, target, replaced=request.out, report=report)
-    return compile_cpu(partial, graphs, plan, limits, quantize=request.quantize, own_embed=request.slim, report=report)
+    return compile_cpu(
+        partial, graphs, plan, limits,
+        quantize=request.quantize, method=request.quantize_method, own_embed=request.slim, report=report,
+    )  # fmt: skip
 
 
 def _check_options(request: ExportRequest) -> None:
     if request.quantize not in QUANTIZED_BITS:
         raise TargetError(f"{request.quantize!r} is unknown", f"choose one of {', '.join(QUANTIZED_BITS)}", where="--quantize")
+    if request.quantize_method not in METHODS:
+        choices = f"choose one of {', '.join(METHODS)}"
+        raise TargetError(f"{request.quantize_method!r} is unknown", choices, where="--quantize-method")
     if request.max_batch < 1:
         raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
     if request.out.exists() and not request.force:

@@ -38,7 +38,7 @@ def answer(request: dict[str, Any], out: Path) -> int:
     _check_dimensions(config, request["dimensions"], request["model"])
     if request.get("check"):
         return 0
-    model = _load(folder or fetch_checkpoint(request["model"]))
+    model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
     arrays: dict[str, torch.Tensor] = {}
     for name, given in request["schedules"].items():
         schedule = Schedule(
@@ -54,10 +54,14 @@ def answer(request: dict[str, Any], out: Path) -> int:
     return 0
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in fp32, its weights rounded to what the bundle stores."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    return model
 
 
 def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:

@@ -48,7 +48,7 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "reference.safetensors"
         request = {
-            "model": model, "dimensions": _dimensions(manifest), "prompts": prompts, "new": NEW_TOKENS,
+            "model": model, "dtype": manifest.dtype, "dimensions": _dimensions(manifest), "prompts": prompts, "new": NEW_TOKENS,
             "schedules": {
                 name: {"layers": schedule.layers, "warmup_layers": schedule.warmup_layers} for name, schedule in schedules.items()
             },

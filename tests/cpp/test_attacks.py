@@ -115,6 +115,18 @@ def test_engines_of_another_version_cpu_or_target_are_refused(
     assert answer["code"] == SKD_ERROR_TARGET and says in answer["error"], answer
 
 
+def test_the_cpu_engines_of_a_bundle_for_several_targets_are_taken(
+    conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    data = json.loads((bundle / "bundle.json").read_text())
+    data["targets"].insert(0, {**data["targets"][0], "name": "tensorrt-rtx", "library": "tensorrt_rtx", "machine": "sm89"})
+    (bundle / "bundle.json").write_text(json.dumps(data))
+    assert driver.ask(command="load", bundle=bundle)["num_layers"] == 6
+    asked = driver.ask(command="load", bundle=bundle, target="tensorrt-rtx")
+    assert asked["code"] == SKD_ERROR_TARGET and "runs cpu engines only, not tensorrt-rtx" in asked["error"]
+
+
 def test_a_target_that_is_not_there_and_a_missing_library_are_told(conformance_bundle: Callable[[str], Path]) -> None:
     bundle = conformance_bundle("opt")
     driver = Driver()

@@ -183,6 +183,7 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
         ({"targets": ("vulkan",)}, TargetError, "choose from cpu"),
         ({"dtype": "fp16"}, TargetError, "choose fp32"),
         ({"quantize": "int3"}, TargetError, "choose one of none, int8, int4"),
+        ({"quantize": "int4", "quantize_method": "guess"}, TargetError, "choose one of rtn, k-quant"),
         ({"max_batch": 0}, TargetError, "choose 1 or more"),
         ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),

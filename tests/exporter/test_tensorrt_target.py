@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import skipdecode
 from skipdecode import manifest as manifests
-from skipdecode.cli import inspect, run
+from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
@@ -72,6 +72,15 @@ def test_the_same_graphs_run_on_cpu_and_agree_with_the_reference(both: Path, zoo
         if step:
             decoder.decode_step(np.array([tokens[step - 1]]))
         assert np.abs(decoder.logits[0] - row).max() <= 1e-3 * np.abs(row).max(), step
+
+
+def test_validate_checks_what_runs_and_says_what_does_not(both: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = ["--reference", str(zoo.checkpoint("llama"))]  # fp32, which the bundle has rounded
+    quick = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]
+    assert validate.main([str(both), *reference, *quick, "--json"]) == 0
+    cpu, plans = json.loads(capsys.readouterr().out)["targets"]
+    assert cpu["runs"] and all(variant["holds"] for variant in cpu["parity"])
+    assert not plans["runs"] and "compiled by this version, not run by it" in plans["why"]
 
 
 def test_plans_are_told_apart_from_what_this_version_runs(

@@ -1,0 +1,48 @@
+"""What block-quantised weights cost the model that ships here, on the part of the E2E data that ships with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+import skipdecode
+from skipdecode.exporter.export import ExportRequest, export
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "e2e"
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, list[str]]:
+    """Prompt -> references."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from data import prompt, read_pairs
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    found: dict[str, list[str]] = {}
+    for attributes, text in read_pairs(EXAMPLE / "sample.csv"):
+        found.setdefault(prompt(attributes), []).append(text)
+    return found
+
+
+def _texts(quantize: str, folder: Path, prompts: list[str]) -> list[str]:
+    export(ExportRequest(model=str(EXAMPLE / "model"), out=folder / quantize, quantize=quantize, max_length=256))
+    model = skipdecode.load(folder / quantize)
+    batches = [prompts[start : start + 16] for start in range(0, len(prompts), 16)]
+    results = [model.generate(batch, max_new_tokens=72, schedule="full") for batch in batches]
+    return [str(row.text).strip() for result in results for row in result.sequences]
+
+
+def test_int8_says_nearly_always_the_same_and_loses_at_most_half_a_point_of_bleu(
+    asked: dict[str, list[str]], tmp_path: Path
+) -> None:
+    prompts = list(asked)[:100]
+    exact, narrow = (_texts(quantize, tmp_path, prompts) for quantize in ("none", "int8"))
+    assert sum(one == other for one, other in zip(exact, narrow, strict=True)) >= 0.85 * len(prompts)
+    most = max(len(asked[text]) for text in prompts)
+    references = [[asked[text][i] if i < len(asked[text]) else None for text in prompts] for i in range(most)]
+    scores = [sacrebleu.corpus_bleu(texts, references).score for texts in (exact, narrow)]  # type: ignore[arg-type]
+    assert scores[1] >= scores[0] - 0.5, scores
