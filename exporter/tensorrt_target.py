@@ -21,6 +21,7 @@ from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process, library
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
@@ -173,7 +174,7 @@ def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
     for _, value in sorted(lowered.graph.initializers.items()):
         if isinstance(value.const_value, ir.ExternalTensor):
             digest.update(value.const_value.tobytes())
-            value.const_value.release()
+            release_pages(value.const_value)
     return digest.hexdigest()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from skipdecode.graph_passes.clean_trace import is_parameter
+from skipdecode.graph_passes.mapped import release_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +56,18 @@ def _sole_producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:
-    """A parameter of all of them, put together when it is read."""
-    tensors = [value.const_value for value in values]
-    shape = list(tensors[0].shape)  # type: ignore[union-attr]
-    shape[axis] = sum(tensor.shape[axis] for tensor in tensors)  # type: ignore[union-attr, misc]
+    """A parameter of all of them side by side, put together each time it is read."""
+    tensors = [value.const_value for value in values if value.const_value is not None]
+    sizes = list(tensors[0].shape.numpy())
+    sizes[axis] = sum([tensor.shape.numpy()[axis] for tensor in tensors])
     name = f"{values[0].name}.packed"
-    join: Callable[[], ir.TensorProtocol] = lambda: ir.tensor(  # noqa: E731
-        np.concatenate([tensor.numpy() for tensor in tensors], axis=axis),  # type: ignore[union-attr]
-        name=name,
-    )
-    dtype = tensors[0].dtype  # type: ignore[union-attr]
-    tensor = ir.LazyTensor(join, dtype=dtype, shape=ir.Shape(shape), name=name)
-    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
+
+    def join() -> ir.TensorProtocol:
+        joined = np.concatenate([tensor.numpy() for tensor in tensors], axis=axis)
+        release_pages(*tensors)
+        return ir.tensor(joined, name=name)
+
+    tensor = ir.LazyTensor(join, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name)
+    value = ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value

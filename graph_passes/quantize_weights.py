@@ -22,6 +22,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.clean_trace import is_parameter
 from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,7 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
             found = _parameter(node)
             if found is not None and _matrix(*found).shape[1] % self.block_size == 0:
                 _replace(model.graph, node, _matrix(*found), self)
-                if isinstance(found[0], ir.ExternalTensor):
-                    found[0].release()  # the pages of a mapped matrix would stay until the last one is done
+                release_pages(found[0])
                 count += 1
         if count:
             model.graph.opset_imports[MS_DOMAIN] = 1

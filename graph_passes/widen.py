@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode.graph_passes.clean_trace import clean_trace
+from skipdecode.graph_passes.mapped import release_pages
 
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -38,6 +39,8 @@ class WidenPass(ir.passes.InPlacePass):
 
 def _wide(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     def cast() -> ir.TensorProtocol:
-        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+        wide = tensor.numpy().astype(np.float32)
+        release_pages(tensor)
+        return ir.tensor(wide, name=tensor.name)
 
     return ir.LazyTensor(cast, dtype=ir.DataType.FLOAT, shape=tensor.shape, name=tensor.name)  # type: ignore[arg-type]
