@@ -23,40 +23,38 @@ class PackQKVPass(ir.passes.InPlacePass):
         changed = False
         for node in list(model.graph):
             if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
-                found = [find_projection(value) for value in node.inputs[:3]]
-                if (rows := _before_split(node)) is not None:
-                    _take_packed(node, rows)
+                rows = _before_split(node) or _packed(model.graph, node)
+                if rows is not None:
+                    for index, value in enumerate((rows, None, None)):
+                        node.replace_input_with(index, value)
                     changed = True
-                elif all(part is not None for part in found):
-                    changed |= _pack(model.graph, node, found)  # type: ignore[arg-type]
         if changed:
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, changed)
 
 
-def _pack(graph: ir.Graph, node: ir.Node, parts: list[Projection]) -> bool:
-    query, *others = parts
-    alike = all(
-        part.source is query.source and part.turned == query.turned and (part.bias is None) == (query.bias is None)
-        for part in others
-    )
-    if not alike or any(part.factor != 1.0 for part in others):
-        return False
-    axis = 0 if query.turned else 1
-    weight = join_parameters(graph, [part.weight for part in parts], axis)
+def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
+    """The rows of one product that has taken the place of three."""
+    parts = [part for part in map(find_projection, node.inputs[:3]) if part is not None]
+    if len(parts) < 3 or not _alike(parts):
+        return None
+    query = parts[0]
+    weight = join_parameters(graph, [part.weight for part in parts], 0 if query.turned else 1)
     nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if query.turned else []
     nodes.append(ir.node("MatMul", [query.source, nodes[-1].outputs[0] if nodes else weight]))
-    if query.bias is not None:
-        nodes.append(ir.node("Add", [nodes[-1].outputs[0], join_parameters(graph, [part.bias for part in parts], 0)]))  # type: ignore[misc]
+    biases = [part.bias for part in parts if part.bias is not None]
+    if biases:
+        nodes.append(ir.node("Add", [nodes[-1].outputs[0], join_parameters(graph, biases, 0)]))
     graph.insert_before(node, nodes)
-    _take_packed(node, nodes[-1].outputs[0])
     node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * query.factor)
-    return True
+    return nodes[-1].outputs[0]
 
 
-def _take_packed(node: ir.Node, rows: ir.Value) -> None:
-    for index, value in enumerate((rows, None, None)):
-        node.replace_input_with(index, value)
+def _alike(parts: list[Projection]) -> bool:
+    """Whether they read the same rows in the same way; a factor only the query may have."""
+    query, *others = parts
+    same = [(part.turned, part.bias is None) == (query.turned, query.bias is None) for part in others]
+    return all(same) and all(part.source is query.source and part.factor == 1.0 for part in others)
 
 
 def _before_split(node: ir.Node) -> ir.Value | None:

@@ -31,8 +31,8 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
     std::vector<std::string> known;
     known.reserve(targets.size());
     for (const Target& target : targets) known.push_back(target.name);
-    throw TargetError("target '" + name + "' is not in this bundle",
-                      "choose from " + (known.empty() ? "none" : Joined(known)), path.string());
+    throw TargetError("target '" + name + "' is not in this bundle", "choose from " + (known.empty() ? "none" : Joined(known)),
+                      path.string());
   }
   if (found->name != "cpu" || found->library != "onnxruntime") {
     throw TargetError("this library runs cpu engines only, not " + found->name, "export with --target cpu too", path.string());
