@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skipdecode.manifest import Manifest
 
 _SIZES: dict[str, dict[str, Any]] = {
     "opt": {
@@ -32,23 +36,25 @@ _SHARED = {"max_position_embeddings": 2048, "pad_token_id": 1, "bos_token_id": 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a decode step must read, fp32."""
+    """What a decode step must read, keys and values in fp32."""
 
     num_layers: int
     layer_bytes: int  # one layer's weights
     head_bytes: int  # final norm and output projection; of the embedding a step reads one row
     kv_bytes: int  # keys and values of one position in one layer
 
-    def step_bytes(self, layers: int, context: int) -> int:
-        """Bytes of one decode step that computes `layers` layers over `context` valid positions."""
-        return layers * (self.layer_bytes + context * self.kv_bytes) + self.head_bytes
+    def step_bytes(self, layers: int, positions: int) -> int:
+        """Bytes of one decode step that computes `layers` layers over `positions` valid ones, of all rows together."""
+        return layers * (self.layer_bytes + positions * self.kv_bytes) + self.head_bytes
 
 
-def make_files(name: str, folder: Path, speedups: Sequence[float | None], span: int, tiny: bool) -> tuple[Shape, list[int]]:
+def make_files(
+    name: str, folder: Path, speedups: Sequence[float | None], span: int, quantize: str, tiny: bool
+) -> tuple[Shape, list[int]]:
     """Write `checkpoint`, `bundle-0 ...` (one a speedup; None: full depth), `ctranslate2-float32` and `ctranslate2-int8`.
 
     Returns:
-        What a step reads, and each bundle's number of variants.
+        What a step of this runtime reads, and each bundle's number of variants.
     """
     import transformers
 
@@ -56,10 +62,14 @@ def make_files(name: str, folder: Path, speedups: Sequence[float | None], span: 
     transformers.logging.disable_progress_bar()
     checkpoint = folder / "checkpoint"
     shape = make_checkpoint(name, checkpoint, tiny)
-    variants = [make_bundle(checkpoint, folder / f"bundle-{i}", speedup, span) for i, speedup in enumerate(speedups)]
+    bundles = [make_bundle(checkpoint, folder / f"bundle-{i}", speedup, span, quantize) for i, speedup in enumerate(speedups)]
+    (target,) = bundles[0].targets
+    shape = dataclasses.replace(
+        shape, layer_bytes=sum(target.segment_weight_bytes) // shape.num_layers, head_bytes=target.head_weight_bytes
+    )
     for quantization in ("float32", "int8"):
         _convert_to_ctranslate2(checkpoint, folder / f"ctranslate2-{quantization}", quantization)
-    return shape, variants
+    return shape, [len(bundle.variants) for bundle in bundles]
 
 
 def checkpoint_config(name: str, tiny: bool) -> Any:
@@ -91,12 +101,12 @@ def make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
     )
 
 
-def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int) -> int:
+def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, quantize: str = "none") -> Manifest:
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.schedule_builders import ScheduleRequest
 
     schedule = ScheduleRequest(name="full") if speedup is None else ScheduleRequest(name="linear", speedup=speedup, span=span)
-    return len(export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule)).variants)
+    return export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize))
 
 
 def _convert_to_ctranslate2(checkpoint: Path, out: Path, quantization: str) -> None:

@@ -1,6 +1,6 @@
 """The systems that are compared: one small class each, loaded in its own process by `worker.py`.
 
-Each has `generate(prompt, tokens) -> Run`: batch 1, greedy, exactly `tokens` new tokens, each stamped when it comes.
+Each has `generate(prompts, tokens) -> Run`: prompts of one length, greedy, exactly `tokens` new tokens a row, each stamped.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 class Run:
     """One generate call."""
 
-    token_ids: tuple[int, ...]
-    token_s: tuple[float, ...]  # when each new token came, seconds since the call
+    token_ids: tuple[int, ...]  # of the first row
+    token_s: tuple[float, ...]  # when each step's new tokens came, seconds since the call
     total_s: float
     layers: tuple[int, ...] = ()  # what each decode step computed; this runtime only
 
@@ -26,6 +26,9 @@ class Run:
     def decode_ms(self) -> float:
         """Milliseconds a decode step: the first token is the prefill's."""
         return 1e3 * (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+Prompts = list[list[int]]
 
 
 class SkipDecode:
@@ -36,12 +39,12 @@ class SkipDecode:
 
         self._generator = skipdecode.load(bundle, threads=threads)
 
-    def generate(self, prompt: Sequence[int], tokens: int) -> Run:
+    def generate(self, prompts: Prompts, tokens: int) -> Run:
         clock = Clock()
-        result = self._generator.generate(list(prompt), max_new_tokens=tokens, ignore_eos=True, streamer=clock)
+        result = self._generator.generate(prompts, max_new_tokens=tokens, ignore_eos=True, streamer=clock)
         return clock.run(result.sequences[0].token_ids, layers=result.layers)
 
-    def outside_engines_us(self, prompt: Sequence[int], tokens: int) -> dict[str, float]:
+    def outside_engines_us(self, prompts: Prompts, tokens: int) -> dict[str, float]:
         """Microseconds a decode step that are not spent in an engine call, from one extra run with timed engine calls."""
         from skipdecode.engines.ort import OrtEngine
 
@@ -61,7 +64,7 @@ class SkipDecode:
         OrtEngine.bind = timed_bind  # type: ignore[method-assign, assignment]
         try:
             clock = Clock(lambda: (engine_s[0], calls[0]))
-            self._generator.generate(list(prompt), max_new_tokens=tokens, ignore_eos=True, streamer=clock)
+            self._generator.generate(prompts, max_new_tokens=tokens, ignore_eos=True, streamer=clock)
         finally:
             OrtEngine.bind = bind  # type: ignore[method-assign]
         steps = list(zip(clock.stamps, clock.notes, clock.stamps[1:], clock.notes[1:], strict=False))
@@ -86,14 +89,13 @@ class Transformers:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
-    def generate(self, prompt: Sequence[int], tokens: int) -> Run:
-        ids, clock = self._torch.tensor([list(prompt)]), Clock()
+    def generate(self, prompts: Prompts, tokens: int) -> Run:
+        ids, clock = self._torch.tensor(prompts), Clock()
         out = self._model.generate(
             ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-            use_cache=True, streamer=clock,
+            use_cache=True, stopping_criteria=[clock.stop],
         )  # fmt: skip
-        del clock.stamps[0]  # transformers gives the prompt first
-        return clock.run(out[0, len(prompt) :].tolist())
+        return clock.run(out[0, ids.shape[1] :].tolist())
 
 
 class CTranslate2:
@@ -106,11 +108,12 @@ class CTranslate2:
             str(folder), device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
         )
 
-    def generate(self, prompt: Sequence[int], tokens: int) -> Run:
+    def generate(self, prompts: Prompts, tokens: int) -> Run:
         clock = Clock()
         result = self._generator.generate_batch(
-            [[f"t{token}" for token in prompt]], max_length=tokens, min_length=tokens, beam_size=1, sampling_topk=1,
-            include_prompt_in_result=False, callback=lambda step: clock.put(step),
+            [[f"t{token}" for token in prompt] for prompt in prompts],
+            max_length=tokens, min_length=tokens, beam_size=1, sampling_topk=1,
+            include_prompt_in_result=False, callback=lambda step: step.batch_id == len(prompts) - 1 and clock.put(step),
         )  # fmt: skip
         return clock.run(result[0].sequences_ids[0])
 
@@ -131,6 +134,11 @@ class Clock:
 
     def end(self) -> None:
         pass
+
+    def stop(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """As a stopping criterion of transformers, whose streamers take one row only."""
+        self.put(None)
+        return input_ids.new_zeros(len(input_ids), dtype=bool)
 
     def run(self, token_ids: Sequence[int], layers: tuple[int, ...] = ()) -> Run:
         total = time.perf_counter() - self._started

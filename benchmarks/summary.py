@@ -27,6 +27,15 @@ _COLUMNS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What every system was given."""
+
+    batch: int
+    prompt: int  # tokens a row
+    quantize: str  # of this runtime
+
+
 @dataclass(slots=True, kw_only=True)
 class System:
     """One system and what its rounds gave."""
@@ -43,16 +52,16 @@ def summarize(
     bandwidth: list[float],
     memory: dict[str, dict[str, float]],
     outside: dict[str, dict[str, float]],
-    prompt: int,
+    load: Load,
 ) -> dict[str, Any]:
     """One model's figures. Ratios are medians of each round's ratio, so that what slowed a round slows both sides."""
     runs = {system.name: system.runs for system in systems}
-    full_bytes = statistics.fmean(_step_bytes(shape, runs[_FULL][0], prompt))
+    full_bytes = statistics.fmean(_step_bytes(shape, runs[_FULL][0], load))
     rows = []
     for system in systems:
         row = _row(system, runs, memory[system.name])
-        own_bytes = statistics.fmean(_step_bytes(shape, system.runs[0], prompt)) if system.variants else full_bytes
-        if "int8" not in system.name:
+        own_bytes = statistics.fmean(_step_bytes(shape, system.runs[0], load)) if system.variants else full_bytes
+        if system.variants or (load.quantize == "none" and "int8" not in system.name):
             row["read_mb_per_step"] = round(own_bytes / 1e6, 1)
             row["share_of_read_bound"] = round(own_bytes / (statistics.median(bandwidth) * 1e6) / row["decode_ms_per_token"], 4)
         if system.variants:
@@ -123,9 +132,9 @@ def _weight_sharing(systems: list[System], memory: dict[str, dict[str, float]]) 
     return {"variants": most.variants, "variants_of_one": full.variants, **ratios}
 
 
-def _step_bytes(shape: Shape, run: Run, prompt: int) -> list[int]:
-    """Of each decode step: step i attends to the prompt and i + 1 generated positions."""
-    return [shape.step_bytes(count, prompt + step + 1) for step, count in enumerate(run.layers)]
+def _step_bytes(shape: Shape, run: Run, load: Load) -> list[int]:
+    """Of each decode step: in step i every row attends to its prompt and i + 1 generated positions."""
+    return [shape.step_bytes(count, load.batch * (load.prompt + step + 1)) for step, count in enumerate(run.layers)]
 
 
 def _same(ours: Sequence[int], theirs: Sequence[int]) -> int:
