@@ -47,7 +47,7 @@ typedef enum skd_finish {
 
 typedef struct skd_load_options {
   size_t struct_size;
-  const char* target;              /* where engines run; NULL: the first target of the bundle. This build runs "cpu" */
+  const char* target;              /* where engines run; NULL: "cpu", the one that this build runs */
   uint32_t threads;                /* of the process's one pool, decided by the first load; 0: one a core */
   const char* onnxruntime_library; /* path of libonnxruntime; NULL: found as the system finds libraries, or beside this one */
 } skd_load_options;
