@@ -19,6 +19,7 @@ from pathlib import Path
 from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
+from skipdecode.graph_passes.quantize_weights import METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest
@@ -51,9 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: fp32; with a TensorRT target the checkpoint's, fp16 where that is fp32",
     )
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
-    parser.add_argument(
-        "--quantize-method", choices=["rtn", "k-quant"], default="rtn", help="round to nearest, or a slower search (rtn)"
-    )
+    parser.add_argument("--quantize-method", choices=[*METHODS], default="rtn", help="round to nearest, or a slower search (rtn)")
     parser.add_argument(
         "--target", action="append", metavar="T", help="cpu (default), tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
     )

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.decoder import PREFILL_CHUNK
-from skipdecode.errors import TargetError
+from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
@@ -29,7 +29,7 @@ from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import static_slots
 from skipdecode.schedule import Schedule
 
-KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from, and of itself
+KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
 _BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
 _BUILDER_FACTOR = 3
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
@@ -86,8 +86,8 @@ def compile_tensorrt(
     trt = library(request.name)
     folder = f"targets/{request.name}"
     (partial / folder).mkdir(parents=True)
-    known = _known_plans(replaced / folder)
-    built_from: dict[str, str] = {}
+    known = _known_plans(replaced, folder)
+    keys: dict[str, str] = {}
     sizes: dict[str, int] = {}
     waiting: list[PlanRequest] = []
     for engine in _engines(graphs, plan, limits, schedule):
@@ -101,17 +101,13 @@ def compile_tensorrt(
             target=request.name, source=str(source), plan=str(partial / path),
             profiles=engine.profiles, capabilities=request.capabilities,
         )  # fmt: skip
-        built_from[path] = key = _content_key(building, lowered, trt.__version__)
+        keys[Path(path).name] = key = _content_key(building, lowered, trt.__version__)
         if key in known:
             _link_or_copy(known[key], partial / path)
             source.unlink()
         else:
             waiting.append(building)
     _build(waiting, max(sizes.values()), report)
-    keys = {
-        Path(path).name: {"built_from": key, "sha256": manifest.describe_file(partial, path).sha256}
-        for path, key in built_from.items()
-    }
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
     segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(len(plan.segments)))
     head = f"{folder}/head.plan"
@@ -182,13 +178,14 @@ def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
     return digest.hexdigest()
 
 
-def _known_plans(folder: Path) -> dict[str, Path]:
-    """What it was built from -> plan, of those that an older bundle has undamaged; none where it cannot be read."""
+def _known_plans(bundle: Path, folder: str) -> dict[str, Path]:
+    """Content key -> plan, of those that a bundle has as its manifest says; none where it cannot be read."""
     try:
-        keys = json.loads((folder / KEYS).read_text(encoding="utf-8"))
-        whole = [name for name, key in keys.items() if manifest.describe_file(folder, name).sha256 == key["sha256"]]
-        return {keys[name]["built_from"]: folder / name for name in whole}
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        keys = json.loads((bundle / folder / KEYS).read_text(encoding="utf-8"))
+        paths = {f"{folder}/{name}": key for name, key in keys.items()}
+        files = [file for file in manifest.read(bundle).files if file.path in paths]
+        return {paths[file.path]: bundle / file.path for file in files if manifest.describe_file(bundle, file.path) == file}
+    except (OSError, ValueError, AttributeError, BundleError):
         return {}
 
 

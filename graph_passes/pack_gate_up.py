@@ -13,7 +13,7 @@ from collections import defaultdict
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters
+from skipdecode.graph_passes.projection import Projection, find_projection, packed_product
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -42,9 +42,7 @@ def _alike(gate: Projection, up: Projection) -> bool:
 
 
 def _pack(graph: ir.Graph, first: ir.Node, second: ir.Node, gate: Projection, up: Projection) -> None:
-    weight = join_parameters(graph, [gate.weight, up.weight], 0 if gate.turned else 1)
-    nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if gate.turned else []
-    nodes.append(ir.node("MatMul", [gate.source, nodes[-1].outputs[0] if nodes else weight]))
+    nodes = packed_product(graph, [gate, up])
     nodes.append(ir.node("Split", [nodes[-1].outputs[0]], {"axis": -1, "num_outputs": 2}, num_outputs=2))
     graph.insert_before(first, nodes)
     for node, part in zip((first, second), nodes[-1].outputs, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters
+from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters, packed_product
 
 
 class PackQKVPass(ir.passes.InPlacePass):
@@ -38,15 +38,12 @@ def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     parts = [part for part in map(find_projection, node.inputs[:3]) if part is not None]
     if len(parts) < 3 or not _alike(parts):
         return None
-    query = parts[0]
-    weight = join_parameters(graph, [part.weight for part in parts], 0 if query.turned else 1)
-    nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if query.turned else []
-    nodes.append(ir.node("MatMul", [query.source, nodes[-1].outputs[0] if nodes else weight]))
+    nodes = packed_product(graph, parts)
     biases = [part.bias for part in parts if part.bias is not None]
     if biases:
         nodes.append(ir.node("Add", [nodes[-1].outputs[0], join_parameters(graph, biases, 0)]))
     graph.insert_before(node, nodes)
-    node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * query.factor)
+    node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * parts[0].factor)
     return nodes[-1].outputs[0]
 
 

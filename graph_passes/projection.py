@@ -55,6 +55,14 @@ def _sole_producer(value: ir.Value | None) -> ir.Node | None:
     return value.producer() if value is not None and len(value.uses()) == 1 else None
 
 
+def packed_product(graph: ir.Graph, parts: list[Projection]) -> list[ir.Node]:
+    """One product in place of those of `parts`, which read the same rows: nodes yet to be inserted, the last gives the rows."""
+    turned = parts[0].turned
+    weight = join_parameters(graph, [part.weight for part in parts], 0 if turned else 1)
+    nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if turned else []
+    return [*nodes, ir.node("MatMul", [parts[0].source, nodes[-1].outputs[0] if nodes else weight])]
+
+
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:
     """A parameter of all of them side by side, put together each time it is read."""
     tensors = [value.const_value for value in values if value.const_value is not None]
