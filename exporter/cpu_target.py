@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -18,6 +19,7 @@ from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
+from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.widen import WidenPass
@@ -41,12 +43,12 @@ def compile_cpu(
 
     Args:
         method: of quantisation, a name of METHODS.
-        own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine.
+        own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine, if it is in fp32
+            and nothing is quantised.
     """
     bits = QUANTIZED_BITS[quantize]
-    passes: list[ir.passes.PassBase] = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), PackGateUpPass()]
-    if bits is not None:
-        passes.append(QuantizeWeightsPass(bits=bits, method=method))
+    quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method)]
+    passes = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), PackGateUpPass(), *quantizing]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
@@ -65,28 +67,58 @@ def compile_cpu(
         segments.append(compiled(stitch([graphs.layers[layer] for layer in layers], name=name), name, *passes))
     report("compiling head for cpu", 1.0)
     head = compiled(graphs.head, "head", *passes)
-    narrow = graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT
+    if bits is not None:
+        embed = f"{FOLDER}/embed.onnx"
+        _write_quantized_embed(partial, graphs.embed, bits, method)
+    elif own_embed or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
+        embed = compiled(graphs.embed, "embed")
+    else:
+        embed = f"{GRAPHS}/embed.onnx"
     return manifest.Target(
         name="cpu", weights="fp32" if bits is None else quantize,
         library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(), cpu_features=cpu_features(),
-        embed=compiled(graphs.embed, "embed") if own_embed or narrow else f"{GRAPHS}/embed.onnx",
-        segments=tuple(segments), head=head,
+        embed=embed, segments=tuple(segments), head=head,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
 
 
 def _compile(partial: Path, lowered: ir.Model, path: str, *, prepack: bool) -> None:
     source = partial / GRAPHS / "lowered.onnx"  # beside the weights that it refers to
-    made = [value for value in lowered.graph.initializers.values() if _needs_file(value.const_value)]
-    tensors = [value.const_value for value in made if value.const_value is not None]
-    for value, tensor in zip(made, convert_tensors_to_external(tensors, source.parent, "lowered.bin"), strict=True):
-        value.const_value = tensor
+    _move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
     ir.save(lowered, source)
     compile_ort(source, partial / path, prepack=prepack)
     for file in (source, source.with_suffix(".bin")):
         file.unlink(missing_ok=True)
 
 
-def _needs_file(tensor: ir.TensorProtocol | None) -> bool:
-    """Whether a tensor was made by a pass and is too large to stand inside a graph."""
-    return tensor is not None and not isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= 1024
+def _write_quantized_embed(partial: Path, graph: ir.Model, bits: int, method: str) -> None:
+    """Write the embedding's engine as it is, with nothing to fold in it; of what it shares with the head, the head's file has it."""
+    lowered, path = graph.clone(), partial / FOLDER / "embed.onnx"
+    quantizing = [kind(bits=bits, method=method) for kind in (QuantizeEmbeddingPass, QuantizeWeightsPass)]
+    ir.passes.Sequential(WidenPass(), *quantizing)(lowered)
+    of_head = ir.load(path.with_name("head.onnx")).graph.initializers
+    own = []
+    for name, value in lowered.graph.initializers.items():
+        shared = of_head[name].const_value if name in of_head else None
+        if isinstance(shared, ir.ExternalTensor):  # named after the parameter: the same bytes
+            value.const_value = ir.ExternalTensor(
+                shared.location, shared.offset, shared.length, shared.dtype, shape=value.shape, name=name, base_dir=path.parent
+            )
+        else:
+            own.append(value)
+    _move_to_file(own, path.with_suffix(".bin"))
+    ir.save(lowered, path)
+
+
+def _move_to_file(values: Iterable[ir.Value], file: Path) -> None:
+    """Write what passes made and is too large to stand inside a graph, and what lies in a file elsewhere."""
+    moved = [value for value in values if _needs_file(value.const_value, file.parent)]
+    tensors = [value.const_value for value in moved if value.const_value is not None]
+    for value, tensor in zip(moved, convert_tensors_to_external(tensors, file.parent, file.name), strict=True):
+        value.const_value = tensor
+
+
+def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:
+    if isinstance(tensor, ir.ExternalTensor):
+        return Path(tensor.base_dir) != folder
+    return tensor is not None and tensor.nbytes >= 1024

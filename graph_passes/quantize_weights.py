@@ -48,8 +48,8 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
         for node in list(model.graph):
             found = _parameter(node)
             if found is not None and _matrix(*found).shape[1] % self.block_size == 0:
-                _replace(model.graph, node, _matrix(*found), self)
-                release_pages(found[0])
+                _replace(model.graph, node, *found, self)
+                release_pages(found[0].const_value)
                 count += 1
         if count:
             model.graph.opset_imports[MS_DOMAIN] = 1
@@ -58,7 +58,7 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(count))
 
 
-def _parameter(node: ir.Node) -> tuple[ir.TensorProtocol, bool] | None:
+def _parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
     """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
         return None
@@ -68,20 +68,21 @@ def _parameter(node: ir.Node) -> tuple[ir.TensorProtocol, bool] | None:
         value, transposed = producer.inputs[0], not transposed
     if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 2:
         return None
-    return value.const_value, transposed
+    return value, transposed
 
 
-def _matrix(tensor: ir.TensorProtocol, transposed: bool) -> Floats:
+def _matrix(parameter: ir.Value, transposed: bool) -> Floats:
     """The parameter as [N, K] float32, mapped where it is stored so."""
-    data = tensor.numpy()
+    assert parameter.const_value is not None
+    data = parameter.const_value.numpy()
     return np.asarray(data if transposed else data.T, dtype=np.float32)
 
 
-def _replace(graph: ir.Graph, node: ir.Node, weight: Floats, how: QuantizeWeightsPass) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: QuantizeWeightsPass) -> None:
+    weight = _matrix(parameter, transposed)
     parts = METHODS[how.method](weight, how.bits, how.block_size)
     outputs, inputs = weight.shape
-    name = f"{node.outputs[0].name}.quantised"
-    values: list[ir.Value | None] = [_initializer(graph, f"{name}.{part}", data) for part, data in parts.items()]
+    values: list[ir.Value | None] = [*register_parts(graph, str(parameter.name), parts)]
     bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]
@@ -132,8 +133,12 @@ def _nibbles(levels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], bits: int)
     return packed
 
 
-def _initializer(graph: ir.Graph, name: str, data: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ir.Value:
-    tensor = ir.tensor(data, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(data.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+def register_parts(graph: ir.Graph, parameter: str, parts: Parts) -> list[ir.Value]:
+    """Initializers called after the parameter they stand for."""
+    values = []
+    for part, data in parts.items():
+        tensor = ir.tensor(data, name=f"{parameter}.quantised.{part}")
+        shape, kind = ir.Shape(data.shape), ir.TensorType(tensor.dtype)
+        values.append(ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor))
+        graph.register_initializer(values[-1])
+    return values

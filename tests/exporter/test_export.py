@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -248,3 +249,15 @@ def test_quantised_engines_stay_near_the_exact_ones_and_are_smaller(
         logits.append(decoder.logits[0].copy())
     error = np.linalg.norm(logits[0] - logits[1]) / np.linalg.norm(logits[1])
     assert 0 < error < tolerance
+
+
+@pytest.mark.parametrize(("name", "tied"), [("opt", True), ("llama", False)])
+def test_a_quantised_embedding_is_stored_once_with_a_tied_head(zoo: Zoo, tmp_path: Path, name: str, tied: bool) -> None:
+    export(ExportRequest(model=str(zoo.checkpoint(name)), out=tmp_path / "q", quantize="int8", max_length=MAX_LENGTH, slim=True))
+    table = [
+        value.const_value
+        for value in ir.load(tmp_path / "q/targets/cpu/embed.onnx").graph.initializers.values()
+        if str(value.name).endswith("embed_tokens.weight.quantised.weight")
+    ]
+    assert [tensor.location for tensor in table] == ["head.bin" if tied else "embed.bin"]
+    assert len(skipdecode.load(tmp_path / "q").generate([[5, 6]], max_new_tokens=3).sequences[0].token_ids) == 3

@@ -1,0 +1,65 @@
+"""A lookup in a table before, in quantised blocks after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
+from skipdecode.graph_passes.quantize_weights import METHODS, QuantizeWeightsPass
+from tests.graph_passes.running import run_model
+from tests.graph_passes.test_clean_trace import with_weight
+
+TOKENS, WIDTH = 11, 96
+TABLE = np.random.default_rng(0).standard_normal((TOKENS, WIDTH)).astype(np.float32)
+EMBED = """<ir_version: 10, opset_import: ["" : 24]>
+g (int64[B,S] input_ids, float[B,S,96] x) => (float[B,S,96] hidden) { hidden = Gather (weight, input_ids) }"""
+HEAD = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[B,96] x) => (float[B,11] y) { turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }"""
+
+
+def _model(text: str) -> ir.Model:
+    return with_weight(text, "embed_tokens.weight", TABLE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_is_what_the_quantised_head_multiplies(bits: int, method: str) -> None:
+    embed, head = _model(EMBED), _model(HEAD)
+    assert QuantizeEmbeddingPass(bits=bits, method=method)(embed).modified
+    assert QuantizeWeightsPass(bits=bits, method=method)(head).modified
+    assert [node.op_type for node in embed.graph] == ["GatherBlockQuantized"]
+    head.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
+    (rows,) = run_model(embed, {"input_ids": np.arange(TOKENS)[None], "x": np.empty((1, TOKENS, WIDTH), np.float32)})
+    (columns,) = run_model(head, {"x": np.eye(WIDTH, dtype=np.float32)})
+    np.testing.assert_allclose(rows[0], columns.T, rtol=0, atol=1e-6)
+    assert 0 < np.linalg.norm(rows[0] - TABLE) / np.linalg.norm(TABLE) < (0.2 if bits == 4 else 0.02)
+
+
+def test_both_have_the_same_bytes_under_the_same_names() -> None:
+    embed, head = _model(EMBED), _model(HEAD)
+    QuantizeEmbeddingPass(bits=4)(embed)
+    QuantizeWeightsPass(bits=4)(head)
+    found, expected = ({n: v.const_value.tobytes() for n, v in m.graph.initializers.items()} for m in (embed, head))  # type: ignore[union-attr]
+    assert found == expected and len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EMBED.replace("Gather (weight, input_ids)", "Gather <axis = 1> (weight, input_ids)"),
+        EMBED.replace("input_ids", "position_ids"),
+        EMBED.replace("{ ", "{ one = Constant <value_int = 1> ()  later = Add (input_ids, one) ").replace(
+            "(weight, input_ids)", "(weight, later)"
+        ),
+    ],
+    ids=["columns", "positions", "shifted ids"],
+)
+def test_it_declines_what_is_no_lookup_of_tokens(text: str) -> None:
+    model = _model(text)
+    assert not QuantizeEmbeddingPass(bits=8)(model).modified
+
+
+def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
+    assert not QuantizeEmbeddingPass(bits=8, block_size=64)(_model(EMBED)).modified
