@@ -49,7 +49,7 @@ def main() -> None:
         make_checkpoint("opt", Path(folder) / "checkpoint", options.smoke)
         bundle = Path(folder) / "bundle"
         make_bundle(Path(folder) / "checkpoint", bundle, 2.0, STEPS)
-        weights = (bundle / "graphs" / "weights.safetensors").stat().st_size
+        weights = (Path(folder) / "checkpoint" / "model.safetensors").stat().st_size
         for _ in range(rounds):
             found["python"].append(_run([sys.executable, "-c", _PYTHON, str(bundle), str(PROMPT), str(STEPS)]))
             found["cpp"].append(_run([str(BENCH), str(bundle), str(PROMPT), str(STEPS + 1), "3"]))

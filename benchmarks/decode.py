@@ -1,16 +1,16 @@
 """How fast is a decode step, against peers and against the machine's read bandwidth?
 
-One interleaved run, same threads, fp32, batch 1 unless told otherwise: this runtime at full depth and at speedups 2 to 5 (linear
-schedule), transformers' `generate`, CTranslate2 (fp32, and int8 for scale). Each system lives in its own process; in each round
-each takes its turn once. Also told: resident memory, time outside engines, wall-clock gain against what the layer count promises.
+One interleaved run, same threads: this runtime at full depth and with linear schedules, in fp32, int8 and int4, against
+transformers (eager, and its step through torch.compile), CTranslate2 (fp32, int8) and, for the Llama-like model, ONNX Runtime
+GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0). Each system lives in its own process; in each round each takes its turn once.
+A point is rows x prompt tokens. Also told: time of the prompt's pass, resident memory, time outside engines, wall-clock gain
+against what the layer count promises. Peers that are not installed are left out and named.
 
 examples:
-  decode.py                                   (both models; minutes on 2 cores, 20 GiB of temporary disk)
-  decode.py --models opt --repeats 9
-  decode.py --batch 16 --speedups 2 --repeats 3
-  decode.py --quantize int4 --speedups 2
+  decode.py                                   (all models, kinds and points: 40 minutes on 2 cores, 20 GiB of disk and memory)
+  decode.py --models opt --points 1x32 --repeats 9
+  decode.py --kinds int4 --points 4x32,16x32 --speedups 2
   decode.py --smoke                           (tiny models: does it run at all; its figures mean nothing)
-  decode.py --models none --export-opt-1.3b   (time and peak memory of an export)
 """
 
 from __future__ import annotations
@@ -24,122 +24,140 @@ import time
 from pathlib import Path
 from typing import Any
 
-from export_cost import measure_export, show_export
 from machine import ReadBandwidth, facts, write_results
-from models import make_files
-from peers import CTranslate2, SkipDecode, Transformers
-from summary import Load, System, show_model, summarize
-from worker import Worker, in_process
+from models import make_checkpoint
+from summary import Point, show_model, show_point, summarize, weight_sharing
+from systems import System, make_systems, missing_peers
+from worker import in_process
 
-_USUAL = {"batch": 1, "prompt": 32, "quantize": "none"}  # what varies is part of a results file's name
+_MODELS, _KINDS, _POINTS = ("opt", "llama", "e2e"), ("fp32", "int8", "int4"), "1x32,4x32,16x32,1x512,1x2000"
+_MAX_LENGTH = {"opt": 2048, "llama": 2048, "e2e": 256}  # points beyond it are left out
 _PAUSE_S = 0.5  # between turns: some thread pools spin for 0.2 s after their work
 
 
 def main() -> int:
     """Measure, print tables and one JSON line, write results/."""
     options = _options()
-    machine = facts()
-    result: dict[str, Any] = {"machine": machine, "settings": _settings(options), "models": {}}
-    with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as temporary:
-        if options.export_opt_1_3b:
-            result["export_opt_1_3b"] = measure_export("opt-1.3b", Path(temporary) / "opt-1.3b")
-            show_export("opt-1.3b", result["export_opt_1_3b"])
-        for name in options.models:
-            with tempfile.TemporaryDirectory(dir=temporary, prefix=name) as folder:
-                result["models"][name] = measure_model(name, Path(folder), options)
-            show_model(name, result["models"][name])
-    if not options.smoke:
-        _write(result)
+    settings = {
+        "points": [str(point) for point in options.points], "kinds": options.kinds, "speedups": options.speedups,
+        "threads": options.threads, "new_tokens": options.tokens, "missing_peers": missing_peers(), "smoke": options.smoke,
+    }  # fmt: skip
+    result: dict[str, Any] = {"machine": facts(), "settings": settings, "models": {}}
+    if missing_peers():
+        print(f"not installed, left out: {', '.join(missing_peers())} (pip install -e '.[bench]')", file=sys.stderr)
+    for name in options.models:
+        with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
+            result["models"][name] = _measure_model(name, Path(folder), options)
+        if not options.smoke:
+            _write(result, options)
     print(json.dumps(result))
     return 0
 
 
-def measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All systems on one model; its files lie in `folder`."""
-    speedups = [None, *options.speedups]
+def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All points and systems on one model; its files lie in `folder`."""
     _progress(f"{name}: exporting and converting")
-    shape, variants = in_process(make_files, name, folder, speedups, options.tokens - 1, options.quantize, options.smoke)
-    systems = [
-        System(
-            name=f"skipdecode {_label(speedup)}",
-            worker=Worker(SkipDecode, folder / f"bundle-{i}", options.threads),
-            variants=count,
-        )
-        for i, (speedup, count) in enumerate(zip(speedups, variants, strict=True))
-    ]
-    systems.append(System(name="transformers", worker=Worker(Transformers, folder / "checkpoint", options.threads)))
-    for short, kind in (("fp32", "float32"), ("int8", "int8")):
-        worker = Worker(CTranslate2, folder / f"ctranslate2-{kind}", options.threads, kind)
-        systems.append(System(name=f"ctranslate2 {short}", worker=worker))
-    rng = random.Random(0)
-    prompts = [rng.choices(range(4, 500), k=options.prompt) for _ in range(options.batch)]
-    bandwidth = _measure_rounds(systems, prompts, options)
-    memory = {system.name: system.worker.memory_mib() for system in systems}
-    ours = [system for system in systems if system.variants]
-    outside = {system.name: system.worker.call("outside_engines_us", prompts, options.tokens) for system in ours}
+    in_process(make_checkpoint, name, folder / "checkpoint", options.smoke)
+    systems = make_systems(
+        name, folder / "checkpoint", options.kinds, options.speedups, options.tokens - 1, options.threads, not options.smoke
+    )
+    points = [point for point in options.points if point.context + options.tokens <= _MAX_LENGTH[name]]
+    figures: dict[str, Any] = {"points": []}
+    for point in points:
+        prompts = _prompts(point)
+        bandwidth = _measure_rounds(name, systems, prompts, options)
+        figures["points"].append(summarize(systems, bandwidth, point))
+        show_point(name, figures["points"][-1])
+        if point is points[0]:
+            figures |= _told_once(systems, prompts, options.tokens)
+            show_model(name, figures)
+            for system in systems:
+                if system.first_point_only:
+                    system.close()
+            systems = [system for system in systems if not system.first_point_only]
     for system in systems:
-        system.worker.close()
-    return summarize(systems, shape, bandwidth, memory, outside, Load(options.batch, options.prompt, options.quantize))
+        system.close()
+    return figures
 
 
-def _label(speedup: float | None) -> str:
-    return "full depth" if speedup is None else f"{speedup:g}x"
+def _told_once(systems: list[System], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    memory = {system.name: system.memory_mib() for system in systems}
+    ours = [system for system in systems if system.shape]
+    return {
+        "resident_mib": memory,
+        "weight_sharing": weight_sharing(systems, memory),
+        "outside_engines_us_per_step": {each.name: each.call("outside_engines_us", prompts, tokens) for each in ours},
+        "layer_mb": {each.kind: round(each.shape.layer_bytes / 1e6, 2) for each in ours if each.shape},
+        "head_mb": {each.kind: round(each.shape.head_bytes / 1e6, 2) for each in ours if each.shape},
+    }
 
 
-def _measure_rounds(systems: list[System], prompts: list[list[int]], options: argparse.Namespace) -> list[float]:
-    """Fill each system's runs, one a round, after one round that is not counted; returns each round's read bandwidth, GB/s."""
-    memory, found = ReadBandwidth(options.threads, 16 if options.smoke else 512), []
+def _measure_rounds(name: str, systems: list[System], prompts: list[list[int]], options: argparse.Namespace) -> list[float]:
+    """Fill each system's runs, one a round, after one round that is not counted; returns each round's read bandwidth, GB/s.
+
+    As many rounds as fit into --seconds, at least 2 and at most --repeats.
+    """
+    memory, found, started = ReadBandwidth(options.threads, 16 if options.smoke else 512), [], time.monotonic()
+    for system in systems:
+        system.runs.clear()
     for repeat in range(-1, options.repeats):
-        _progress("warming up" if repeat < 0 else f"round {repeat + 1} of {options.repeats}")
+        if repeat >= 2 and time.monotonic() - started > options.seconds * (repeat + 1) / (repeat + 2):
+            break
+        _progress(f"{name} {len(prompts)}x{len(prompts[0])}: " + ("warming up" if repeat < 0 else f"round {repeat + 1}"))
         found.append(memory.gb_per_s())
         for system in systems:
             time.sleep(0 if options.smoke else _PAUSE_S)
-            run = system.worker.call("generate", prompts, options.tokens)
+            run = system.call("generate", prompts, options.tokens)
             if repeat >= 0:
                 system.runs.append(run)
     return found[1:]
 
 
-def _write(result: dict[str, Any]) -> None:
+def _prompts(point: Point) -> list[list[int]]:
+    rng = random.Random(0)
+    return [rng.choices(range(4, 500), k=point.context) for _ in range(point.batch)]
+
+
+def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """What differs from the whole run is part of the file's name."""
     from plot import plot
 
-    settings = result["settings"]
-    varied = [f"{name}-{settings[name]}" for name, usual in _USUAL.items() if settings[name] != usual]
-    path = write_results("-".join(["decode", *varied]) if result["models"] else "export", result)
-    if result["models"]:
-        plot(result, path.with_suffix(".png"))
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "batch": options.batch, "quantize": options.quantize, "threads": options.threads, "prompt": options.prompt,
-        "new_tokens": options.tokens,
-        "rounds": options.repeats, "smoke": options.smoke,
-    }  # fmt: skip
+    varied = [
+        *([] if options.models == list(_MODELS) else options.models),
+        *([] if options.kinds == list(_KINDS) else options.kinds),
+        *([] if ",".join(map(str, options.points)) == _POINTS else map(str, options.points)),
+    ]
+    path = write_results("-".join(["decode", *varied]), result)
+    plot(result, path.with_suffix(".png"))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Decode speed against peers.", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="opt,llama", help="opt, llama, both with a comma, or none (opt,llama)")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens, the schedule's span + 1 (64)")
-    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens (32)")
-    parser.add_argument("--batch", type=int, default=1, help="rows (1)")
-    parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="this runtime's weights (none)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (5)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of each system (2)")
-    parser.add_argument("--speedups", default="2,3,4,5", help="speedups of the linear schedule (2,3,4,5)")
-    parser.add_argument("--export-opt-1.3b", dest="export_opt_1_3b", action="store_true", help="also an export, random weights")
+    parser.add_argument("--models", default=",".join(_MODELS), help="with commas (%(default)s)")
+    parser.add_argument("--kinds", default=",".join(_KINDS), help="of weights (%(default)s)")
+    parser.add_argument("--points", default=_POINTS, help="rows x prompt tokens (%(default)s)")
+    parser.add_argument(
+        "--speedups",
+        default="2,3,4,5",
+        help="linear schedules; after the first only in the first kind, at the first point (%(default)s)",
+    )
+    parser.add_argument("--tokens", type=int, default=48, help="new tokens, the schedule's span + 1 (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of a point at most (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=150, help="for a point, if that is enough for 2 rounds (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of each system (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny models, few tokens, nothing written")
     options = parser.parse_args()
-    options.models = [] if options.models == "none" else options.models.split(",")
-    unknown = set(options.models) - {"opt", "llama"}
-    if unknown or options.tokens < 3 or options.repeats < 1:
-        parser.error(f"unknown models {sorted(unknown)}" if unknown else "--tokens needs 3 or more, --repeats 1 or more")
+    options.models, options.kinds = options.models.split(","), options.kinds.split(",")
+    unknown = {*options.models} - {*_MODELS} | {*options.kinds} - {*_KINDS}
+    if unknown or options.tokens < 3 or options.repeats < 2:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}" if unknown else "--tokens needs 3 or more, --repeats 2 or more")
+    options.points = [Point(*map(int, point.split("x"))) for point in options.points.split(",")]
     options.speedups = [float(value) for value in options.speedups.split(",")]
     if options.smoke:
-        options.tokens, options.repeats, options.speedups = 12, 1, [2.0]
+        options.tokens, options.repeats, options.speedups = 6, 2, [2.0]
+        options.points, options.models, options.kinds = [Point(1, 8), Point(2, 8)], ["llama"], ["fp32", "int4"]
     return options
 
 

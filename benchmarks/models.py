@@ -1,15 +1,12 @@
-"""The models that are measured, with random weights, in each system's own form; and the bytes a decode step must read."""
+"""The models that are measured, as checkpoints and bundles; and the bytes a decode step must read."""
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from skipdecode.manifest import Manifest
+from typing import Any
 
 _SIZES: dict[str, dict[str, Any]] = {
     "opt": {
@@ -31,6 +28,7 @@ _TINY: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }  # fmt: skip
+SHIPPED = Path(__file__).parents[1] / "examples" / "e2e" / "model"
 _SHARED = {"max_position_embeddings": 2048, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "tie_word_embeddings": True}
 
 
@@ -48,30 +46,6 @@ class Shape:
         return layers * (self.layer_bytes + positions * self.kv_bytes) + self.head_bytes
 
 
-def make_files(
-    name: str, folder: Path, speedups: Sequence[float | None], span: int, quantize: str, tiny: bool
-) -> tuple[Shape, list[int]]:
-    """Write `checkpoint`, `bundle-0 ...` (one a speedup; None: full depth), `ctranslate2-float32` and `ctranslate2-int8`.
-
-    Returns:
-        What a step of this runtime reads, and each bundle's number of variants.
-    """
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    checkpoint = folder / "checkpoint"
-    shape = make_checkpoint(name, checkpoint, tiny)
-    bundles = [make_bundle(checkpoint, folder / f"bundle-{i}", speedup, span, quantize) for i, speedup in enumerate(speedups)]
-    (target,) = bundles[0].targets
-    shape = dataclasses.replace(
-        shape, layer_bytes=sum(target.segment_weight_bytes) // shape.num_layers, head_bytes=target.head_weight_bytes
-    )
-    for quantization in ("float32", "int8"):
-        _convert_to_ctranslate2(checkpoint, folder / f"ctranslate2-{quantization}", quantization)
-    return shape, [len(bundle.variants) for bundle in bundles]
-
-
 def checkpoint_config(name: str, tiny: bool) -> Any:
     """The shape, as transformers writes it."""
     import transformers
@@ -80,39 +54,42 @@ def checkpoint_config(name: str, tiny: bool) -> Any:
     return kind(**(_TINY if tiny else _SIZES)[name], **_SHARED)
 
 
-def make_checkpoint(name: str, folder: Path, tiny: bool) -> Shape:
-    """Random weights and a word-level tokenizer (CTranslate2's converter wants one): token 7 is "t7"."""
+def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:
+    """A copy of the shipped model (`e2e`), or random weights with a word-level tokenizer (CTranslate2's converter wants one)."""
     import torch
     import transformers
 
-    from skipdecode.exporter.architectures import decoder_layers
-
+    if name == "e2e":
+        shutil.copytree(SHIPPED, folder)
+        return
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = checkpoint_config(name, tiny)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     _make_tokenizer(config.vocab_size).save_pretrained(folder)
-    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    return Shape(
-        num_layers=config.num_hidden_layers,
-        layer_bytes=sum(parameter.nbytes for parameter in decoder_layers(model)[0].parameters()),
-        head_bytes=model.get_output_embeddings().weight.nbytes,
-        kv_bytes=2 * 4 * kv_heads * config.hidden_size // config.num_attention_heads,
-    )
 
 
-def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, quantize: str = "none") -> Manifest:
+def make_bundles(checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int) -> list[tuple[int, Shape]]:
+    """Export each (kind of weights, speedup, folder)."""
+    return [make_bundle(checkpoint, out, speedup, span, kind) for kind, speedup, out in wanted]
+
+
+def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32") -> tuple[int, Shape]:
+    """Export; a speedup of None is full depth. Returns the bundle's count of variants, and what its steps read."""
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.schedule_builders import ScheduleRequest
 
     schedule = ScheduleRequest(name="full") if speedup is None else ScheduleRequest(name="linear", speedup=speedup, span=span)
-    return export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize))
-
-
-def _convert_to_ctranslate2(checkpoint: Path, out: Path, quantization: str) -> None:
-    from ctranslate2.converters import TransformersConverter
-
-    TransformersConverter(str(checkpoint)).convert(str(out), quantization=quantization)
+    quantize = "none" if kind == "fp32" else kind
+    made = export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize, slim=True))
+    (target,), model = made.targets, made.model
+    return len(made.variants), Shape(
+        num_layers=model.num_layers,
+        layer_bytes=sum(target.segment_weight_bytes) // model.num_layers,
+        head_bytes=target.head_weight_bytes,
+        kv_bytes=2 * 4 * model.num_kv_heads * model.head_size,
+    )
 
 
 def _make_tokenizer(vocabulary: int) -> Any:

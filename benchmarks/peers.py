@@ -5,6 +5,7 @@ Each has `generate(prompts, tokens) -> Run`: prompts of one length, greedy, exac
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -98,12 +99,50 @@ class Transformers:
         return clock.run(out[0, ids.shape[1] :].tolist())
 
 
+class TorchCompile:
+    """transformers' model on a static cache, its decode step compiled by torch; the prompt's pass is eager."""
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, StaticCache
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        self._torch, self._cache_of = torch, StaticCache
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._step = torch.compile(self._model.forward, dynamic=False)
+        self._caches: dict[tuple[int, int], Any] = {}  # by rows and positions
+
+    def generate(self, prompts: Prompts, tokens: int) -> Run:
+        key = (len(prompts), len(prompts[0]) + tokens)
+        if key not in self._caches:
+            self._caches[key] = self._cache_of(config=self._model.config, max_cache_len=key[1])
+            for _ in range(2):  # compiles again at its second call
+                self._generate(prompts, tokens, self._caches[key])
+        return self._generate(prompts, tokens, self._caches[key])
+
+    def _generate(self, prompts: Prompts, tokens: int, cache: Any) -> Run:
+        torch, clock, found = self._torch, Clock(), []
+        ids, length = torch.tensor(prompts), len(prompts[0])
+        positions, forward = torch.arange(length)[None], self._model.forward
+        cache.reset()
+        with torch.no_grad():
+            for step in range(tokens):
+                out = forward(ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids, positions, forward = out.logits[:, -1:].argmax(-1), torch.tensor([[length + step]]), self._step
+                found.append(int(ids[0]))
+                clock.put(None)
+        return clock.run(found)
+
+
 class CTranslate2:
     """CTranslate2 on a converted model."""
 
     def __init__(self, folder: Path, threads: int, compute_type: str) -> None:
         import ctranslate2
 
+        self._tokens = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
         self._generator = ctranslate2.Generator(
             str(folder), device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
         )
@@ -111,7 +150,7 @@ class CTranslate2:
     def generate(self, prompts: Prompts, tokens: int) -> Run:
         clock = Clock()
         result = self._generator.generate_batch(
-            [[f"t{token}" for token in prompt] for prompt in prompts],
+            [[self._tokens[token] for token in prompt] for prompt in prompts],
             max_length=tokens, min_length=tokens, beam_size=1, sampling_topk=1,
             include_prompt_in_result=False, callback=lambda step: step.batch_id == len(prompts) - 1 and clock.put(step),
         )  # fmt: skip

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
     parser.add_argument("--quantize-method", choices=[*METHODS], default="rtn", help="round to nearest, or a slower search (rtn)")
     parser.add_argument(
-        "--target", action="append", metavar="T", help="cpu (default), tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
+        "--target", action="append", metavar="T", help="cpu (default), cuda, tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
     )
     parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
     parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
 from pathlib import Path
 
 import onnx_ir as ir
 import onnxruntime
-from onnx_ir.external_data import convert_tensors_to_external
 
 from skipdecode import manifest
 from skipdecode.cpu import cpu_features
 from skipdecode.exporter.graphs import StandardGraphs
-from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
+from skipdecode.exporter.layout import GRAPHS, QUANTIZED_BITS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
@@ -25,7 +23,6 @@ from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.widen import WidenPass
 
 FOLDER = "targets/cpu"
-QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 
 def compile_cpu(
@@ -84,7 +81,7 @@ def compile_cpu(
 
 def _compile(partial: Path, lowered: ir.Model, path: str, *, prepack: bool) -> None:
     source = partial / GRAPHS / "lowered.onnx"  # beside the weights that it refers to
-    _move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
+    move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
     ir.save(lowered, source)
     compile_ort(source, partial / path, prepack=prepack)
     for file in (source, source.with_suffix(".bin")):
@@ -92,33 +89,8 @@ def _compile(partial: Path, lowered: ir.Model, path: str, *, prepack: bool) -> N
 
 
 def _write_quantized_embed(partial: Path, graph: ir.Model, bits: int, method: str) -> None:
-    """Write the embedding's engine as it is, with nothing to fold in it; of what it shares with the head, the head's file has it."""
+    """Write the embedding's engine as it is: there is nothing to fold in it, and its table may be the head's."""
     lowered, path = graph.clone(), partial / FOLDER / "embed.onnx"
     quantizing = [kind(bits=bits, method=method) for kind in (QuantizeEmbeddingPass, QuantizeWeightsPass)]
     ir.passes.Sequential(WidenPass(), *quantizing)(lowered)
-    of_head = ir.load(path.with_name("head.onnx")).graph.initializers
-    own = []
-    for name, value in lowered.graph.initializers.items():
-        shared = of_head[name].const_value if name in of_head else None
-        if isinstance(shared, ir.ExternalTensor):  # named after the parameter: the same bytes
-            value.const_value = ir.ExternalTensor(
-                shared.location, shared.offset, shared.length, shared.dtype, shape=value.shape, name=name, base_dir=path.parent
-            )
-        else:
-            own.append(value)
-    _move_to_file(own, path.with_suffix(".bin"))
-    ir.save(lowered, path)
-
-
-def _move_to_file(values: Iterable[ir.Value], file: Path) -> None:
-    """Write what passes made and is too large to stand inside a graph, and what lies in a file elsewhere."""
-    moved = [value for value in values if _needs_file(value.const_value, file.parent)]
-    tensors = [value.const_value for value in moved if value.const_value is not None]
-    for value, tensor in zip(moved, convert_tensors_to_external(tensors, file.parent, file.name), strict=True):
-        value.const_value = tensor
-
-
-def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:
-    if isinstance(tensor, ir.ExternalTensor):
-        return Path(tensor.base_dir) != folder
-    return tensor is not None and tensor.nbytes >= 1024
+    save_engine(lowered, path, shares=path.with_name("head.onnx"))

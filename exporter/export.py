@@ -15,9 +15,10 @@ import onnx_ir as ir
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import check_supported
-from skipdecode.exporter.cpu_target import QUANTIZED_BITS, compile_cpu
+from skipdecode.exporter.cpu_target import compile_cpu
+from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
-from skipdecode.exporter.layout import GRAPHS, Report
+from skipdecode.exporter.layout import GRAPHS, QUANTIZED_BITS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
@@ -106,6 +107,10 @@ def _compile(
 ) -> manifest.Target:
     if target.is_tensorrt:
         return compile_tensorrt(partial, graphs, plan, limits, schedule, target, replaced=request.out, report=report)
+    if target.name == "cuda":
+        return compile_cuda(
+            partial, graphs, plan, limits, quantize=request.quantize, method=request.quantize_method, report=report
+        )
     return compile_cpu(
         partial, graphs, plan, limits,
         quantize=request.quantize, method=request.quantize_method, own_embed=request.slim, report=report,
@@ -144,17 +149,17 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
         check_tensorrt(bones, limits)
         if request.quantize != "none":
             raise TargetError(
-                f"{request.quantize} weights are for cpu engines only", "leave out --quantize, or export two bundles",
+                f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",
                 where="--quantize",
             )  # fmt: skip
     _check_disk(request.out, bones, targets, QUANTIZED_BITS[request.quantize])
 
 
 def _check_disk(out: Path, bones: Skeleton, targets: Sequence[TargetRequest], bits: int | None) -> None:
-    """Weights once as source, once a target (for cpu twice, plain and prepacked, or once quantised); one segment on its way."""
+    """Weights once as source, once a target, quantised or (on cpu) plain and prepacked; one segment on its way."""
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    for_cpu = 2 * 4 if bits is None else (bits + 1) / 8
-    compiled = sum(bones.dtype.itemsize if target.is_tensorrt else for_cpu for target in targets)
+    quantized = None if bits is None else (bits + 1) / 8
+    compiled = sum(quantized or (2 * 4 if target.name == "cpu" else bones.dtype.itemsize) for target in targets)
     needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + _SEGMENT_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:

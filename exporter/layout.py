@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import onnx_ir as ir
+from onnx_ir.external_data import convert_tensors_to_external
 
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
+
+QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
+_INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 
 Report = Callable[[str, float], None]  # (what is being done, fraction that is done)
 
@@ -19,3 +24,38 @@ def weight_bytes(graph: ir.Graph) -> int:
         if value.const_value is not None and not any(use.node.op_type == "GroupQueryAttention" for use in value.uses())
     )
     return sum(weights)
+
+
+def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) -> None:
+    """Write a graph and, beside it, what it holds and takes from elsewhere: `<name>.bin`.
+
+    Args:
+        shares: an engine in the same folder; what it has under the same name (a parameter's, so the same bytes) is not written
+            again: a tied embedding and head are one weight.
+    """
+    theirs = ir.load(shares).graph.initializers if shares is not None else {}
+    own = []
+    for name, value in lowered.graph.initializers.items():
+        shared = theirs[name].const_value if name in theirs else None
+        if isinstance(shared, ir.ExternalTensor) and value.shape is not None:
+            value.const_value = ir.ExternalTensor(
+                shared.location, shared.offset, shared.length, shared.dtype, shape=value.shape, name=name, base_dir=path.parent
+            )
+        else:
+            own.append(value)
+    move_to_file(own, path.with_suffix(".bin"))
+    ir.save(lowered, path)
+
+
+def move_to_file(values: Iterable[ir.Value], file: Path) -> None:
+    """Write what passes made and is too large to stand inside a graph, and what lies in a file of another folder."""
+    moved = [value for value in values if _needs_file(value.const_value, file.parent)]
+    tensors = [value.const_value for value in moved if value.const_value is not None]
+    for value, tensor in zip(moved, convert_tensors_to_external(tensors, file.parent, file.name), strict=True):
+        value.const_value = tensor
+
+
+def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:
+    if isinstance(tensor, ir.ExternalTensor):
+        return Path(tensor.base_dir) != folder
+    return tensor is not None and tensor.nbytes >= _INSIDE_BYTES

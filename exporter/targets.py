@@ -1,4 +1,4 @@
-"""`--target cpu`, `--target tensorrt-rtx:sm89,sm120`: what engines are compiled for, and in which dtype."""
+"""`--target cpu`, `--target cuda`, `--target tensorrt-rtx:sm89,sm120`: what engines are compiled for, and in which dtype."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from skipdecode.errors import TargetError
 from skipdecode.graph_passes.compile_tensorrt import LIBRARIES, library
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_CHOICES = "choose from cpu, tensorrt-rtx[:smNN,...], tensorrt"
+_CHOICES = "choose from cpu, cuda, tensorrt-rtx[:smNN,...], tensorrt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRequest:
     """Where engines shall run."""
 
-    name: str  # cpu, tensorrt-rtx, tensorrt
+    name: str  # cpu, cuda, tensorrt-rtx, tensorrt
     capabilities: tuple[str, ...] = ()  # sm89: the GPUs that plans are made for; none: what the library makes by itself
 
     @property
@@ -46,7 +46,7 @@ def parse_targets(texts: Sequence[str]) -> tuple[TargetRequest, ...]:
 
 def _parse(text: str) -> TargetRequest:
     name, colon, rest = text.partition(":")
-    if name not in ("cpu", *LIBRARIES):
+    if name not in ("cpu", "cuda", *LIBRARIES):
         raise TargetError(f"target {name!r} cannot be compiled by this version", _CHOICES, where="--target")
     if name not in LIBRARIES:
         if colon:
@@ -76,15 +76,15 @@ def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> t
     Raises:
         TargetError: a dtype that one of the targets has no kernels for.
     """
-    tensorrt = next((target.name for target in targets if target.is_tensorrt), None)
+    gpu = next((target.name for target in targets if target.name != "cpu"), None)
     if asked == "auto":
-        if tensorrt is None:
+        if gpu is None:
             return torch.float32
         return torch.bfloat16 if getattr(config, "dtype", None) == torch.bfloat16 else torch.float16
     if asked not in _DTYPES:
         raise TargetError(f"{asked!r} is unknown", f"choose one of auto, {', '.join(_DTYPES)}", where="--dtype")
-    if asked == "fp32" and tensorrt:
-        raise TargetError(f"{tensorrt} has no fused attention in fp32", "choose fp16 or bf16", where="--dtype")
-    if asked != "fp32" and not tensorrt:
+    if asked == "fp32" and gpu:
+        raise TargetError(f"{gpu} has no fused attention in fp32", "choose fp16 or bf16", where="--dtype")
+    if asked != "fp32" and not gpu:
         raise TargetError(f"{asked} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
     return _DTYPES[asked]

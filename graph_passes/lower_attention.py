@@ -143,7 +143,7 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
     nodes = [value.producer() for value in (query, key)]
     if any(node is None or node.op_type != "RotaryEmbedding" for node in nodes):
         return None
-    cos = _value(nodes[0], 1).producer()  # type: ignore[arg-type]
+    cos = _before_cast(_value(nodes[0], 1))  # type: ignore[arg-type]
     angles = _value(cos, 0).producer() if cos is not None and cos.op_type == "Cos" else None
     frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
     if frequencies is None or angles is None or angles.op_type != "Mul":
@@ -152,12 +152,18 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
     steps = np.arange(max_length, dtype=np.float32)[:, None] * frequencies.const_value.numpy().reshape(1, -1)
     if steps.shape[1] % 8:  # the operator's own limit
         return None
-    tables = []
+    tables, kind = [], query.dtype or ir.DataType.FLOAT
     for name, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
         if name not in graph.initializers:
-            tensor = ir.tensor(function(steps).astype(np.float32), name=name)
+            tensor = ir.tensor(function(steps).astype(kind.numpy()), name=name, dtype=kind)  # the operator wants the query's
             graph.register_initializer(
                 ir.Value(name=name, shape=ir.Shape(steps.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
             )
         tables.append(graph.initializers[name])
     return tables
+
+
+def _before_cast(value: ir.Value) -> ir.Node | None:
+    """What makes `value`, were it not for a cast: tables are computed in fp32 in narrow graphs too."""
+    node = value.producer()
+    return _value(node, 0).producer() if node is not None and node.op_type == "Cast" else node

@@ -82,6 +82,8 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     weight = _matrix(parameter, transposed)
     parts = METHODS[how.method](weight, how.bits, how.block_size)
     outputs, inputs = weight.shape
+    assert parameter.const_value is not None
+    parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
     values: list[ir.Value | None] = [*register_parts(graph, str(parameter.name), parts)]
     bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
     if bias is not None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from skipdecode import bindings as names
-from skipdecode.engines.ort import Array, OrtEngine
+from skipdecode.engines.ort import OrtEngine
 from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
 from skipdecode.manifest import Model
+from skipdecode.memory import Array, Memory
 from skipdecode.schedule import Anchor, Schedule
 
 PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
@@ -23,6 +25,7 @@ class Engines:
     embed: OrtEngine
     segments: tuple[tuple[tuple[int, ...], OrtEngine], ...]  # (layers, engine), lowest first
     head: OrtEngine
+    memory: Memory  # what they read and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +60,27 @@ class Decoder:
         assert list(prompt_lengths) == sorted(prompt_lengths, reverse=True)
         rows = len(prompt_lengths)
         self.schedule = schedule
-        self.kv = KVBuffer(model, rows, slots_per_layer(schedule, max(prompt_lengths), new))
-        self.logits: FloatArray = np.empty((rows, model.vocab_size), dtype=np.float32)
+        self.memory = memory = engines.memory
+        self.kv = KVBuffer(model, rows, slots_per_layer(schedule, max(prompt_lengths), new), memory)
+        self.logits: FloatArray = np.zeros((rows, model.vocab_size), dtype=np.float32)
         self._engines, self._model, self._prefill_chunk = engines, model, prefill_chunk
         self._step = 0
         self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
-        self._hidden: FloatArray = np.empty((rows, 1, model.hidden_size), dtype=np.float32)
         self._seqlens_k = np.zeros(rows, dtype=np.int32)
         self._totals = np.zeros(rows, dtype=np.int32)
-        last = np.zeros(rows, dtype=np.int64)
+        self._hidden = memory.floats((rows, 1, model.hidden_size))
+        ids, send_ids = memory.twin(self._ids)
+        self._bound_positions, send_positions = memory.twin(self._positions)
+        self._bound_seqlens_k, send_seqlens_k = memory.twin(self._seqlens_k)
+        self._sends = [send for send in (send_ids, send_positions, send_seqlens_k) if send is not None]
+        self._last, _ = memory.twin(np.zeros(rows, dtype=np.int64))
+        self._bound_logits, self._receive = memory.result(self.logits)
         self._embed = engines.embed.bind(
-            {names.INPUT_IDS: self._ids, names.POSITION_IDS: self._positions}, {names.HIDDEN: self._hidden}
+            {names.INPUT_IDS: ids, names.POSITION_IDS: self._bound_positions}, {names.HIDDEN: self._hidden}
         )
-        self._head = engines.head.bind({names.HIDDEN: self._hidden, names.LAST: last}, {names.LOGITS: self.logits})
-        self._last = last
+        self._head = engines.head.bind({names.HIDDEN: self._hidden, names.LAST: self._last}, {names.LOGITS: self._bound_logits})
         self._climbs: dict[tuple[int, int], Callable[[], None]] = {}
         self._routes: dict[int | bytes, _Route] = {}
 
@@ -81,16 +89,18 @@ class Decoder:
 
         A row at a time, in chunks: no padding is computed or stored, and activations do not grow with P x P.
         """
-        length = len(prompt)
-        positions = np.arange(length, dtype=np.int64)[None]
-        hidden: FloatArray = np.empty((1, length, self._model.hidden_size), dtype=np.float32)
-        ids = np.ascontiguousarray(prompt[None])
-        self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: positions}, {names.HIDDEN: hidden})()
+        length, width, memory = len(prompt), self._model.hidden_size, self.memory
+        positions, _ = memory.twin(np.arange(length, dtype=np.int64))
+        ids, _ = memory.twin(np.ascontiguousarray(prompt))
+        hidden = memory.floats((length, width))
+        inputs = {names.INPUT_IDS: ids.reshape(1, length), names.POSITION_IDS: positions.reshape(1, length)}
+        self._engines.embed.bind(inputs, {names.HIDDEN: hidden.reshape(1, length, width)})()
         for index, (layers, _) in enumerate(self._engines.segments):
             self._prefill_segment(index, row, hidden, positions, self._prefilled_positions(layers[0], length))
-        logits, last = self.logits[row : row + 1], np.zeros(1, dtype=np.int64)
-        top = np.ascontiguousarray(hidden[:, -1:])
-        self._engines.head.bind({names.HIDDEN: top, names.LAST: last}, {names.LOGITS: logits})()
+        top = {names.HIDDEN: hidden[length - 1 :].reshape(1, 1, width), names.LAST: self._last[:1]}
+        self._engines.head.bind(top, {names.LOGITS: self._bound_logits[row : row + 1]})()
+        if self._receive is not None:
+            self._receive()
         self.kv.lengths[row] = length
 
     def decode_step(self, tokens: IntArray) -> int:
@@ -103,10 +113,14 @@ class Decoder:
         self._ids[:, 0] = tokens
         self._positions[:, 0] = self._seqlens_k[:] = self.kv.lengths
         self._totals[:] = self.kv.lengths + 1
+        for send in self._sends:
+            send()
         self._embed()
         for climb in route.climbs:
             climb()
         self._head()
+        if self._receive is not None:
+            self._receive()
         self.kv.lengths += 1
         self._step += 1
         return route.deepest
@@ -137,27 +151,26 @@ class Decoder:
         cap = self.schedule.cap(layer) if self.schedule.anchor is Anchor.ABSOLUTE else None
         return length if cap is None else min(cap, length)
 
-    def _prefill_segment(self, index: int, row: int, hidden: FloatArray, positions: IntArray, count: int) -> None:
+    def _prefill_segment(self, index: int, row: int, hidden: Any, positions: Any, count: int) -> None:
+        """Segment `index` on the first `count` positions of a prompt: `hidden` [P,H] in place, `positions` [P]."""
         layers, engine = self._engines.segments[index]
-        shape = (1, self._model.num_kv_heads, count, self._model.head_size)
+        memory, shape = self.memory, (1, self._model.num_kv_heads, count, self._model.head_size)
         # a layer that no decode step computes has no slots: its prompt's keys and values live for this call only
         buffers = [
-            self.kv.rows(layer, slice(row, row + 1))
-            if self.kv.has(layer)
-            else (np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+            self.kv.rows(layer, slice(row, row + 1)) if self.kv.has(layer) else (memory.floats(shape), memory.floats(shape))
             for layer in layers
         ]
         for start in range(0, count, self._prefill_chunk):
             stop = min(start + self._prefill_chunk, count)
-            part = np.ascontiguousarray(hidden[:, start:stop])
+            part = hidden[start:stop].reshape(1, stop - start, self._model.hidden_size)
+            seqlens_k, _ = memory.twin(np.array([stop - 1], dtype=np.int32))
             inputs: dict[str, Array] = {
                 names.HIDDEN: part,
-                names.POSITION_IDS: np.ascontiguousarray(positions[:, start:stop]),
-                names.SEQLENS_K: np.array([stop - 1], dtype=np.int32),
+                names.POSITION_IDS: positions[start:stop].reshape(1, stop - start),
+                names.SEQLENS_K: seqlens_k,
                 names.TOTAL_SEQUENCE_LENGTH: np.array([stop], dtype=np.int32),
             }
             _bind_segment(engine, layers, inputs, part, buffers)()
-            hidden[:, start:stop] = part
 
     def _climb(self, index: int, start: int) -> Callable[[], None]:
         """Segment `index` on rows `start ..`, bound when first needed."""
@@ -166,9 +179,9 @@ class Decoder:
             hidden = self._hidden[start:]
             inputs: dict[str, Array] = {
                 names.HIDDEN: hidden,
-                names.POSITION_IDS: self._positions[start:],
-                names.SEQLENS_K: self._seqlens_k[start:],
-                names.TOTAL_SEQUENCE_LENGTH: self._totals[start : start + 1],  # of the longest row of the suffix
+                names.POSITION_IDS: self._bound_positions[start:],
+                names.SEQLENS_K: self._bound_seqlens_k[start:],
+                names.TOTAL_SEQUENCE_LENGTH: self._totals[start : start + 1],  # of the suffix's longest row; always on the host
             }
             buffers = [self.kv.rows(layer, slice(start, None)) for layer in layers]
             self._climbs[index, start] = _bind_segment(engine, layers, inputs, hidden, buffers)
@@ -179,8 +192,8 @@ def _bind_segment(
     engine: OrtEngine,
     layers: tuple[int, ...],
     inputs: Mapping[str, Array],
-    hidden: FloatArray,
-    buffers: Sequence[tuple[FloatArray, FloatArray]],
+    hidden: Array,
+    buffers: Sequence[tuple[Array, Array]],
 ) -> Callable[[], None]:
     """Bind a segment; hidden state and KV buffer are read and written in place."""
     bound: dict[str, Array] = dict(inputs)

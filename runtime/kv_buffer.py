@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from skipdecode.manifest import Model
+from skipdecode.memory import Memory
 from skipdecode.schedule import Anchor, Schedule
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -36,14 +39,13 @@ class KVBuffer:
     """Memory and lengths, nothing else.
 
     Attributes:
-        keys, values: a layer's [B, KVH, C, D] float32, C being its own number of slots; None where it needs none.
-        lengths: [B] int64, valid tokens of each row.
+        keys, values: a layer's [B, KVH, C, D] in the memory's float type, C its own number of slots; None where it needs none.
+        lengths: [B] int64, valid tokens of each row; on the host.
     """
 
-    def __init__(self, model: Model, rows: int, slots: tuple[int, ...]) -> None:
-        def allocate(count: int) -> FloatArray | None:
-            shape = (rows, model.num_kv_heads, count, model.head_size)
-            return np.zeros(shape, dtype=np.float32) if count else None
+    def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
+        def allocate(count: int) -> Any:
+            return memory.floats((rows, model.num_kv_heads, count, model.head_size)) if count else None
 
         self.keys = [allocate(count) for count in slots]
         self.values = [allocate(count) for count in slots]
@@ -53,7 +55,7 @@ class KVBuffer:
         """Whether any decode step computes `layer`."""
         return self.keys[layer] is not None
 
-    def rows(self, layer: int, rows: slice) -> tuple[FloatArray, FloatArray]:
+    def rows(self, layer: int, rows: slice) -> tuple[Any, Any]:
         """Keys and values of some rows of a layer, contiguous, at the buffer's own addresses."""
         key, value = self.keys[layer], self.values[layer]
         assert key is not None and value is not None, f"no decode step computes layer {layer}"

@@ -7,32 +7,33 @@ from pathlib import Path
 
 from skipdecode.cpu import cpu_features
 from skipdecode.decoder import Engines
-from skipdecode.engines.ort import OrtEngine, check_library, release_loading_memory, use_threads
+from skipdecode.engines.ort import OrtEngine, check_library, check_provider, release_loading_memory, use_threads
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.manifest import Manifest, Target
+from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.trace import Trace
 
-_RUNS = "cpu"  # the target that this version runs
+_RUNS = ("cpu", "cuda")  # the targets that this version runs, the first one first
 
 
 def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
-    """The bundle's target of that name; None: cpu.
+    """The bundle's target of that name; None: cpu, else the first that this version runs.
 
     Raises:
         TargetError: the bundle has no such target, or this version does not run it.
     """
     known = [target.name for target in manifest.targets]
     if name is None:
-        name = _RUNS if _RUNS in known else known[0] if known else _RUNS
+        name = next((each for each in (*_RUNS, *known) if each in known), _RUNS[0])
     if name not in known:
         raise TargetError(
             f"target {name!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
         )
     target = manifest.targets[known.index(name)]
-    if name != _RUNS:
+    if name not in _RUNS:
         raise TargetError(
             f"engines for {name} ({target.machine}) are compiled by this version, not run by it",
-            f"export with --target {_RUNS} too", where=str(bundle),
+            f"export with --target {_RUNS[0]} too", where=str(bundle),
         )  # fmt: skip
     return target
 
@@ -41,9 +42,13 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
     """Load every engine of `target`.
 
     Raises:
-        TargetError: engines of another library version or CPU.
+        TargetError: engines of another library version or CPU, or for a device that is not here.
         BundleError: an engine that cannot be loaded, or not in this memory.
     """
+    if target.name == "cuda":
+        check_provider("cuda")
+        use_threads(threads)
+        return load_device_engines(manifest, bundle, target, "cuda", trace)
     check_library(target.library_version)
     if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):
         raise TargetError(
@@ -58,8 +63,28 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
                 (layers, OrtEngine(bundle / path, trace)) for layers, path in zip(manifest.segments, target.segments, strict=True)
             ),
             head=OrtEngine(bundle / target.head, trace),
+            memory=HostMemory(),
         )
     except MemoryError as error:
         raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
     release_loading_memory()
     return engines
+
+
+def load_device_engines(manifest: Manifest, bundle: Path, target: Target, device: str, trace: Trace | None = None) -> Engines:
+    """Load the engines of the cuda target on `device`: cuda, or cpu to check them where there is no GPU.
+
+    Raises:
+        TargetError: the device is not there.
+        BundleError: an engine that cannot be loaded.
+    """
+
+    def engine(path: str) -> OrtEngine:
+        return OrtEngine(bundle / path, trace, device=device, optimized=False)
+
+    return Engines(
+        embed=engine(target.embed),
+        segments=tuple((layers, engine(path)) for layers, path in zip(manifest.segments, target.segments, strict=True)),
+        head=engine(target.head),
+        memory=DeviceMemory(device, manifest.dtype),
+    )

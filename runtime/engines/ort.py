@@ -6,15 +6,16 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
 from skipdecode.errors import BundleError, TargetError
+from skipdecode.memory import Array
 from skipdecode.trace import Trace
 
-Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so is its pool
 
@@ -39,21 +40,25 @@ class OrtEngine:
 
     Args:
         trace: of what it runs, and for how long.
+        device: cpu or cuda.
+        optimized: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
 
     Raises:
         BundleError: the file cannot be loaded.
+        TargetError: the device is not there.
     """
 
-    def __init__(self, path: Path, trace: Trace | None = None) -> None:
+    def __init__(self, path: Path, trace: Trace | None = None, *, device: str = "cpu", optimized: bool = True) -> None:
         options = ort.SessionOptions()
         options.use_per_session_threads = False
         options.log_severity_level = 3
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # done when it was compiled
+        levels = ort.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimized else levels.ORT_ENABLE_ALL
         options.enable_cpu_mem_arena = True
         if trace is not None:
             trace.profile(options)
         try:
-            self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self.session = ort.InferenceSession(str(path), options, providers=[_PROVIDERS[device]])
         except Exception as error:  # ORT's exceptions have no common base but this
             if "thread pool" in str(error):
                 raise TargetError(
@@ -62,6 +67,10 @@ class OrtEngine:
                 ) from error
             reason = str(error).splitlines()[0][:200]
             raise BundleError(f"cannot be loaded ({reason})", "export the model again", where=str(path)) from error
+        if _PROVIDERS[device] not in self.session.get_providers():  # ONNX Runtime goes to the CPU without a word
+            raise TargetError(
+                f"ONNX Runtime cannot use {device} on this machine", "check the driver and CUDA's libraries with nvidia-smi"
+            )
         if trace is not None:
             trace.follow(self.session)
         self._name, self._trace = path.stem, trace
@@ -75,15 +84,35 @@ class OrtEngine:
         binding = self.session.io_binding()
         for name, array in inputs.items():
             if name in self.input_names:
-                binding.bind_input(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
+                binding.bind_input(name, *_place(array))
         for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
+            binding.bind_output(name, *_place(array))
         session = self.session
 
         def run() -> None:
             session.run_with_iobinding(binding)
 
         return run if self._trace is None else self._trace.timed(self._name, run)
+
+
+def _place(array: Array) -> tuple[str, int, Any, list[int], int]:
+    """Device, its number, element type, shape and address."""
+    if isinstance(array, np.ndarray):
+        return "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data
+    return array.device, 0, array.element_type, list(array.shape), array.pointer
+
+
+def check_provider(device: str) -> None:
+    """Refuse a device that the installed ONNX Runtime was not built for.
+
+    Raises:
+        TargetError: with what to install.
+    """
+    if _PROVIDERS[device] not in ort.get_available_providers():
+        raise TargetError(
+            f"the installed onnxruntime {ort.__version__} has no {device} in it",
+            "pip uninstall onnxruntime, then pip install onnxruntime-gpu", where="--target",
+        )  # fmt: skip
 
 
 def release_loading_memory() -> None:

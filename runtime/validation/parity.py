@@ -89,7 +89,8 @@ def _compare_kv(decoder: Decoder, layer: int, rows: int, reference: Arrays, name
     """Largest error of one layer's keys and values, over all rows and their valid positions."""
     errors = []
     for row in range(rows):
-        for kind, found in zip(("key", "value"), decoder.kv.rows(layer, slice(row, row + 1)), strict=True):
+        for kind, part in zip(("key", "value"), decoder.kv.rows(layer, slice(row, row + 1)), strict=True):
+            found = decoder.memory.to_host(part)
             wanted = reference[f"{name}.{row}.{kind}.{layer}"]
             errors.append(float(np.abs(found[0, :, : wanted.shape[1]] - wanted).max()))
     return {"layer": layer, "max_key_error": max(errors[::2]), "max_value_error": max(errors[1::2])}

@@ -11,7 +11,7 @@ import torch
 from skipdecode.errors import TargetError
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 
-CPU, RTX = TargetRequest(name="cpu"), TargetRequest(name="tensorrt-rtx", capabilities=("sm89",))
+CPU, CUDA, RTX = (TargetRequest(name=name) for name in ("cpu", "cuda", "tensorrt-rtx"))
 
 
 def test_capabilities_follow_a_colon() -> None:
@@ -25,8 +25,8 @@ def test_capabilities_follow_a_colon() -> None:
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (["vulkan"], "target 'vulkan' cannot be compiled by this version; choose from cpu, tensorrt-rtx"),
-        (["cuda"], "target 'cuda' cannot be compiled by this version"),
+        (["vulkan"], "target 'vulkan' cannot be compiled by this version; choose from cpu, cuda, tensorrt-rtx"),
+        (["cuda:sm90"], "cuda has no compute capabilities; write cuda"),
         (["cpu:sm89"], "cpu has no compute capabilities; write cpu"),
         (["tensorrt-rtx:sm90"], "does not build for 'sm90'; choose from sm75, sm80, sm86, sm89"),
         (["tensorrt-rtx:"], "does not build for ''"),
@@ -50,11 +50,11 @@ def test_a_missing_package_is_named(target: str, package: str, remedy: str, monk
         parse_targets([target])
 
 
-def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_tensorrt() -> None:
+def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_gpus() -> None:
     narrow, wide = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32)
     assert choose_dtype("auto", [CPU], narrow) == torch.float32
     assert choose_dtype("auto", [CPU, RTX], narrow) == torch.bfloat16
-    assert choose_dtype("auto", [RTX], wide) == torch.float16
+    assert choose_dtype("auto", [RTX], wide) == choose_dtype("auto", [CUDA], wide) == torch.float16
     assert choose_dtype("bf16", [RTX, CPU], wide) == torch.bfloat16
 
 

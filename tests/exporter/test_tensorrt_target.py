@@ -145,7 +145,7 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
     ("name", "changes", "says"),
     [
         ("llama", {"dtype": "fp32"}, "--dtype: tensorrt-rtx has no fused attention in fp32"),
-        ("llama", {"quantize": "int8"}, "--quantize: int8 weights are for cpu engines only"),
+        ("llama", {"quantize": "int8"}, "--quantize: int8 weights are for cpu and cuda engines only"),
         (
             "llama",
             {"max_batch": 10**7},

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from skipdecode.kv_buffer import KVBuffer, slots_per_layer, static_slots
 from skipdecode.manifest import Model
+from skipdecode.memory import HostMemory
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
 
@@ -44,6 +45,6 @@ def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> 
         name="m", model_type="opt", num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, vocab_size=9,
         num_parameters=1, eos_token_ids=(),
     )  # fmt: skip
-    buffer = KVBuffer(model, 5, (7, 0, 4))
+    buffer = KVBuffer(model, 5, (7, 0, 4), HostMemory())
     assert buffer.nbytes == 2 * 5 * 2 * 4 * 4 * (7 + 4)
     assert [buffer.has(layer) for layer in range(3)] == [True, False, True]

@@ -1,0 +1,107 @@
+"""What do quantised weights cost in quality? Each kind against fp32, on the shipped model, greedy.
+
+Texts and BLEU of all the data's inputs at full depth and at 2x; logits and next tokens along fp32's own tokens, at full depth.
+
+examples:
+  quantized_quality.py                              (the shipped sample: 100 inputs)
+  quantized_quality.py --data devset.csv            (E2E's development set)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.generate import Generator
+from skipdecode.schedule import full_depth
+from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.validation.quality import Example, answer, score
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "e2e"
+KINDS = (("none", "rtn"), ("int8", "rtn"), ("int8", "k-quant"), ("int4", "rtn"), ("int4", "k-quant"))
+BATCH, NEW_TOKENS, FOLLOWED = 16, 72, 100  # rows at a time, tokens at most, inputs whose logits are compared
+
+
+def main() -> int:
+    """Print a line a kind, then all as JSON."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--data", type=Path, default=EXAMPLE / "sample.csv", help="E2E's CSV format (the shipped sample)")
+    examples = _examples(options.parse_args().data)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        exact = _generator(Path(temporary), "none", "rtn")
+        for quantize, method in KINDS:
+            generator = exact if quantize == "none" else _generator(Path(temporary), quantize, method)
+            texts = answer(generator, examples, full_depth(generator.manifest.model.num_layers), NEW_TOKENS)["texts"]
+            skipped = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)["texts"]
+            baseline = texts if not rows else rows[0]["texts"]
+            rows.append({
+                "quantize": quantize, "method": method, "texts": texts,
+                "same_texts": sum(one == other for one, other in zip(texts, baseline, strict=True)),
+                **_along(exact, generator, [each.prompt for each in examples[:FOLLOWED]]),
+                "bleu": score(texts, examples)["bleu"], "bleu_2x": score(skipped, examples)["bleu"],
+            })  # fmt: skip
+            show = rows[-1]
+            print(
+                f"{quantize:5}{method:8} same texts {show['same_texts']:4} of {len(examples)}, same next token "
+                f"{show['same_next_token']:.1%}, logits {show['logit_error']:.4f}, BLEU {show['bleu']['value']:.2f}, "
+                f"at 2x {show['bleu_2x']['value']:.2f}", flush=True,
+            )  # fmt: skip
+    print(json.dumps([{name: value for name, value in row.items() if name != "texts"} for row in rows]))
+    return 0
+
+
+def _examples(data: Path) -> list[Example]:
+    sys.path.insert(0, str(EXAMPLE))
+    from data import prompt, read_pairs
+
+    references: dict[str, list[str]] = defaultdict(list)
+    for attributes, text in read_pairs(data):
+        references[attributes].append(text)
+    return [Example(prompt=prompt(key), references=tuple(texts)) for key, texts in references.items()]
+
+
+def _generator(folder: Path, quantize: str, method: str) -> Generator:
+    out = folder / f"{quantize}-{method}"
+    schedule = ScheduleRequest(name="linear", speedup=2, span=48)
+    export(
+        ExportRequest(
+            model=str(EXAMPLE / "model"), out=out, schedule=schedule, quantize=quantize, quantize_method=method,
+            max_batch=BATCH, max_length=256, slim=True,
+        )
+    )  # fmt: skip
+    return Generator(out)
+
+
+def _along(exact: Generator, generator: Generator, prompts: list[str]) -> dict[str, float]:
+    """Feed fp32's greedy tokens to both: how often the next token is the same, and the relative error of the logits."""
+    same, squared, norm, count = 0, 0.0, 0.0, 0
+    schedule = full_depth(exact.manifest.model.num_layers)
+    for ids in exact.encode(prompts):
+        tokens = exact.generate([ids], max_new_tokens=NEW_TOKENS, schedule="full").sequences[0].token_ids
+        for theirs, ours in zip(_logits(exact, ids, tokens, schedule), _logits(generator, ids, tokens, schedule), strict=True):
+            same, count = same + int(theirs.argmax() == ours.argmax()), count + 1
+            squared, norm = squared + float(np.square(theirs - ours).sum()), norm + float(np.square(theirs).sum())
+    return {"same_next_token": same / count, "logit_error": (squared / norm) ** 0.5}
+
+
+def _logits(generator: Generator, prompt: list[int], tokens: tuple[int, ...], schedule: Any) -> Iterator[Any]:
+    decoder = generator.decoder([len(prompt)], len(tokens), schedule)
+    decoder.prefill(0, np.array(prompt))
+    yield decoder.logits[0].copy()
+    for token in tokens[:-1]:
+        decoder.decode_step(np.array([token]))
+        yield decoder.logits[0].copy()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Which systems take part in a decode run, on which model, in which kind of weights; and their files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conversions import to_ctranslate2, to_genai, to_gguf
+from models import Shape, make_bundles
+from native_peers import GenAi, LlamaCpp
+from peers import CTranslate2, Run, SkipDecode, TorchCompile, Transformers
+from worker import Worker, in_process
+
+
+@dataclass(slots=True, kw_only=True)
+class System:
+    """One system and what its rounds gave."""
+
+    name: str
+    kind: str  # of weights: fp32, int8, int4
+    start: Callable[[], Worker]
+    first_point_only: bool = False  # told where everybody is told, and then left out
+    shape: Shape | None = None  # this runtime's: what a step reads
+    variants: int | None = None  # this runtime's: of its bundle
+    worker: Worker | None = None
+    runs: list[Run] = field(default_factory=list)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call the worker, which is started now where it has not been."""
+        if self.worker is None:
+            self.worker = self.start()
+        return self.worker.call(method, *args)
+
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory, as the worker tells it."""
+        assert self.worker is not None, "it has not been called yet"
+        return self.worker.memory_mib()
+
+    def close(self) -> None:
+        """End the process, where there is one."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+
+def missing_peers() -> list[str]:
+    """Peers whose packages are not installed."""
+    packages = {"CTranslate2": "ctranslate2", "ONNX Runtime GenAI": "onnxruntime_genai", "llama.cpp": "llama_cpp"}
+    return [title for title, package in packages.items() if importlib.util.find_spec(package) is None]
+
+
+def make_systems(
+    model: str, checkpoint: Path, kinds: Sequence[str], speedups: Sequence[float], span: int, threads: int, compiled: bool
+) -> list[System]:
+    """Write every system's files beside `checkpoint`. All speedups in the first kind; the others at full depth and the first one.
+
+    Args:
+        compiled: with torch.compile, which takes a minute or more a model.
+    """
+    folder, systems, missing = checkpoint.parent, [], missing_peers()
+    wanted = [(kind, speedup) for kind in kinds for speedup in (None, *(speedups if kind == kinds[0] else speedups[:1]))]
+    bundles = [folder / f"{kind}-{speedup}" for kind, speedup in wanted]
+    made = in_process(make_bundles, checkpoint, [(*one, bundle) for one, bundle in zip(wanted, bundles, strict=True)], span)
+    for (kind, speedup), bundle, (variants, shape) in zip(wanted, bundles, made, strict=True):
+        systems.append(
+            System(
+                name=f"skipdecode {kind} {'full depth' if speedup is None else f'{speedup:g}x'}", kind=kind,
+                start=lambda bundle=bundle: Worker(SkipDecode, bundle, threads),  # type: ignore[misc]
+                first_point_only=speedup in speedups[1:], variants=variants, shape=shape,
+            )
+        )  # fmt: skip
+    systems.append(System(name="transformers fp32", kind="fp32", start=lambda: Worker(Transformers, checkpoint, threads)))
+    if compiled:
+        start = lambda: Worker(TorchCompile, checkpoint, threads)  # noqa: E731
+        systems.append(System(name="torch.compile fp32", kind="fp32", start=start, first_point_only=True))
+    if "CTranslate2" not in missing:
+        systems += [_ctranslate2(checkpoint, folder, kind, threads) for kind in ("fp32", "int8") if kind in kinds]
+    if model == "llama" and "ONNX Runtime GenAI" not in missing:
+        systems += [_genai(checkpoint, folder, kind, threads) for kind in ("fp32", "int4") if kind in kinds]
+    if model == "llama" and "llama.cpp" not in missing:
+        systems += [_llama_cpp(checkpoint, folder, kind, threads) for kind in kinds]
+    return systems
+
+
+def _ctranslate2(checkpoint: Path, folder: Path, kind: str, threads: int) -> System:
+    out = folder / f"ctranslate2-{kind}"
+    in_process(to_ctranslate2, checkpoint, out, kind)
+    compute = {"fp32": "float32", "int8": "int8"}[kind]
+    return System(name=f"ctranslate2 {kind}", kind=kind, start=lambda: Worker(CTranslate2, out, threads, compute))
+
+
+def _genai(checkpoint: Path, folder: Path, kind: str, threads: int) -> System:
+    out = folder / f"genai-{kind}"
+    to_genai(checkpoint, out, kind, threads)
+    return System(name=f"ort-genai {kind}", kind=kind, start=lambda: Worker(GenAi, out, threads))
+
+
+def _llama_cpp(checkpoint: Path, folder: Path, kind: str, threads: int) -> System:
+    out = folder / f"{kind}.gguf"
+    in_process(to_gguf, checkpoint, out, kind)
+    return System(name=f"llama.cpp {kind}", kind=kind, start=lambda: Worker(LlamaCpp, out, threads))

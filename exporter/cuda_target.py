@@ -1,0 +1,75 @@
+"""Standard graphs -> the cuda target: lowered for ONNX Runtime's CUDA provider, in fp16 or bf16, perhaps quantised.
+
+No GPU is needed: what depends on it (kernels, their tuning) the provider chooses when an engine is loaded. So an engine is the
+lowered graph and its weights, and one bundle serves every GPU that the installed onnxruntime-gpu serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime
+
+from skipdecode import manifest
+from skipdecode.exporter.graphs import StandardGraphs
+from skipdecode.exporter.layout import QUANTIZED_BITS, Report, save_engine, weight_bytes
+from skipdecode.graph_passes.float_logits import FloatLogitsPass
+from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
+from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
+from skipdecode.graph_passes.pack_qkv import PackQKVPass
+from skipdecode.graph_passes.plan import Plan
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from skipdecode.graph_passes.stitch import stitch
+from skipdecode.graph_passes.uniform_norm import UniformNormPass
+
+FOLDER = "targets/cuda"
+
+
+def compile_cuda(
+    partial: Path,
+    graphs: StandardGraphs,
+    plan: Plan,
+    limits: manifest.Limits,
+    *,
+    quantize: str,
+    method: str,
+    report: Report,
+) -> manifest.Target:
+    """Write the engines below `partial`, the bundle in the making.
+
+    Args:
+        method: of quantisation, a name of METHODS. The embedding stays as it is: a GPU reads a row of it a token.
+    """
+    bits = QUANTIZED_BITS[quantize]
+    quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method)]
+    lowering = [UniformNormPass(), NarrowRotaryPass(), LowerAttentionPass(max_length=limits.max_length)]
+    sizes: dict[str, int] = {}
+
+    def compiled(graph: ir.Model, name: str, passes: Sequence[ir.passes.PassBase], shares: Path | None = None) -> str:
+        lowered = graph.clone()
+        for each in passes:
+            each(lowered)
+        path = f"{FOLDER}/{name}.onnx"
+        sizes[path] = weight_bytes(lowered.graph)
+        save_engine(lowered, partial / path, shares=shares)
+        return path
+
+    (partial / FOLDER).mkdir(parents=True)
+    segments = []
+    for index, layers in enumerate(plan.segments):
+        report(f"compiling segment {index + 1} of {len(plan.segments)} for cuda", index / len(plan.segments))
+        name = f"segment_{index:03d}"
+        graph = stitch([graphs.layers[layer] for layer in layers], name=name)
+        segments.append(compiled(graph, name, [*lowering, PackQKVPass(), PackGateUpPass(), *quantizing]))
+    report("compiling head for cuda", 1.0)
+    head = compiled(graphs.head, "head", [UniformNormPass(), *quantizing, FloatLogitsPass()])
+    narrow = "bf16" if graphs.head.graph.outputs[0].dtype == ir.DataType.BFLOAT16 else "fp16"
+    return manifest.Target(
+        name="cuda", weights=narrow if bits is None else quantize,
+        library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
+        embed=compiled(graphs.embed, "embed", [], shares=partial / head), segments=tuple(segments), head=head,
+        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
+    )  # fmt: skip

@@ -1,0 +1,23 @@
+"""Logits in fp32, whatever the head computes in: they are compared and exponentiated, by one code for every target.
+
+head -> logits fp16      ->      head -> Cast(to=FLOAT) -> logits fp32
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+
+class FloatLogitsPass(ir.passes.InPlacePass):
+    """Applies to every output of a narrow float."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        narrow = [value for value in model.graph.outputs if value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)]
+        for value in narrow:
+            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+            model.graph.append(cast)
+            wide = cast.outputs[0]
+            wide.shape, wide.type = value.shape, ir.TensorType(ir.DataType.FLOAT)
+            wide.name, value.name = value.name, f"{value.name}.narrow"
+            model.graph.outputs[model.graph.outputs.index(value)] = wide
+        return ir.passes.PassResult(model, bool(narrow))

@@ -1,0 +1,35 @@
+"""A rotary embedding of a narrow graph as one operator: its tables are cast from fp32, which hides it from clean_trace.
+
+x * Cast(Cos(f)) + rotate_half(x) * Cast(Sin(f))      ->      RotaryEmbedding(x, Cast(Cos(f)), Cast(Sin(f)))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import rewriter
+from onnxscript.rewriter.rules.fusion import _rotary_embedding
+
+
+class NarrowRotaryPass(ir.passes.InPlacePass):
+    """onnxscript's own fusion, with the casts in its pattern; also where only a part of each head is rotated."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        fused = rewriter.RewritePass([_NarrowRotaryFusion.rule()])(model).modified
+        if fused:
+            rewriter.RewritePass([_rotary_embedding.PartialRotaryEmbedding23Fusion.rule()])(model)
+            RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, fused)
+
+
+class _NarrowRotaryFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc]
+    def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+        angles = op.Concat(freqs, freqs, axis=-1)
+        cos, sin = op.Unsqueeze(op.Cast(op.Cos(angles)), one1), op.Unsqueeze(op.Cast(op.Sin(angles)), one2)
+        return x * cos + _rotary_embedding._rotate_half_pattern(op, x, start1, end1, start2, end2) * sin
+
+    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
+        cos, sin = op.Cast(op.Cos(freqs), to=x.dtype), op.Cast(op.Sin(freqs), to=x.dtype)
+        return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=x.shape[1])  # type: ignore[index]

@@ -1,0 +1,151 @@
+"""Bundles for ONNX Runtime's CUDA provider, made and checked without a GPU: the same engines and runtime, on a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import skipdecode
+from skipdecode import manifest as manifests
+from skipdecode.decoder import Decoder, Engines
+from skipdecode.engines import ort as engines_ort
+from skipdecode.errors import SkipDecodeError, TargetError
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.targets import load_device_engines
+from tests.conftest import MAX_LENGTH, Zoo
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
+NEW = 8
+
+
+def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> manifests.Manifest:
+    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=6, max_variants=2)
+    given = {"schedule": schedule, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("cuda",), **changes}
+    return export(ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given))  # type: ignore[arg-type]
+
+
+def _on_cpu(bundle: Path) -> tuple[manifests.Manifest, Engines]:
+    made = manifests.read(bundle)
+    engines_ort.use_threads(None)
+    return made, load_device_engines(made, bundle, next(t for t in made.targets if t.name == "cuda"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_neox", "qwen3", "gemma2", "gemma3"])  # structures that differ here
+def test_fp16_engines_agree_with_the_reference(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    _export(zoo, name, tmp_path / "b")
+    made, engines = _on_cpu(tmp_path / "b")
+    model = zoo.model(name).half().float()
+    expected = [greedy_tokens(model, made.schedule, prompt, NEW) for prompt in PROMPTS]
+    decoder = Decoder(engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=4)
+    for row, prompt in enumerate(PROMPTS):
+        decoder.prefill(row, np.array(prompt))
+    for step in range(NEW):
+        if step:
+            decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
+        for row, (_, logits) in enumerate(expected):
+            wanted = logits[step].numpy()
+            assert np.abs(decoder.logits[row] - wanted).max() <= 0.02 * np.abs(wanted).max(), (row, step)
+
+
+def test_an_absolute_anchor_skips_in_the_prompt_too(zoo: Zoo, tmp_path: Path) -> None:
+    line = ScheduleRequest(name="linear", max_layers=6, min_layers=2, span=5, anchor=Anchor.ABSOLUTE)
+    _export(zoo, "llama", tmp_path / "b", schedule=line)
+    made, engines = _on_cpu(tmp_path / "b")
+    tokens, logits = greedy_tokens(zoo.model("llama").half().float(), made.schedule, PROMPTS[0], NEW)
+    decoder = Decoder(engines, made.model, made.schedule, [len(PROMPTS[0])], NEW)
+    decoder.prefill(0, np.array(PROMPTS[0]))
+    for step, row in enumerate(logits.numpy()):
+        if step:
+            decoder.decode_step(np.array([tokens[step - 1]]))
+        assert np.abs(decoder.logits[0] - row).max() <= 0.02 * np.abs(row).max(), step
+
+
+@pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.05), ("int4", 0.5)])
+def test_quantised_engines_stay_near(quantize: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
+    made = _export(zoo, "opt", tmp_path / "b", quantize=quantize)
+    assert made.targets[0].weights == quantize
+    manifest, engines = _on_cpu(tmp_path / "b")
+    decoder = Decoder(engines, manifest.model, manifest.schedule, [len(PROMPTS[0])], NEW)
+    decoder.prefill(0, np.array(PROMPTS[0]))
+    _, logits = greedy_tokens(zoo.model("opt"), manifest.schedule, PROMPTS[0], 1)
+    wanted = logits[0].numpy()
+    assert 0 < np.linalg.norm(decoder.logits[0] - wanted) / np.linalg.norm(wanted) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_layer_is_few_operators_all_in_the_narrow_dtype(dtype: str, zoo: Zoo, tmp_path: Path) -> None:
+    """bf16 has no kernels on a CPU, so its graph is only looked at."""
+    made = _export(zoo, "llama", tmp_path / "b", dtype=dtype)
+    graph = ir.load(tmp_path / "b" / made.targets[0].segments[0]).graph
+    layers = len(made.segments[0])
+    counts = Counter(node.op_type for node in graph)
+    assert counts == Counter(
+        {
+            "GroupQueryAttention": layers, "RMSNormalization": 2 * layers, "MatMul": 4 * layers, "Transpose": 4 * layers,
+            "Split": layers, "Sigmoid": layers, "Mul": 2 * layers, "Add": 2 * layers,
+        }
+    )  # fmt: skip
+    narrow = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
+    assert {value.dtype for value in graph.initializers.values()} - {ir.DataType.INT64} == {narrow}
+    assert made.targets[0].weights == dtype
+    assert ir.load(tmp_path / "b" / made.targets[0].head).graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+def test_a_tied_embedding_is_the_heads_and_cpu_engines_stand_beside(zoo: Zoo, tmp_path: Path) -> None:
+    made = _export(zoo, "opt", tmp_path / "b", targets=("cpu", "cuda"), slim=True)
+    tables = {
+        value.name: value.const_value.location  # type: ignore[union-attr]
+        for value in ir.load(tmp_path / "b/targets/cuda/embed.onnx").graph.initializers.values()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
+    assert tables == {
+        "model.decoder.embed_tokens.weight": "head.bin", "model.decoder.embed_positions.weight": "embed.bin",
+    }  # fmt: skip
+    assert [target.name for target in made.targets] == ["cpu", "cuda"]
+    generator = skipdecode.load(tmp_path / "b")
+    assert generator.target.name == "cpu"
+    exact = generator.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True).sequences[0].token_ids
+    assert exact == greedy_tokens(zoo.model("opt").half().float(), made.schedule, PROMPTS[0], NEW)[0]
+
+
+def test_keys_and_values_of_a_device_can_be_looked_at(zoo: Zoo, tmp_path: Path) -> None:
+    _export(zoo, "opt", tmp_path / "b", targets=("cpu", "cuda"))
+    made, engines = _on_cpu(tmp_path / "b")
+    exact = skipdecode.load(tmp_path / "b").decoder([7, 2], NEW)
+    narrow = Decoder(engines, made.model, made.schedule, [7, 2], NEW)
+    for decoder in (exact, narrow):
+        for row, prompt in enumerate(PROMPTS):
+            decoder.prefill(row, np.array(prompt))
+    for row in range(2):
+        for one, other in zip(exact.kv.rows(5, slice(row, row + 1)), narrow.kv.rows(5, slice(row, row + 1)), strict=True):
+            np.testing.assert_allclose(narrow.memory.to_host(other), exact.memory.to_host(one), rtol=0.02, atol=0.02)
+
+
+def test_without_a_gpu_it_is_refused_in_one_line(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _export(zoo, "opt", tmp_path / "b")
+    monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    with pytest.raises(TargetError, match="has no cuda in it; pip uninstall onnxruntime, then pip install onnxruntime-gpu"):
+        skipdecode.load(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "fp32"}, "--dtype: cuda has no fused attention in fp32; choose fp16 or bf16"),
+        ({"targets": ("cuda:sm90",)}, "--target: target 'cuda:sm90': cuda has no compute capabilities; write cuda"),
+    ],
+)
+def test_what_it_cannot_be_is_refused_before_anything_is_written(
+    changes: dict[str, object], says: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    with pytest.raises(SkipDecodeError) as caught:
+        _export(zoo, "opt", tmp_path / "b", **changes)
+    assert str(caught.value) == says
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,44 @@
+"""A rotary embedding in pieces, its tables cast, before; one operator after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
+from tests.graph_passes.running import run_model
+
+_HALF = "x1 = Slice (h, zero, four, three, one)  x2 = Slice (h, four, most, three, one)  minus = Neg (x2)"
+ROTARY = f"""<ir_version: 10, opset_import: ["" : 24]>
+g (float16[B,2,S,8] h, float[B,S,4] f) => (float16[B,2,S,8] y)
+<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] three = {{3}}, int64[1] four = {{4}},
+ int64[1] most = {{9223372036854775807}}>
+{{ twice = Concat <axis = -1> (f, f)
+   cosine = Cos (twice)  cosine16 = Cast <to = 10> (cosine)  cos4 = Unsqueeze (cosine16, one)
+   sine = Sin (twice)  sine16 = Cast <to = 10> (sine)  sin4 = Unsqueeze (sine16, one)
+   {_HALF}  turned = Concat <axis = -1> (minus, x1)
+   a = Mul (h, cos4)  b = Mul (turned, sin4)  y = Add (a, b) }}"""
+
+
+def _model(text: str) -> ir.Model:
+    model = ir.from_onnx_text(text)
+    for name, sizes in (("x1", ["B", 2, "S", 4]), ("x2", ["B", 2, "S", 4])):
+        value = next(out for node in model.graph for out in node.outputs if out.name == name)
+        value.shape, value.type = ir.Shape(sizes), ir.TensorType(ir.DataType.FLOAT16)
+    return model
+
+
+def test_it_becomes_one_operator_with_the_same_result() -> None:
+    before, after = _model(ROTARY), _model(ROTARY)
+    assert NarrowRotaryPass()(after).modified
+    assert [node.op_type for node in after.graph] == ["Cos", "Cast", "Sin", "Cast", "RotaryEmbedding"]
+    rng = np.random.default_rng(0)
+    feeds = {"h": rng.standard_normal((1, 2, 3, 8)).astype(np.float16), "f": rng.standard_normal((1, 3, 4)).astype(np.float32)}
+    (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize(("old", "new"), [("minus, x1", "x1, minus"), ("four, most", "one, most")], ids=["other half", "uneven"])
+def test_it_declines_what_is_no_rotation(old: str, new: str) -> None:
+    assert not NarrowRotaryPass()(_model(ROTARY.replace(old, new))).modified
