@@ -19,6 +19,7 @@ from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.widen import WidenPass
 
@@ -44,7 +45,7 @@ def compile_cpu(
             and nothing is quantised.
     """
     bits = QUANTIZED_BITS[quantize]
-    quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method)]
+    quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method), SkipNormPass()]
     passes = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), PackGateUpPass(), *quantizing]
     sizes: dict[str, int] = {}
 

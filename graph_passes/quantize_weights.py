@@ -1,6 +1,6 @@
 """Weight-only quantisation, block by block, by ONNX Runtime's own quantisers.
 
-    MatMul(x, Transpose(W)) or MatMul(x, W) or Gemm(x, W, bias)
+    MatMul(x, Transpose(W)) or MatMul(x, W) [+ bias] or Gemm(x, W, bias)
     -> com.microsoft.MatMulNBits(x, W quantised, scales[, zero points][, bias]), blocks of 32 inputs, activations in int8
 
 Methods: `rtn` rounds to nearest, symmetric; `k-quant` searches each block's scale and zero point for the least squared error,
@@ -85,14 +85,26 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     assert parameter.const_value is not None
     parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
     values: list[ir.Value | None] = [*register_parts(graph, str(parameter.name), parts)]
-    bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
+    bias, last = _bias(node)
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]
     attributes = {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
     quantised = ir.node("MatMulNBits", [node.inputs[0], *values], attributes, domain=MS_DOMAIN)
-    graph.insert_before(node, quantised)
-    take_over(node.outputs[0], quantised.outputs[0])
-    graph.remove(node, safe=True)
+    graph.insert_before(last, quantised)
+    take_over(last.outputs[0], quantised.outputs[0])
+    graph.remove({node, last}, safe=True)
+
+
+def _bias(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:
+    """What is added to each row of the product, by itself or by an Add that alone reads it; and the node that gives the sum."""
+    if node.op_type == "Gemm":
+        return (node.inputs[2] if len(node.inputs) > 2 else None), node
+    readers = list(node.outputs[0].consumers())
+    if len(readers) == 1 and readers[0].op_type == "Add" and not node.outputs[0].is_graph_output():
+        other = next((value for value in readers[0].inputs if value is not node.outputs[0]), None)
+        if other is not None and other.const_value is not None and len(other.const_value.shape) == 1:
+            return other, readers[0]
+    return None, node
 
 
 def _round_to_nearest(weight: Floats, bits: int, block: int) -> Parts:

@@ -12,6 +12,10 @@ from tests.graph_passes.test_clean_trace import with_weight
 
 FORMS = {
     "linear": ("turned = Transpose <perm = [1, 0]> (weight)\n y = MatMul (x, turned)", (24, 64)),
+    "linear with bias": (
+        "turned = Transpose <perm = [1, 0]> (weight)\n made = MatMul (x, turned)\n y = Add (bias, made)",
+        (24, 64),
+    ),
     "conv1d": ("y = MatMul (x, weight)", (64, 24)),
     "gemm": ("flat = Reshape (x, two)\n made = Gemm <transB = 1> (flat, weight, bias)\n y = Reshape (made, back)", (24, 64)),
 }
@@ -32,7 +36,7 @@ def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method:
     before, after = _model(form), _model(form)
     assert QuantizeWeightsPass(bits=bits, method=method)(after).modified
     assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
-    assert not any(node.op_type in ("MatMul", "Gemm", "Transpose") for node in after.graph)
+    assert not any(node.op_type in ("MatMul", "Gemm", "Transpose", "Add") for node in after.graph)
     x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
     (expected,), (found,) = run_model(before, {"x": x}), run_model(after, {"x": x})
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
