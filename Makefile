@@ -45,7 +45,8 @@ lint: install links lint-cpp
 	$(BIN)/ruff format --check .
 	MYPYPATH=.typing $(BIN)/mypy -p skipdecode
 
-CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h)
+CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h \
+  plugins/*/*.h plugins/*/*.cu)
 
 lint-cpp:
 	@command -v clang-format >/dev/null || { test "$$(id -u)" -eq 0 && apt-get update -qq && \

@@ -7,7 +7,8 @@ Methods: `rtn` rounds to nearest, symmetric; `k-quant` searches each block's sca
 large weights counting more (llama.cpp's, as ONNX Runtime ships it).
 
 Decoding at batch 1 reads every weight once a step, so bytes are time (measured on 12 layers of width 1024, 2 cores: 17.9 ms in
-fp32, 9.5 in int8, 7.5 in int4). `accuracy_level=4` matters: without it 8 bits are 15x slower.
+fp32, 9.5 in int8, 7.5 in int4). `accuracy_level=4` matters: without it 8 bits are 15x slower. The
+bias inside makes an OPT 24 x 1024 step in int4 1.05x as fast at batch 1 and at batch 4 (AMD EPYC, 2 cores, interleaved).
 """
 
 from __future__ import annotations

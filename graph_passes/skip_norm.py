@@ -4,7 +4,7 @@
     Add(a, b) -> x;  LayerNormalization(x, scale, bias) -> y   ->      y, x = SkipLayerNormalization(a, b, scale, bias)
 
 A decode step in int4, interleaved (AMD EPYC, 2 cores): OPT 24 x 1024 1.04x as fast at batch 1 and 1.00x at batch 4, Llama-like
-16 x 1024 1.03x at both, 1.00x in another run. In fp32, where weights take the time, 0.98x to 1.00x: so for quantised engines only.
+16 x 1024 1.03x at both, 1.00x in another run. In fp32, where weights take the time, 0.98x to 1.00x: so for quantised engines.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Operators that no library offers, one folder each (reference, kernel, host code). The cpu target needs none."""
+"""What standard operators cannot do, one folder each (header, kernel, host version). The cpu target needs none."""

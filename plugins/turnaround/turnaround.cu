@@ -1,0 +1,57 @@
+// The turn-around as a CUDA kernel, a block a row; compiled as C++ (g++ -x c++) it is the host's version alone.
+#include "choose.h"
+#include "turnaround.h"
+
+namespace {
+
+using skipdecode::Scratch;
+
+struct HostBlock {
+  SKD_BOTH int32_t thread() const { return 0; }
+  SKD_BOTH int32_t size() const { return 1; }
+  SKD_BOTH void sync() const {}
+  SKD_BOTH void add(uint64_t* sum, uint64_t value) const { *sum += value; }
+  SKD_BOTH void greatest(uint64_t* most, uint64_t value) const { *most = value > *most ? value : *most; }
+};
+
+#ifdef __CUDACC__
+
+constexpr int kThreads = 512;
+
+struct DeviceBlock {
+  __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x); }
+  __device__ int32_t size() const { return kThreads; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ void add(uint64_t* sum, uint64_t value) const {
+    if (value > 0) atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
+  }
+  __device__ void greatest(uint64_t* most, uint64_t value) const {
+    atomicMax(reinterpret_cast<unsigned long long*>(most), static_cast<unsigned long long>(value));
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) TurnAroundKernel(SkdTurnaround state, SkdSampling sampling) {
+  __shared__ Scratch scratch;
+  skipdecode::TurnAround(DeviceBlock{}, scratch, state, sampling, static_cast<int32_t>(blockIdx.x));
+}
+
+#endif
+
+}  // namespace
+
+extern "C" void skd_turnaround_host(const SkdTurnaround* state, const SkdSampling* sampling) {
+  Scratch scratch;
+  for (int32_t row = 0; row < state->rows; ++row) skipdecode::TurnAround(HostBlock{}, scratch, *state, *sampling, row);
+}
+
+#ifdef __CUDACC__
+
+extern "C" int skd_turnaround_launch(const SkdTurnaround* state, const SkdSampling* sampling, void* stream) {
+  if (state->rows == 0) return 0;
+  TurnAroundKernel<<<static_cast<unsigned>(state->rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*state, *sampling);
+  return static_cast<int>(cudaGetLastError());
+}
+
+extern "C" const char* skd_turnaround_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+
+#endif

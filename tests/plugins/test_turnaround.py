@@ -1,0 +1,125 @@
+"""The turn-around between two steps: its host version against runtime/sampling.py, and its kernel through nvcc."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skipdecode.errors import TargetError
+from skipdecode.plugins import turnaround
+from skipdecode.sampling import Sampling, choose_tokens
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return turnaround.build(tmp_path_factory.mktemp("host") / "turnaround.so", device=False)
+
+
+class Batch:
+    """A batch's state in numpy arrays, and the structure that points to them."""
+
+    def __init__(self, rows: int, vocabulary: int, max_steps: int, stop_ids: tuple[int, ...] = ()) -> None:
+        self.logits = np.zeros((rows, vocabulary), np.float32)
+        self.row_ids = np.arange(rows, dtype=np.int64)[::-1].copy()
+        self.stop_ids = np.array(stop_ids, dtype=np.int64)
+        self.steps, self.seqlens_k, self.finished = (np.zeros(rows, np.int32) for _ in range(3))
+        self.input_ids, self.position_ids = np.zeros(rows, np.int64), np.full(rows, 6, np.int64)
+        self.tokens = np.full((rows, max_steps), -1, np.int64)
+        places = {
+            name: getattr(self, name).ctypes.data for name, kind in turnaround.TurnAround._fields_ if kind is ctypes.c_void_p
+        }
+        self.state = turnaround.TurnAround(
+            rows=rows, vocabulary=vocabulary, max_steps=max_steps, stop_count=len(stop_ids), **places
+        )
+
+    def turn(self, library: ctypes.CDLL, sampling: Sampling, logits: Array) -> Array:
+        self.logits[:] = logits
+        how = turnaround.Sampling(
+            do_sample=sampling.do_sample, top_k=sampling.top_k, temperature=sampling.temperature, top_p=sampling.top_p,
+            seed=sampling.seed,
+        )  # fmt: skip
+        library.skd_turnaround_host(ctypes.byref(self.state), ctypes.byref(how))
+        return self.input_ids
+
+
+def _logits(rng: np.random.Generator, rows: int, vocabulary: int) -> Iterator[Array]:
+    """Sharp, flat, and full of equal ones."""
+    yield rng.normal(0, 6, (rows, vocabulary)).astype(np.float32)
+    yield rng.normal(0, 0.5, (rows, vocabulary)).astype(np.float32)
+    yield rng.integers(-2, 3, (rows, vocabulary)).astype(np.float32)
+    yield np.where(rng.random((rows, vocabulary)) < 0.5, -0.0, 0.0).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(do_sample=True, seed=2**63 + 5),
+        Sampling(do_sample=True, temperature=0.3, seed=1),
+        Sampling(do_sample=True, temperature=1.7, top_k=1, seed=2),
+        Sampling(do_sample=True, top_k=40, seed=3),
+        Sampling(do_sample=True, top_k=10**6, seed=4),
+        Sampling(do_sample=True, top_p=0.9, seed=5),
+        Sampling(do_sample=True, top_p=1e-9, seed=6),
+        Sampling(do_sample=True, temperature=1.3, top_k=20, top_p=0.8, seed=7),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [1, 99, 2048, 50272])
+def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int, host: ctypes.CDLL) -> None:
+    rng, rows = np.random.default_rng(vocabulary), 3
+    batch = Batch(rows, vocabulary, max_steps=4)
+    for step, logits in enumerate(_logits(rng, rows, vocabulary)):
+        expected = choose_tokens(logits, sampling, batch.row_ids, step)
+        assert batch.turn(host, sampling, logits).tolist() == expected.tolist(), step
+        assert batch.tokens[:, step].tolist() == expected.tolist()
+
+
+def test_it_makes_the_next_steps_inputs(host: ctypes.CDLL) -> None:
+    batch = Batch(2, 5, max_steps=3)
+    batch.turn(host, Sampling(), np.eye(2, 5, 3, dtype=np.float32))
+    assert (batch.input_ids.tolist(), batch.position_ids.tolist(), batch.seqlens_k.tolist()) == ([3, 4], [7, 7], [1, 1])
+    assert batch.steps.tolist() == [1, 1] and batch.tokens.tolist() == [[3, -1, -1], [4, -1, -1]]
+
+
+def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(host: ctypes.CDLL) -> None:
+    batch = Batch(2, 6, max_steps=3, stop_ids=(2, 5))
+    for likeliest in ([1, 5], [3, 4], [2, 0]):
+        batch.turn(host, Sampling(), np.eye(6, dtype=np.float32)[likeliest])
+    assert batch.tokens.tolist() == [[1, 3, 2], [5, 5, 5]]
+    assert batch.finished.tolist() == [1, 1] and batch.position_ids.tolist() == [9, 9]
+
+
+def test_it_never_writes_behind_the_last_step(host: ctypes.CDLL) -> None:
+    batch = Batch(1, 4, max_steps=2)
+    for _ in range(5):
+        batch.turn(host, Sampling(), np.eye(1, 4, 1, dtype=np.float32))
+    assert batch.steps.tolist() == [2] and batch.tokens.tolist() == [[1, 1]]
+
+
+def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on the PATH")
+    library = turnaround.build(tmp_path / "turnaround.so", device=True)
+    built = (tmp_path / "turnaround.so").read_bytes()
+    assert all(f"sm_{architecture}".encode() in built for architecture in turnaround.ARCHITECTURES)
+    batch = Batch(1, 4, max_steps=1)
+    assert batch.turn(library, Sampling(), np.eye(1, 4, 2, dtype=np.float32)).tolist() == [2]
+    if not Path("/dev/nvidia0").exists():
+        library.skd_turnaround_error.restype = ctypes.c_char_p
+        code = library.skd_turnaround_launch(ctypes.byref(batch.state), ctypes.byref(turnaround.Sampling()), None)
+        assert code and b"CUDA" in library.skd_turnaround_error(code)
+
+
+def test_a_missing_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TargetError, match="needs nvcc, which is not on the PATH; install it"):
+        turnaround.build(tmp_path / "turnaround.so", device=True)
