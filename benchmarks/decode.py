@@ -7,7 +7,7 @@ A point is rows x prompt tokens. Also told: time of the prompt's pass, resident 
 against what the layer count promises. Peers that are not installed are left out and named.
 
 examples:
-  decode.py                                   (all models, kinds and points: 40 minutes on 2 cores, 20 GiB of disk and memory)
+  decode.py                                   (all models, kinds and points: an hour on 2 cores, 20 GiB of disk and memory)
   decode.py --models opt --points 1x32 --repeats 9
   decode.py --kinds int4 --points 4x32,16x32 --speedups 2
   decode.py --smoke                           (tiny models: does it run at all; its figures mean nothing)

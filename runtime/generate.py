@@ -259,7 +259,7 @@ def load(
 
     Args:
         bundle: its folder.
-        target: where its engines run; None: cpu.
+        target: where its engines run: cpu, cuda; None: cpu, or cuda where the bundle has no cpu engines.
         threads: of the process's one pool; None: one a core. The first load of a process decides.
         check_hashes: also compare every file's SHA-256 (reads the whole bundle).
         prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.

@@ -65,7 +65,7 @@ def copies_of_whole_buffers(layers: tuple[EngineLayer, ...]) -> list[str]:
     return [layer.name for layer in layers if any(name.startswith("past_") for name in layer.inputs)]
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != CAPPED])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in (CAPPED, "mistral")])  # Mistral's is Llama's
 def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in_place(
     name: str, part: Part, tmp_path: Path
 ) -> None:

@@ -48,6 +48,8 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       embeds_(Size(max_rows)),
       heads_(Size(max_rows)) {
   positions_.reserve(Size(max_rows));
+  counts_.reserve(Size(max_rows));
+  route_counts_.reserve(Size(max_rows));
   std::iota(prompt_positions_.begin(), prompt_positions_.end(), 0);
   for (const SegmentEngine& segment : bundle_->segments) least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
 }
@@ -63,19 +65,31 @@ int64_t Decoder::Step(const int64_t* tokens) {
     longest = std::max(longest, static_cast<int32_t>(length + 1));
     totals_[Size(row)] = longest;  // of the rows from this one on
   }
-  Run(Embed());
-  for (size_t segment = 0; segment < least_counts_.size(); ++segment) {
-    const auto computes = [&](const Position& position) { return schedule_.LayersAt(position.t) < least_counts_[segment]; };
-    const int64_t start = std::partition_point(positions_.begin(), positions_.end(), computes) - positions_.begin();
-    if (start < count) Run(Climb(segment, start));
+  counts_.clear();
+  for (const Position& position : positions_) counts_.push_back(schedule_.LayersAt(position.t));
+  if (counts_ != route_counts_) FindRoute();
+  for (const Call& call : route_) {
+    const auto began = std::chrono::steady_clock::now();
+    call.Run();
+    engine_ns_ += NanosecondsSince(began);
   }
-  Run(Head());
-  const int64_t deepest = schedule_.LayersAt(positions_.back().t);
   for (Position& position : positions_) {
     ++position.length;
     ++position.t;
   }
-  return deepest;
+  return counts_.back();
+}
+
+// A segment runs on the suffix of the rows that compute its layers; counts never fall from row to row.
+void Decoder::FindRoute() {
+  route_counts_.clear();  // what Bind throws leaves no route that looks found
+  route_.assign(1, Embed().call());
+  for (size_t segment = 0; segment < least_counts_.size(); ++segment) {
+    const auto first = std::lower_bound(counts_.begin(), counts_.end(), least_counts_[segment]);
+    if (first != counts_.end()) route_.push_back(Climb(segment, first - counts_.begin()).call());
+  }
+  route_.push_back(Head().call());
+  route_counts_ = counts_;
 }
 
 void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
@@ -159,12 +173,6 @@ const Binding& Decoder::Head() {
   return bound.emplace(
       bundle_->head.Bind({Floats("hidden", hidden_.data(), {count, 1, hidden_size_}), Int64s("last", last_.data(), {count})},
                          {Floats("logits", logits_.data(), {count, vocab_size_})}));
-}
-
-void Decoder::Run(const Binding& binding) {
-  const auto began = std::chrono::steady_clock::now();
-  binding.Run();
-  engine_ns_ += NanosecondsSince(began);
 }
 
 void Decoder::CopyRow(int64_t from, int64_t to) {

@@ -44,10 +44,10 @@ class Decoder {
 
   void Prefill(int64_t row, const int64_t* prompt, int64_t length);
   void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count);
+  void FindRoute();
   const Binding& Climb(size_t segment, int64_t start);
   const Binding& Embed();
   const Binding& Head();
-  void Run(const Binding& binding);
   void CopyRow(int64_t from, int64_t to);
 
   std::shared_ptr<const Bundle> bundle_;
@@ -59,9 +59,13 @@ class Decoder {
   std::vector<float> hidden_, prompt_hidden_, logits_;
   std::vector<int64_t> ids_, position_ids_, last_, prompt_positions_;
   std::vector<int32_t> seqlens_k_, totals_;
-  // bound when first needed; what one step uses lies together, because the weights it reads have emptied the cache
+  // bound when first needed
   std::vector<std::vector<std::optional<Binding>>> climbs_;  // [(rows - 1) * max_rows + first row][segment]
   std::vector<std::optional<Binding>> embeds_, heads_;       // [rows - 1]
+  // what a step calls, side by side, because the weights that each call reads have emptied the cache before the next one;
+  // found anew when a row computes another count of layers, or rows come and go
+  std::vector<Call> route_;
+  std::vector<int64_t> counts_, route_counts_;  // layers of each row: in this step, and those that `route_` is for
   uint64_t engine_ns_ = 0;
 };
 

@@ -115,6 +115,4 @@ Binding Engine::Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor
   return bound;
 }
 
-void Binding::Run() const { session_->Run(Ort::RunOptions{nullptr}, binding_); }
-
 }  // namespace skd

@@ -1,0 +1,92 @@
+"""The cuda target on a GPU: what tests/exporter/test_cuda_target.py checks on a CPU, and what only a GPU has."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import skipdecode
+from skipdecode.cli import validate
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
+NEW = 12
+SCHEDULE = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9)
+
+
+def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> Path:
+    given = {"schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("cpu", "cuda"), **changes}
+    export(ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given))  # type: ignore[arg-type]
+    return out
+
+
+@pytest.fixture(scope="module")
+def llama(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _export(zoo, "llama", tmp_path_factory.mktemp("gpu") / "bundle")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.1)])
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize("schedule", ["full", None])
+def test_every_variant_agrees_with_the_reference(
+    name: str, schedule: str | None, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path
+) -> None:
+    generator = skipdecode.load(_export(zoo, name, tmp_path / "b", dtype=dtype), target="cuda")
+    chosen = generator.manifest.schedule if schedule is None else skipdecode.schedule.full_depth(LAYERS)
+    expected = [greedy_tokens(zoo.model(name), chosen, prompt, NEW) for prompt in PROMPTS]
+    order = sorted(range(len(PROMPTS)), key=lambda row: -len(PROMPTS[row]))
+    decoder = generator.decoder([len(PROMPTS[row]) for row in order], NEW, chosen)
+    for place, row in enumerate(order):
+        decoder.prefill(place, np.array(PROMPTS[row]))
+    for step in range(NEW):
+        if step:
+            decoder.decode_step(np.array([expected[row][0][step - 1] for row in order]))
+        for place, row in enumerate(order):
+            wanted = expected[row][1][step].numpy()
+            assert np.abs(decoder.logits[place] - wanted).max() <= tolerance * np.abs(wanted).max(), (row, step)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
+    bundle = _export(zoo, "opt", tmp_path / "b", quantize=quantize)
+    logits = []
+    for target in ("cpu", "cuda"):
+        decoder = skipdecode.load(bundle, target=target).decoder([len(PROMPTS[0])], 2)
+        decoder.prefill(0, np.array(PROMPTS[0]))
+        logits.append(decoder.logits[0].copy())
+    assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
+
+
+def test_keys_and_values_are_updated_in_place(llama: Path) -> None:
+    decoder = skipdecode.load(llama, target="cuda").decoder([3], NEW)
+    layer = LAYERS - 1
+    pointers = [array.pointer for array in decoder.kv.rows(layer, slice(None))]
+    decoder.prefill(0, np.array([5, 6, 7]))
+    before = decoder.memory.to_host(decoder.kv.rows(layer, slice(None))[0]).copy()
+    decoder.decode_step(np.array([8]))
+    after = decoder.memory.to_host(decoder.kv.rows(layer, slice(None))[0])
+    assert [array.pointer for array in decoder.kv.rows(layer, slice(None))] == pointers
+    assert (after[:, :, :3] == before[:, :, :3]).all() and (after[:, :, 3] != before[:, :, 3]).any()
+    assert (after[:, :, 4:] == before[:, :, 4:]).all()
+
+
+def test_five_hundred_generations_leave_the_devices_memory_as_it_was(llama: Path) -> None:
+    generator = skipdecode.load(llama, target="cuda")
+    used = []
+    for round_ in range(500):
+        generator.generate(PROMPTS, max_new_tokens=4, ignore_eos=True)
+        if round_ in (49, 499):
+            command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            used.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]))
+    assert used[1] - used[0] <= 8, f"{used} MiB"
+
+
+def test_validate_measures_the_cuda_target(llama: Path, zoo: Zoo) -> None:
+    quick = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6", "--target", "cuda"]
+    assert validate.main([str(llama), "--reference", str(zoo.checkpoint("llama")), *quick, "--json"]) == 0
