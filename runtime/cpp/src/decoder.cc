@@ -68,11 +68,9 @@ int64_t Decoder::Step(const int64_t* tokens) {
   counts_.clear();
   for (const Position& position : positions_) counts_.push_back(schedule_.LayersAt(position.t));
   if (counts_ != route_counts_) FindRoute();
-  for (const Call& call : route_) {
-    const auto began = std::chrono::steady_clock::now();
-    call.Run();
-    engine_ns_ += NanosecondsSince(began);
-  }
+  const auto began = std::chrono::steady_clock::now();
+  for (const Call& call : route_) call.Run();  // nothing lies between two calls, so one clock does for all (50 ns a reading)
+  engine_ns_ += NanosecondsSince(began);
   for (Position& position : positions_) {
     ++position.length;
     ++position.t;

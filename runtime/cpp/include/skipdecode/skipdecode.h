@@ -99,7 +99,7 @@ typedef struct skd_counters {
   uint64_t tokens; /* generated, of all rows */
   uint64_t prefill_ns;
   uint64_t decode_ns;        /* of all decode steps */
-  uint64_t decode_engine_ns; /* of it, inside ONNX Runtime */
+  uint64_t decode_engine_ns; /* of it, from the first call of ONNX Runtime to the end of the last */
   uint64_t kv_bytes;         /* of the KV buffer */
 } skd_counters;
 
