@@ -78,7 +78,8 @@ def show_model(model: str, figures: dict[str, Any]) -> None:
 
 
 def _full_depth(systems: list[System], kind: str) -> System:
-    return next(system for system in systems if system.kind == kind and system.shape)
+    """This runtime's, in weights of that kind; of the first kind, where this one was not asked for."""
+    return next((system for system in systems if system.kind == kind and system.shape), systems[0])
 
 
 def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
@@ -86,8 +87,8 @@ def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
     ratios = [ours.decode_ms / run.decode_ms for ours, run in zip(full.runs, system.runs, strict=True)]
     ends = [ours.total_s / run.total_s for ours, run in zip(full.runs, system.runs, strict=True)]
     prompts = [ours.token_s[0] / run.token_s[0] for ours, run in zip(full.runs, system.runs, strict=True)]
-    first = _full_depth(systems, "fp32") if any(each.kind == "fp32" for each in systems) else full
-    widths = [exact.decode_ms / run.decode_ms for exact, run in zip(first.runs, system.runs, strict=True)]
+    exact = _full_depth(systems, "fp32")
+    widths = [ours.decode_ms / run.decode_ms for ours, run in zip(exact.runs, system.runs, strict=True)]
     reference = next(each for each in systems if each.name.startswith("transformers"))
     return {
         "system": system.name,

@@ -8,6 +8,8 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
+from skipdecode.graph_passes.mapped import release_pages
+
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
 
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
@@ -53,6 +55,7 @@ def move_to_file(values: Iterable[ir.Value], file: Path) -> None:
     tensors = [value.const_value for value in moved if value.const_value is not None]
     for value, tensor in zip(moved, convert_tensors_to_external(tensors, file.parent, file.name), strict=True):
         value.const_value = tensor
+    release_pages(*tensors)
 
 
 def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:

@@ -86,7 +86,7 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     assert parameter.const_value is not None
     parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
     values: list[ir.Value | None] = [*register_parts(graph, str(parameter.name), parts)]
-    bias, last = _bias(node)
+    bias, last = _bias(node, outputs)
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]
     attributes = {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
@@ -96,14 +96,14 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     graph.remove({node, last}, safe=True)
 
 
-def _bias(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:
+def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
     """What is added to each row of the product, by itself or by an Add that alone reads it; and the node that gives the sum."""
     if node.op_type == "Gemm":
         return (node.inputs[2] if len(node.inputs) > 2 else None), node
     readers = list(node.outputs[0].consumers())
     if len(readers) == 1 and readers[0].op_type == "Add" and not node.outputs[0].is_graph_output():
         other = next((value for value in readers[0].inputs if value is not node.outputs[0]), None)
-        if other is not None and other.const_value is not None and len(other.const_value.shape) == 1:
+        if other is not None and other.const_value is not None and list(other.const_value.shape) == [outputs]:
             return other, readers[0]
     return None, node
 
