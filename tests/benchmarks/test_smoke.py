@@ -25,8 +25,7 @@ def test_training_measures_both_models() -> None:
 def test_decode_measures_every_system_that_is_installed() -> None:
     figures = json.loads(_run("decode.py").splitlines()[-1])["models"]["llama"]
     assert [(point["batch"], point["context"]) for point in figures["points"]] == [(1, 8), (2, 8)]
-    kinds = {row["kind"] for row in figures["points"][0]["systems"] if row["system"].startswith("skipdecode")}
-    assert kinds == {"fp32", "int4"} and all(row["decode_ms_per_step"] > 0 for row in figures["points"][1]["systems"])
+    assert all(row["decode_ms_per_step"] > 0 for row in figures["points"][1]["systems"])
     exact = {row["system"]: row["tokens_as_transformers"] for row in figures["points"][0]["systems"] if row["kind"] == "fp32"}
     assert all(same == 6 for name, same in exact.items() if not name.endswith("2x")), exact
 
