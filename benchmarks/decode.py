@@ -48,8 +48,8 @@ def main() -> int:
     for name in options.models:
         with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
             result["models"][name] = _measure_model(name, Path(folder), options)
-        if not options.smoke:
-            _write(result, options)
+    if not options.smoke:
+        _write(result, options)  # all or nothing: a run that was stopped must not stand where a whole one stood
     print(json.dumps(result))
     return 0
 

@@ -2,7 +2,7 @@
 
     python benchmarks/export_cost.py opt-6.7b --schedule linear --dtype fp16 --target tensorrt-rtx:sm89
 
-measures that command and writes results/export-<model>-<machine>.json; `decode.py --export-opt-1.3b` uses the same code.
+measures that command and writes results/export-<model>-<machine>.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import onnxruntime
 
 from skipdecode import manifest
 from skipdecode.cpu import cpu_features
-from skipdecode.exporter.graphs import StandardGraphs
+from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, QUANTIZED_BITS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
@@ -20,7 +20,6 @@ from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
-from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.widen import WidenPass
 
 FOLDER = "targets/cpu"
@@ -59,10 +58,8 @@ def compile_cpu(
 
     (partial / FOLDER).mkdir(parents=True)
     segments = []
-    for index, layers in enumerate(plan.segments):
-        report(f"compiling segment {index + 1} of {len(plan.segments)} for cpu", index / len(plan.segments))
-        name = f"segment_{index:03d}"
-        segments.append(compiled(stitch([graphs.layers[layer] for layer in layers], name=name), name, *passes))
+    for name, graph in segment_graphs(graphs, plan, "cpu", report):
+        segments.append(compiled(graph, name, *passes))
     report("compiling head for cpu", 1.0)
     head = compiled(graphs.head, "head", *passes)
     if bits is not None:

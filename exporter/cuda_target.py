@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from skipdecode import manifest
-from skipdecode.exporter.graphs import StandardGraphs
+from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import QUANTIZED_BITS, Report, save_engine, weight_bytes
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
@@ -22,7 +22,6 @@ from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
-from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.uniform_norm import UniformNormPass
 
 FOLDER = "targets/cuda"
@@ -59,16 +58,12 @@ def compile_cuda(
 
     (partial / FOLDER).mkdir(parents=True)
     segments = []
-    for index, layers in enumerate(plan.segments):
-        report(f"compiling segment {index + 1} of {len(plan.segments)} for cuda", index / len(plan.segments))
-        name = f"segment_{index:03d}"
-        graph = stitch([graphs.layers[layer] for layer in layers], name=name)
+    for name, graph in segment_graphs(graphs, plan, "cuda", report):
         segments.append(compiled(graph, name, [*lowering, PackQKVPass(), PackGateUpPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *quantizing, FloatLogitsPass()])
-    narrow = "bf16" if graphs.head.graph.outputs[0].dtype == ir.DataType.BFLOAT16 else "fp16"
     return manifest.Target(
-        name="cuda", weights=narrow if bits is None else quantize,
+        name="cuda", weights=graphs.weights if bits is None else quantize,
         library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
         embed=compiled(graphs.embed, "embed", [], shares=partial / head), segments=tuple(segments), head=head,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],

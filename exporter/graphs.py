@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from skipdecode.exporter.architectures import DecoderParts, decoder_parts
 from skipdecode.exporter.attention import ATTENTION_NAME
+from skipdecode.exporter.layout import Report
 from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
-from skipdecode.graph_passes.stitch import instantiate
+from skipdecode.graph_passes.plan import Plan
+from skipdecode.graph_passes.stitch import instantiate, stitch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,19 @@ class StandardGraphs:
     embed: ir.Model
     layers: tuple[ir.Model, ...]
     head: ir.Model
+
+    @property
+    def weights(self) -> str:
+        """What a manifest calls their dtype."""
+        return {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}.get(self.head.graph.outputs[0].dtype, "fp32")  # type: ignore[arg-type]
+
+
+def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Report) -> Iterator[tuple[str, ir.Model]]:
+    """Each segment's name and graph, told as it is about to be compiled for `target`."""
+    for index, layers in enumerate(plan.segments):
+        report(f"compiling segment {index + 1} of {len(plan.segments)} for {target}", index / len(plan.segments))
+        name = f"segment_{index:03d}"
+        yield name, stitch([graphs.layers[layer] for layer in layers], name=name)
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:

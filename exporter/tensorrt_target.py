@@ -112,15 +112,11 @@ def compile_tensorrt(
     segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(len(plan.segments)))
     head = f"{folder}/head.plan"
     return manifest.Target(
-        name=request.name, weights=_weights(graphs), library=trt.__name__,
+        name=request.name, weights=graphs.weights, library=trt.__name__,
         library_version=trt.__version__, machine=" ".join(request.capabilities) or "sm80 and later", cpu_features=(),
         embed=f"{folder}/embed.plan", segments=segments, head=head,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
-
-
-def _weights(graphs: StandardGraphs) -> str:
-    return "bf16" if graphs.head.graph.outputs[0].dtype == ir.DataType.BFLOAT16 else "fp16"
 
 
 def _engines(graphs: StandardGraphs, plan: Plan, limits: manifest.Limits, schedule: Schedule) -> list[_Engine]:

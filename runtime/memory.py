@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,7 @@ class DeviceArray:
         return self._like(self.pointer, shape)
 
     def _like(self, pointer: int, shape: tuple[int, ...]) -> DeviceArray:
-        return DeviceArray(
-            owner=self.owner, device=self.device, pointer=pointer, shape=shape, element_type=self.element_type,
-            itemsize=self.itemsize,
-        )  # fmt: skip
+        return replace(self, pointer=pointer, shape=shape)
 
 
 Array = HostArray | DeviceArray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 from skipdecode.cpu import cpu_features
@@ -10,7 +11,7 @@ from skipdecode.decoder import Engines
 from skipdecode.engines.ort import OrtEngine, check_library, check_provider, release_loading_memory, use_threads
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.manifest import Manifest, Target
-from skipdecode.memory import DeviceMemory, HostMemory
+from skipdecode.memory import DeviceMemory, HostMemory, Memory
 from skipdecode.trace import Trace
 
 _RUNS = ("cpu", "cuda")  # the targets that this version runs, the first one first
@@ -56,17 +57,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
             "export the model on this machine", where=str(bundle),
         )  # fmt: skip
     use_threads(threads)
-    try:
-        engines = Engines(
-            embed=OrtEngine(bundle / target.embed, trace),
-            segments=tuple(
-                (layers, OrtEngine(bundle / path, trace)) for layers, path in zip(manifest.segments, target.segments, strict=True)
-            ),
-            head=OrtEngine(bundle / target.head, trace),
-            memory=HostMemory(),
-        )
-    except MemoryError as error:
-        raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
+    engines = _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), HostMemory())
     release_loading_memory()
     return engines
 
@@ -76,15 +67,21 @@ def load_device_engines(manifest: Manifest, bundle: Path, target: Target, device
 
     Raises:
         TargetError: the device is not there.
-        BundleError: an engine that cannot be loaded.
+        BundleError: an engine that cannot be loaded, or not in this memory.
     """
+    memory = DeviceMemory(device, manifest.dtype)
+    return _load(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device, optimized=False), memory)
 
-    def engine(path: str) -> OrtEngine:
-        return OrtEngine(bundle / path, trace, device=device, optimized=False)
 
-    return Engines(
-        embed=engine(target.embed),
-        segments=tuple((layers, engine(path)) for layers, path in zip(manifest.segments, target.segments, strict=True)),
-        head=engine(target.head),
-        memory=DeviceMemory(device, manifest.dtype),
-    )
+def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], OrtEngine], memory: Memory) -> Engines:
+    try:
+        return Engines(
+            embed=engine(bundle / target.embed),
+            segments=tuple(
+                (layers, engine(bundle / path)) for layers, path in zip(manifest.segments, target.segments, strict=True)
+            ),
+            head=engine(bundle / target.head),
+            memory=memory,
+        )
+    except MemoryError as error:
+        raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from skipdecode import sampling
 from skipdecode.errors import TargetError
 
 SOURCE = Path(__file__).parent / "turnaround.cu"
@@ -26,6 +27,11 @@ class Sampling(ctypes.Structure):
         ("top_p", ctypes.c_double),
         ("seed", ctypes.c_uint64),
     )
+
+    @classmethod
+    def of(cls, how: sampling.Sampling) -> Sampling:
+        """The same in C."""
+        return cls(how.do_sample, how.top_k, how.temperature, how.top_p, how.seed)
 
 
 class TurnAround(ctypes.Structure):

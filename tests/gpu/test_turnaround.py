@@ -44,10 +44,7 @@ def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int
         rows=ROWS, vocabulary=vocabulary, max_steps=STEPS, stop_count=1,
         **{name: twin.pointer for name, (twin, _) in twins.items()},
     )  # fmt: skip
-    how = turnaround.Sampling(
-        do_sample=sampling.do_sample, top_k=sampling.top_k, temperature=sampling.temperature, top_p=sampling.top_p,
-        seed=sampling.seed,
-    )  # fmt: skip
+    how = turnaround.Sampling.of(sampling)
     expected = []
     for step in range(STEPS):
         logits = rng.normal(0, 4, (ROWS, vocabulary)).astype(np.float32)

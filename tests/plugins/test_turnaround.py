@@ -42,10 +42,7 @@ class Batch:
 
     def turn(self, library: ctypes.CDLL, sampling: Sampling, logits: Array) -> Array:
         self.logits[:] = logits
-        how = turnaround.Sampling(
-            do_sample=sampling.do_sample, top_k=sampling.top_k, temperature=sampling.temperature, top_p=sampling.top_p,
-            seed=sampling.seed,
-        )  # fmt: skip
+        how = turnaround.Sampling.of(sampling)
         library.skd_turnaround_host(ctypes.byref(self.state), ctypes.byref(how))
         return self.input_ids
 
