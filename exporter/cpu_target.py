@@ -14,7 +14,6 @@ from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, QUANTIZED_BITS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
-from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
@@ -45,7 +44,7 @@ def compile_cpu(
     """
     bits = QUANTIZED_BITS[quantize]
     quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method), SkipNormPass()]
-    passes = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), PackGateUpPass(), *quantizing]
+    passes = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), *quantizing]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:

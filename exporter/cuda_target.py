@@ -18,7 +18,6 @@ from skipdecode.exporter.layout import QUANTIZED_BITS, Report, save_engine, weig
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
-from skipdecode.graph_passes.pack_gate_up import PackGateUpPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
@@ -59,7 +58,7 @@ def compile_cuda(
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, plan, "cuda", report):
-        segments.append(compiled(graph, name, [*lowering, PackQKVPass(), PackGateUpPass(), *quantizing]))
+        segments.append(compiled(graph, name, [*lowering, PackQKVPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *quantizing, FloatLogitsPass()])
     return manifest.Target(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters, packed_product
+from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters
 
 
 class PackQKVPass(ir.passes.InPlacePass):
@@ -38,7 +38,10 @@ def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     parts = [part for part in map(find_projection, node.inputs[:3]) if part is not None]
     if len(parts) < 3 or not _alike(parts):
         return None
-    nodes = packed_product(graph, parts)
+    turned = parts[0].turned
+    weight = join_parameters(graph, [part.weight for part in parts], 0 if turned else 1)
+    nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if turned else []
+    nodes.append(ir.node("MatMul", [parts[0].source, nodes[-1].outputs[0] if turned else weight]))
     biases = [part.bias for part in parts if part.bias is not None]
     if biases:
         nodes.append(ir.node("Add", [nodes[-1].outputs[0], join_parameters(graph, biases, 0)]))

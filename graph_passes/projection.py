@@ -22,14 +22,10 @@ class Projection:
     factor: float
 
 
-def find_projection(value: ir.Value | None, *, shared: bool = False) -> Projection | None:
-    """`value` as MatMul(source, weight) [+ bias] [* factor]; None where it is something else.
-
-    Args:
-        shared: whether `value` may be read more than once (a gate is, by its own sigmoid).
-    """
+def find_projection(value: ir.Value | None) -> Projection | None:
+    """`value` as MatMul(source, weight) [+ bias] [* factor], read by nobody else; None where it is something else."""
     factor, bias = 1.0, None
-    node = value.producer() if shared and value is not None else _sole_producer(value)
+    node = _sole_producer(value)
     if node is not None and node.op_type == "Mul":
         number = node.inputs[1].const_value if node.inputs[1] is not None else None
         if number is None or number.size != 1:
@@ -53,14 +49,6 @@ def find_projection(value: ir.Value | None, *, shared: bool = False) -> Projecti
 
 def _sole_producer(value: ir.Value | None) -> ir.Node | None:
     return value.producer() if value is not None and len(value.uses()) == 1 else None
-
-
-def packed_product(graph: ir.Graph, parts: list[Projection]) -> list[ir.Node]:
-    """One product in place of those of `parts`, which read the same rows: nodes yet to be inserted, the last gives the rows."""
-    turned = parts[0].turned
-    weight = join_parameters(graph, [part.weight for part in parts], 0 if turned else 1)
-    nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if turned else []
-    return [*nodes, ir.node("MatMul", [parts[0].source, nodes[-1].outputs[0] if nodes else weight])]
 
 
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:
