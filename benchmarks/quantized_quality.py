@@ -96,7 +96,7 @@ def _along(exact: Generator, generator: Generator, prompts: list[str]) -> dict[s
 
 def _logits(generator: Generator, prompt: list[int], tokens: tuple[int, ...], schedule: Any) -> Iterator[Any]:
     decoder = generator.decoder([len(prompt)], len(tokens), schedule)
-    decoder.prefill(0, np.array(prompt))
+    decoder.prefill([prompt])
     yield decoder.logits[0].copy()
     for token in tokens[:-1]:
         decoder.decode_step(np.array([token]))

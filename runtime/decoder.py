@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from skipdecode.memory import Array, Memory
 from skipdecode.schedule import Anchor, Schedule
 
 PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
+_PADDING = 4  # tokens that a row may be padded by: a pass of its own costs as much as 3 (int4) to 10 (fp32) tokens on 2 cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,24 +85,21 @@ class Decoder:
         self._climbs: dict[tuple[int, int], Callable[[], None]] = {}
         self._routes: dict[int | bytes, _Route] = {}
 
-    def prefill(self, row: int, prompt: IntArray) -> None:
-        """Run a prompt [P] int64 and leave its keys and values in `row` and the next token's logits in `logits[row]`.
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run every row's prompt: its keys and values are in the KV buffer then, and the next tokens' logits in `logits`.
 
-        A row at a time, in chunks: no padding is computed or stored, and activations do not grow with P x P.
+        Short prompts of about the same length share a pass, because a pass reads the weights once. A long one goes in chunks,
+        so that activations do not grow with P x P.
+
+        Args:
+            prompts: token ids of each row, of the lengths that the decoder was made for.
         """
-        length, width, memory = len(prompt), self._model.hidden_size, self.memory
-        positions, _ = memory.twin(np.arange(length, dtype=np.int64))
-        ids, _ = memory.twin(np.ascontiguousarray(prompt))
-        hidden = memory.floats((length, width))
-        inputs = {names.INPUT_IDS: ids.reshape(1, length), names.POSITION_IDS: positions.reshape(1, length)}
-        self._engines.embed.bind(inputs, {names.HIDDEN: hidden.reshape(1, length, width)})()
-        for index, (layers, _) in enumerate(self._engines.segments):
-            self._prefill_segment(index, row, hidden, positions, self._prefilled_positions(layers[0], length))
-        top = {names.HIDDEN: hidden[length - 1 :].reshape(1, 1, width), names.LAST: self._last[:1]}
-        self._engines.head.bind(top, {names.LOGITS: self._bound_logits[row : row + 1]})()
+        lengths = [len(prompt) for prompt in prompts]
+        for rows in _passes(lengths, self._prefill_chunk if self._prefills_whole(lengths[0]) else 1):
+            self._prefill_rows(rows, prompts[rows])
         if self._receive is not None:
             self._receive()
-        self.kv.lengths[row] = length
+        self.kv.lengths[:] = lengths
 
     def decode_step(self, tokens: IntArray) -> int:
         """Feed one token [B] int64 a row; the next tokens' logits are in `logits` [B,V] float32.
@@ -151,22 +149,45 @@ class Decoder:
         cap = self.schedule.cap(layer) if self.schedule.anchor is Anchor.ABSOLUTE else None
         return length if cap is None else min(cap, length)
 
-    def _prefill_segment(self, index: int, row: int, hidden: Any, positions: Any, count: int) -> None:
-        """Segment `index` on the first `count` positions of a prompt: `hidden` [P,H] in place, `positions` [P]."""
+    def _prefills_whole(self, length: int) -> bool:
+        """Whether every layer computes all of a prompt's `length` positions, so that rows can lie one after another."""
+        return all(self._prefilled_positions(layers[0], length) == length for layers, _ in self._engines.segments)
+
+    def _prefill_rows(self, rows: slice, prompts: Sequence[Sequence[int]]) -> None:
+        """One pass over some rows' prompts, padded to the longest, which is the first; one row alone goes in chunks."""
+        count, length, width, memory = len(prompts), len(prompts[0]), self._model.hidden_size, self.memory
+        padded: IntArray = np.zeros((count, length), dtype=np.int64)
+        for line, prompt in zip(padded, prompts, strict=True):
+            line[: len(prompt)] = prompt
+        last: IntArray = np.array([len(prompt) - 1 for prompt in prompts])
+        ids, positions, bound_last = (memory.twin(array)[0] for array in (padded, np.tile(np.arange(length), (count, 1)), last))
+        hidden = memory.floats((count * length, width))
+        whole = hidden.reshape(count, length, width)
+        self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: positions}, {names.HIDDEN: whole})()
+        for index, (layers, _) in enumerate(self._engines.segments):
+            computed = count * self._prefilled_positions(layers[0], length)
+            self._prefill_segment(index, rows, hidden[:computed], positions.reshape(count * length)[:computed], last)
+        top = {names.HIDDEN: whole, names.LAST: bound_last}
+        self._engines.head.bind(top, {names.LOGITS: self._bound_logits[rows]})()
+
+    def _prefill_segment(self, index: int, rows: slice, hidden: Any, positions: Any, last: IntArray) -> None:
+        """Segment `index` on the prompts of B rows: `hidden` [B*S,H] in place, `positions` [B*S], `last` [B] of valid ones."""
         layers, engine = self._engines.segments[index]
-        memory, shape = self.memory, (1, self._model.num_kv_heads, count, self._model.head_size)
+        memory, model, count = self.memory, self._model, len(last)
+        length = hidden.shape[0] // count
+        shape = (count, model.num_kv_heads, length, model.head_size)
         # a layer that no decode step computes has no slots: its prompt's keys and values live for this call only
         buffers = [
-            self.kv.rows(layer, slice(row, row + 1)) if self.kv.has(layer) else (memory.floats(shape), memory.floats(shape))
-            for layer in layers
+            self.kv.rows(layer, rows) if self.kv.has(layer) else (memory.floats(shape), memory.floats(shape)) for layer in layers
         ]
-        for start in range(0, count, self._prefill_chunk):
-            stop = min(start + self._prefill_chunk, count)
-            part = hidden[start:stop].reshape(1, stop - start, self._model.hidden_size)
-            seqlens_k, _ = memory.twin(np.array([stop - 1], dtype=np.int32))
+        step = length if count > 1 else self._prefill_chunk
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            part = hidden[count * start : count * stop].reshape(count, stop - start, model.hidden_size)
+            seqlens_k, _ = memory.twin(np.minimum(last, stop - 1).astype(np.int32))
             inputs: dict[str, Array] = {
                 names.HIDDEN: part,
-                names.POSITION_IDS: positions[start:stop].reshape(1, stop - start),
+                names.POSITION_IDS: positions[count * start : count * stop].reshape(count, stop - start),
                 names.SEQLENS_K: seqlens_k,
                 names.TOTAL_SEQUENCE_LENGTH: np.array([stop], dtype=np.int32),
             }
@@ -186,6 +207,17 @@ class Decoder:
             buffers = [self.kv.rows(layer, slice(start, None)) for layer in layers]
             self._climbs[index, start] = _bind_segment(engine, layers, inputs, hidden, buffers)
         return self._climbs[index, start]
+
+
+def _passes(lengths: Sequence[int], most: int) -> Iterator[slice]:
+    """Rows, longest first, whose prompts share a pass of at most `most` tokens; a longer one is alone."""
+    first = 0
+    for row, length in enumerate(lengths):
+        longest = lengths[first]
+        if row > first and ((row - first + 1) * longest > most or longest - length > _PADDING):
+            yield slice(first, row)
+            first = row
+    yield slice(first, len(lengths))
 
 
 def _bind_segment(

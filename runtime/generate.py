@@ -164,8 +164,7 @@ class Generator:
         started = time.perf_counter()
         decoder = self.decoder([len(row.prompt_ids) for row in ordered], max_new_tokens, chosen)
         with span(self._trace, "prefill"):
-            for index, row in enumerate(ordered):
-                decoder.prefill(index, np.array(row.prompt_ids, dtype=np.int64))
+            decoder.prefill([row.prompt_ids for row in ordered])
         self._prefill_s = time.perf_counter() - started
         layers: int | None = None
         tokens: IntArray = np.zeros(0, dtype=np.int64)

@@ -45,12 +45,11 @@ def measure_cell(generator: Generator, step_bytes: StepBytes, batch: int, contex
 
 def _measure_prefill(generator: Generator, batch: int, context: int) -> Summary:
     decoder = generator.decoder([context] * batch, 1)
-    prompts = _random_ids(generator, (batch, context))
+    prompts = _random_ids(generator, (batch, context)).tolist()
 
     def run() -> float:
         started = time.perf_counter()
-        for row, prompt in enumerate(prompts):
-            decoder.prefill(row, prompt)
+        decoder.prefill(prompts)
         return 1e3 * (time.perf_counter() - started)
 
     return Summary.of(interleave({"prefill": run}, PREFILL)["prefill"])

@@ -68,8 +68,7 @@ def _compare(generator: Generator, schedule: Schedule, prompts: list[list[int]],
     tokens = np.stack([reference[f"{name}.{row}.tokens"] for row in range(len(prompts))])  # [B, new]
     wanted = np.stack([reference[f"{name}.{row}.logits"] for row in range(len(prompts))])  # [B, new, V]
     found = np.empty_like(wanted)
-    for row, prompt in enumerate(prompts):
-        decoder.prefill(row, np.array(prompt))
+    decoder.prefill(prompts)
     for step in range(NEW_TOKENS):
         if step:
             decoder.decode_step(tokens[:, step - 1])

@@ -45,8 +45,7 @@ def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.
     """[rows, steps, V] of greedy decoding, in the order of `prompts`."""
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     decoder = generator.decoder([len(prompts[row]) for row in order], steps)
-    for index, row in enumerate(order):
-        decoder.prefill(index, np.array(prompts[row], dtype=np.int64))
+    decoder.prefill([prompts[row] for row in order])
     found = [decoder.logits.copy()]
     for _ in range(steps - 1):
         decoder.decode_step(decoder.logits.argmax(axis=1))

@@ -244,7 +244,7 @@ def test_quantised_engines_stay_near_the_exact_ones_and_are_smaller(
     for path in (tmp_path / "q", zoo.bundle("opt")):
         generator = skipdecode.load(path)
         decoder = generator.decoder([5], 2, skipdecode.schedule.full_depth(LAYERS))
-        decoder.prefill(0, np.array([9, 8, 7, 6, 5]))
+        decoder.prefill([[9, 8, 7, 6, 5]])
         decoder.decode_step(np.array([4]))
         logits.append(decoder.logits[0].copy())
     error = np.linalg.norm(logits[0] - logits[1]) / np.linalg.norm(logits[1])

@@ -53,7 +53,7 @@ def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(name: str
     for schedule in _schedules(tmp_path):
         tokens, expected = greedy_tokens(model, schedule, prompt, NEW)
         decoder = generator.decoder([len(prompt)], NEW, schedule)
-        decoder.prefill(0, np.array(prompt))
+        decoder.prefill([prompt])
         for step, row in enumerate(expected.numpy()):
             if step:
                 decoder.decode_step(np.array([tokens[step - 1]]))

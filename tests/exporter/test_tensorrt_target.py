@@ -67,7 +67,7 @@ def test_the_same_graphs_run_on_cpu_and_agree_with_the_reference(both: Path, zoo
     tokens, expected = greedy_tokens(model, schedule, prompt, 8)
     assert generator.generate(prompt, max_new_tokens=8, ignore_eos=True).sequences[0].token_ids == tokens
     decoder = generator.decoder([len(prompt)], 8)
-    decoder.prefill(0, np.array(prompt))
+    decoder.prefill([prompt])
     for step, row in enumerate(expected.numpy()):
         if step:
             decoder.decode_step(np.array([tokens[step - 1]]))

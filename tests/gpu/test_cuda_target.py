@@ -42,8 +42,7 @@ def test_every_variant_agrees_with_the_reference(
     expected = [greedy_tokens(zoo.model(name), chosen, prompt, NEW) for prompt in PROMPTS]
     order = sorted(range(len(PROMPTS)), key=lambda row: -len(PROMPTS[row]))
     decoder = generator.decoder([len(PROMPTS[row]) for row in order], NEW, chosen)
-    for place, row in enumerate(order):
-        decoder.prefill(place, np.array(PROMPTS[row]))
+    decoder.prefill([PROMPTS[row] for row in order])
     for step in range(NEW):
         if step:
             decoder.decode_step(np.array([expected[row][0][step - 1] for row in order]))
@@ -58,7 +57,7 @@ def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, t
     logits = []
     for target in ("cpu", "cuda"):
         decoder = skipdecode.load(bundle, target=target).decoder([len(PROMPTS[0])], 2)
-        decoder.prefill(0, np.array(PROMPTS[0]))
+        decoder.prefill(PROMPTS[:1])
         logits.append(decoder.logits[0].copy())
     assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
 
@@ -67,7 +66,7 @@ def test_keys_and_values_are_updated_in_place(llama: Path) -> None:
     decoder = skipdecode.load(llama, target="cuda").decoder([3], NEW)
     layer = LAYERS - 1
     pointers = [array.pointer for array in decoder.kv.rows(layer, slice(None))]
-    decoder.prefill(0, np.array([5, 6, 7]))
+    decoder.prefill([[5, 6, 7]])
     before = decoder.memory.to_host(decoder.kv.rows(layer, slice(None))[0]).copy()
     decoder.decode_step(np.array([8]))
     after = decoder.memory.to_host(decoder.kv.rows(layer, slice(None))[0])

@@ -1,0 +1,55 @@
+"""The prompt's pass: which rows share one, and that sharing changes nothing but the time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skipdecode
+from skipdecode.decoder import Decoder, _passes
+from skipdecode.schedule import Anchor, Schedule, full_depth
+from tests.conftest import LAYERS, Zoo
+
+PROMPTS = [[5, 6, 7, 20, 9, 11, 12, 40], [8, 9, 1, 33, 5, 6], [4, 70, 71, 3, 2, 98], [9]]
+SCHEDULES = {
+    "full depth": full_depth(LAYERS),
+    "skipped layers without slots": Schedule(name="table", num_layers=LAYERS, layers=(4, 2), warmup_layers=1),
+    "absolute": Schedule(name="table", num_layers=LAYERS, layers=(6, 6, 6, 4, 4, 2), warmup_layers=1, anchor=Anchor.ABSOLUTE),
+}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 100))
+def test_passes_take_every_row_once_and_share_only_what_fits(lengths: list[int], most: int) -> None:
+    lengths.sort(reverse=True)
+    passes = list(_passes(lengths, most))
+    assert [row for rows in passes for row in range(rows.start, rows.stop)] == list(range(len(lengths)))
+    for rows in passes:
+        shared = lengths[rows]
+        assert len(shared) == 1 or (len(shared) * shared[0] <= most and shared[0] - shared[-1] <= 4)
+
+
+def test_short_prompts_of_about_the_same_length_share_a_pass() -> None:
+    assert list(_passes([8, 6, 6, 1], 512)) == [slice(0, 3), slice(3, 4)]
+    assert list(_passes([8, 8, 8, 8], 16)) == [slice(0, 2), slice(2, 4)]
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma2"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_rows_that_share_a_pass_get_what_each_gets_alone(name: str, schedule: Schedule, zoo: Zoo) -> None:
+    generator = skipdecode.load(zoo.bundle(name))
+    together, alone = _decode(generator.decoder([len(prompt) for prompt in PROMPTS], 4, schedule), PROMPTS), []
+    for prompt in PROMPTS:
+        alone.append(_decode(generator.decoder([len(prompt)], 4, schedule), [prompt]))
+    np.testing.assert_allclose(together, np.concatenate(alone, axis=1), rtol=0, atol=1e-4)
+
+
+def _decode(decoder: Decoder, prompts: list[list[int]]) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Logits [steps, rows, V] of the prompt's pass and of three steps."""
+    decoder.prefill(prompts)
+    found = [decoder.logits.copy()]
+    for token in (7, 8, 9):
+        decoder.decode_step(np.full(len(prompts), token))
+        found.append(decoder.logits.copy())
+    return np.stack(found)
