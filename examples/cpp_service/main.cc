@@ -22,7 +22,9 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --max-prompt-tokens N  of a row (half of the bundle's length)
   --max-new-tokens N     of a row (what is left)
   --timeout-s N          of a request, waiting included (60)
+  --target T             cpu or cuda (cpu, or cuda where the bundle has no cpu engines)
   --threads N            one a core
+  --onnxruntime-library F  libonnxruntime.so; for cuda onnxruntime-gpu's
   --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
 
 serves POST /v1/completions, GET /v1/models, /health, /metrics
@@ -53,6 +55,10 @@ service::Settings Parse(int count, char** arguments) {
       settings.genai_library = value;
     else if (option == "--port")
       settings.port = static_cast<int>(Count(option, value, 65535));
+    else if (option == "--target")
+      settings.target = value;
+    else if (option == "--onnxruntime-library")
+      settings.onnxruntime_library = value;
     else if (option == "--rows")
       settings.rows = Count(option, value);
     else if (option == "--queue")

@@ -110,6 +110,8 @@ Service::Service(const Settings& settings)
     : settings_(settings), bundle_([&settings] {
         skd_load_options options = skipdecode::LoadOptions();
         options.threads = settings.threads;
+        if (!settings.target.empty()) options.target = settings.target.c_str();
+        if (!settings.onnxruntime_library.empty()) options.onnxruntime_library = settings.onnxruntime_library.c_str();
         return skipdecode::Bundle::Load(settings.bundle, options);
       }()) {
   const skd_bundle_info info = bundle_.info();

@@ -17,7 +17,7 @@
 namespace service {
 
 struct Settings {
-  std::string bundle, host = "127.0.0.1", genai_library;
+  std::string bundle, host = "127.0.0.1", genai_library, target, onnxruntime_library;
   int port = 8080;
   size_t queue_length = 64;
   size_t connections = 256;

@@ -101,7 +101,7 @@ def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], P
     [
         (lambda t: t.update(library_version="1.0.0"), "the engines were compiled by onnxruntime 1.0.0, loaded is"),
         (lambda t: t.update(cpu_features=["sve"]), "laid out for x86_64 with sve; this CPU differs"),
-        (lambda t: t.update(name="cuda"), "this library runs cpu engines only, not cuda"),
+        (lambda t: t.update(name="cuda"), "has no cuda in it; name one that has in skd_load_options.onnxruntime_library"),
     ],
 )
 def test_engines_of_another_version_cpu_or_target_are_refused(
@@ -124,7 +124,7 @@ def test_the_cpu_engines_of_a_bundle_for_several_targets_are_taken(
     (bundle / "bundle.json").write_text(json.dumps(data))
     assert driver.ask(command="load", bundle=bundle)["num_layers"] == 6
     asked = driver.ask(command="load", bundle=bundle, target="tensorrt-rtx")
-    assert asked["code"] == SKD_ERROR_TARGET and "runs cpu engines only, not tensorrt-rtx" in asked["error"]
+    assert asked["code"] == SKD_ERROR_TARGET and "runs cpu and cuda engines, not tensorrt-rtx" in asked["error"]
 
 
 def test_a_target_that_is_not_there_and_a_missing_library_are_told(conformance_bundle: Callable[[str], Path]) -> None:

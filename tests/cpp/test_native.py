@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.cpp.conftest import BUILD, LIBRARIES
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +29,22 @@ def environment(**more: str | Path) -> dict[str, str]:
     return {**os.environ, **_SANITIZERS, "LD_LIBRARY_PATH": str(LIBRARIES), **{key: str(value) for key, value in more.items()}}
 
 
+@pytest.fixture(scope="module")
+def gpu_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """For cpu and cuda, in fp16: OPT, and a Llama that skips layers of the prompt too."""
+    paths = []
+    for name, anchor in (("opt", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE)):
+        paths.append(tmp_path_factory.mktemp("gpu") / name)
+        schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10, max_variants=3, anchor=anchor)
+        export(
+            ExportRequest(
+                model=str(zoo.checkpoint(name)), out=paths[-1], schedule=schedule, targets=("cpu", "cuda"), slim=True,
+                max_batch=4, max_length=MAX_LENGTH,
+            )
+        )  # fmt: skip
+    return paths
+
+
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
 def test_the_cpp_tests_pass(build: str, conformance_bundle: Callable[[str], Path]) -> None:
     bundles = {
@@ -39,6 +59,17 @@ def test_the_cpp_tests_pass(build: str, conformance_bundle: Callable[[str], Path
         timeout=300,
         check=False,
     )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "All tests passed" in done.stdout
+
+
+@pytest.mark.parametrize("build", ["release", "address"])
+def test_engines_for_a_gpu_are_checked_on_a_cpu(build: str, gpu_bundles: list[Path]) -> None:
+    done = subprocess.run(
+        [BUILD / build / "tests" / "skd_device_tests"],
+        env=environment(SKD_TEST_DEVICE_BUNDLES=" ".join(map(str, gpu_bundles))),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "All tests passed" in done.stdout
 

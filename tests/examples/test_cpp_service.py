@@ -279,6 +279,8 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         (["a", "--what", "1"], "--what: unknown option"),
         (["BUNDLE", "--max-prompt-tokens", "9999"], "leave no room in the bundle's 256"),
         (["BUNDLE", "--genai-library", "/nowhere.so"], "cannot be loaded"),
+        (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "ONNX Runtime cannot be loaded (/nowhere.so"),
+        (["BUNDLE", "--target", "cuda"], "target 'cuda' is not in this bundle; choose from cpu"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_2(bundle: Path, options: list[str], says: str) -> None:

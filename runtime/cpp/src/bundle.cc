@@ -18,7 +18,7 @@ std::string Joined(const std::vector<std::string>& words) {
   return line;
 }
 
-// `asked` empty: cpu, which is what this library runs.
+// `asked` empty: cpu, or cuda where the bundle has no cpu engines.
 const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::string& asked) {
   const auto& targets = manifest.targets;
   const auto named = [&targets](const std::string& name) {
@@ -26,6 +26,7 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
   };
   const std::string name = asked.empty() ? "cpu" : asked;
   auto found = named(name);
+  if (asked.empty() && found == targets.end()) found = named("cuda");
   if (asked.empty() && found == targets.end()) found = targets.begin();
   if (found == targets.end()) {
     std::vector<std::string> known;
@@ -34,13 +35,15 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
     throw TargetError("target '" + name + "' is not in this bundle", "choose from " + (known.empty() ? "none" : Joined(known)),
                       path.string());
   }
-  if (found->name != "cpu" || found->library != "onnxruntime") {
-    throw TargetError("this library runs cpu engines only, not " + found->name, "export with --target cpu too", path.string());
+  if ((found->name != "cpu" && found->name != "cuda") || found->library != "onnxruntime") {
+    throw TargetError("this library runs cpu and cuda engines, not " + found->name, "export with --target cpu too",
+                      path.string());
   }
   return *found;
 }
 
-void CheckEngines(const Target& target, const std::filesystem::path& path) {
+// Prepacked weights belong to the version that wrote them, and to a CPU.
+void CheckCompiled(const Target& target, const std::filesystem::path& path) {
   if (const std::string version = OnnxRuntimeVersion(); version != target.library_version) {
     throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", loaded is " + version,
                       "load onnxruntime " + target.library_version + " or export the model again");
@@ -55,23 +58,28 @@ void CheckEngines(const Target& target, const std::filesystem::path& path) {
 }  // namespace
 
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
-                                         const std::string& onnxruntime_library) {
+                                         const std::string& onnxruntime_library, std::optional<Device> asked_device) {
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
   UseOnnxRuntime(onnxruntime_library, threads);
-  CheckEngines(target, path);
-  Engine embed(path / target.embed);
+  const bool compiled = target.name == "cpu";  // else the graph is made for the device when it is loaded
+  const Device device = asked_device.value_or(compiled ? Device::kCpu : Device::kCuda);
+  CheckProvider(device);
+  if (compiled) CheckCompiled(target, path);
+  const auto load = [&](const std::string& file) { return Engine(path / file, device, compiled); };
+  Engine embed = load(target.embed);
   std::vector<SegmentEngine> segments;
   segments.reserve(target.segments.size());
   for (size_t i = 0; i < target.segments.size(); ++i) {
-    segments.push_back({manifest.segments[i], Engine(path / target.segments[i])});
+    segments.push_back({manifest.segments[i], load(target.segments[i])});
   }
-  Engine head(path / target.head);
+  Engine head = load(target.head);
+  Memory memory(device, compiled ? "float32" : manifest.dtype);
   malloc_trim(0);  // loading takes a heap that glibc would keep
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
   return std::make_shared<const Bundle>(
-      Bundle{path, std::move(manifest), std::move(embed), std::move(segments), std::move(head), load_s.count()});
+      Bundle{path, std::move(manifest), memory, std::move(embed), std::move(segments), std::move(head), load_s.count()});
 }
 
 }  // namespace skd

@@ -3,11 +3,13 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine.h"
 #include "manifest.h"
+#include "memory.h"
 
 namespace skd {
 
@@ -19,14 +21,16 @@ struct SegmentEngine {
 struct Bundle {
   std::filesystem::path path;
   Manifest manifest;
+  Memory memory;  // what its engines read and write
   Engine embed;
   std::vector<SegmentEngine> segments;  // lowest first
   Engine head;
   double load_s;
 };
 
+// `device`: none: the target's own. Engines for a GPU run on a CPU too, where they can be checked.
 // Throws SKD_ERROR_BUNDLE, SKD_ERROR_TARGET.
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target, uint32_t threads,
-                                         const std::string& onnxruntime_library);
+                                         const std::string& onnxruntime_library, std::optional<Device> device = std::nullopt);
 
 }  // namespace skd

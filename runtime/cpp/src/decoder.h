@@ -1,6 +1,7 @@
 // Prefill and decode step: the climb through the segments, each row computing exactly its own layers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,6 +9,7 @@
 
 #include "bundle.h"
 #include "kv_buffer.h"
+#include "memory.h"
 
 namespace skd {
 
@@ -44,6 +46,7 @@ class Decoder {
 
   void Prefill(int64_t row, const int64_t* prompt, int64_t length);
   void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count);
+  std::byte* Hidden(const Block& block, int64_t index) const;
   void FindRoute();
   const Binding& Climb(size_t segment, int64_t start);
   const Binding& Embed();
@@ -56,9 +59,11 @@ class Decoder {
   std::vector<int64_t> least_counts_;  // of each segment
   KvBuffer kv_;
   std::vector<Position> positions_;
-  std::vector<float> hidden_, prompt_hidden_, logits_;
-  std::vector<int64_t> ids_, position_ids_, last_, prompt_positions_;
-  std::vector<int32_t> seqlens_k_, totals_;
+  Block hidden_, prompt_hidden_;  // [rows, H], [max_prompt, H]
+  Twin<float> logits_;
+  Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
+  Twin<int32_t> seqlens_k_, prompt_valid_;
+  std::vector<int32_t> totals_;  // read by engines on the host, wherever they run
   // bound when first needed
   std::vector<std::vector<std::optional<Binding>>> climbs_;  // [(rows - 1) * max_rows + first row][segment]
   std::vector<std::optional<Binding>> embeds_, heads_;       // [rows - 1]

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -12,21 +14,12 @@
 namespace skd {
 namespace {
 
-size_t SizeOf(ONNXTensorElementDataType type) {
-  switch (type) {
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 Ort::Value View(const Tensor& tensor) {
   size_t bytes = SizeOf(tensor.type);
   for (const int64_t size : tensor.shape) bytes *= static_cast<size_t>(size);
-  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
-  return Ort::Value::CreateTensor(cpu, tensor.data, bytes, tensor.shape.data(), tensor.shape.size(), tensor.type);
+  const char* place = tensor.device == Device::kCpu ? "Cpu" : "Cuda";
+  const Ort::MemoryInfo memory(place, OrtDeviceAllocator, 0, OrtMemTypeDefault);
+  return Ort::Value::CreateTensor(memory, tensor.data, bytes, tensor.shape.data(), tensor.shape.size(), tensor.type);
 }
 
 int CoresOfThisProcess() {
@@ -55,6 +48,20 @@ void LoadApi(const std::string& library) {
   Ort::InitApi(api);
 }
 
+void UseCuda(Ort::SessionOptions& options) {
+  const OrtApi& api = Ort::GetApi();
+  OrtCUDAProviderOptionsV2* cuda = nullptr;
+  try {
+    Ort::ThrowOnError(api.CreateCUDAProviderOptions(&cuda));
+    const std::unique_ptr<OrtCUDAProviderOptionsV2, decltype(api.ReleaseCUDAProviderOptions)> owner(
+        cuda, api.ReleaseCUDAProviderOptions);
+    options.AppendExecutionProvider_CUDA_V2(*cuda);
+  } catch (const Ort::Exception& error) {
+    throw TargetError("ONNX Runtime cannot use cuda on this machine (" + std::string(error.what()).substr(0, 200) + ")",
+                      "check the driver and CUDA's libraries with nvidia-smi");
+  }
+}
+
 }  // namespace
 
 void UseOnnxRuntime(const std::string& library, uint32_t threads) {
@@ -73,23 +80,34 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads) {
 
 std::string OnnxRuntimeVersion() { return api_base->GetVersionString(); }
 
-Tensor Floats(std::string name, float* data, std::vector<int64_t> shape) {
-  return {std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT};
+void CheckProvider(Device device) {
+  if (device == Device::kCpu) return;
+  const std::vector<std::string> providers = Ort::GetAvailableProviders();
+  if (std::find(providers.begin(), providers.end(), "CUDAExecutionProvider") == providers.end()) {
+    throw TargetError("the loaded onnxruntime " + OnnxRuntimeVersion() + " has no cuda in it",
+                      "name one that has in skd_load_options.onnxruntime_library (onnxruntime-gpu has)");
+  }
 }
 
-Tensor Int64s(std::string name, int64_t* data, std::vector<int64_t> shape) {
-  return {std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64};
+size_t SizeOf(ONNXTensorElementDataType type) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
+      return 2;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
+      return 4;
+    default:
+      return 8;
+  }
 }
 
-Tensor Int32s(std::string name, int32_t* data, std::vector<int64_t> shape) {
-  return {std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32};
-}
-
-Engine::Engine(const std::filesystem::path& path) : session_(nullptr) {
+Engine::Engine(const std::filesystem::path& path, Device device, bool optimized) : session_(nullptr) {
   Ort::SessionOptions options;
   options.DisablePerSessionThreads();
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
-  options.SetGraphOptimizationLevel(ORT_DISABLE_ALL);  // done when it was compiled
+  options.SetGraphOptimizationLevel(optimized ? ORT_DISABLE_ALL : ORT_ENABLE_ALL);
+  if (device == Device::kCuda) UseCuda(options);
   try {
     session_ = Ort::Session(*environment, path.c_str(), options);
     Ort::AllocatorWithDefaultOptions allocator;

@@ -21,17 +21,22 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads);
 // "1.31.1" of the loaded library.
 std::string OnnxRuntimeVersion();
 
+enum class Device { kCpu, kCuda };
+
+// Throws SKD_ERROR_TARGET where the loaded library was not built for `device`.
+void CheckProvider(Device device);
+
 // A tensor at a fixed address, owned by the caller.
 struct Tensor {
   std::string name;
   void* data;
   std::vector<int64_t> shape;
   ONNXTensorElementDataType type;
+  Device device = Device::kCpu;
 };
 
-Tensor Floats(std::string name, float* data, std::vector<int64_t> shape);
-Tensor Int64s(std::string name, int64_t* data, std::vector<int64_t> shape);
-Tensor Int32s(std::string name, int32_t* data, std::vector<int64_t> shape);
+// Bytes of an element.
+size_t SizeOf(ONNXTensorElementDataType type);
 
 class Binding;
 
@@ -45,8 +50,9 @@ struct Call {
 // A compiled graph; may be run from several threads at once, each through bindings of its own.
 class Engine {
  public:
-  // Throws SKD_ERROR_BUNDLE where the file cannot be loaded.
-  explicit Engine(const std::filesystem::path& path);
+  // `optimized`: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
+  // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used.
+  Engine(const std::filesystem::path& path, Device device, bool optimized);
   // Inputs that this engine does not read are left out. An output may be the same memory as an input.
   Binding Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const;
 

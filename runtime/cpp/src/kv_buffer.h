@@ -1,26 +1,26 @@
 // The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "manifest.h"
+#include "memory.h"
 
 namespace skd {
 
-// Memory and nothing else: a layer's keys and values [B, KVH, C, D] float32, C being its own number of slots.
+// Memory and nothing else: a layer's keys and values [B, KVH, C, D] in the memory's float type, C its own number of slots.
 class KvBuffer {
  public:
-  // `prompt` and `new_tokens`: the most of any row.
-  KvBuffer(const Model& model, const Schedule& schedule, int64_t rows, int64_t prompt, int64_t new_tokens);
+  // `prompt` and `new_tokens`: the most of any row. `memory` must outlive the buffer.
+  KvBuffer(const Memory& memory, const Model& model, const Schedule& schedule, int64_t rows, int64_t prompt, int64_t new_tokens);
 
   // Whether any decode step computes `layer`.
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
   // The addresses of `row`, from which the later rows go on; `layer` must have slots.
-  float* Key(int64_t layer, int64_t row) { return At(keys_, layer, row); }
-  float* Value(int64_t layer, int64_t row) { return At(values_, layer, row); }
+  std::byte* Key(int64_t layer, int64_t row) { return At(keys_, layer, row); }
+  std::byte* Value(int64_t layer, int64_t row) { return At(values_, layer, row); }
   // [rows, KVH, C, D] of `rows` rows.
   std::vector<int64_t> Shape(int64_t layer, int64_t rows) const;
   // Copy the first `length` slots of a row over another row's.
@@ -28,16 +28,12 @@ class KvBuffer {
   uint64_t bytes() const;
 
  private:
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }  // NOLINT(cppcoreguidelines-no-malloc)
-  };
-  using Block = std::unique_ptr<float[], Free>;
-
   int64_t SlotsOf(int64_t layer) const { return slots_[static_cast<size_t>(layer)]; }
-  int64_t RowSize(int64_t layer) const { return kv_heads_ * SlotsOf(layer) * head_size_; }
-  float* At(std::vector<Block>& blocks, int64_t layer, int64_t row);
+  int64_t RowBytes(int64_t layer) const { return kv_heads_ * SlotsOf(layer) * slot_bytes_; }
+  std::byte* At(std::vector<Block>& blocks, int64_t layer, int64_t row);
 
-  int64_t rows_, kv_heads_, head_size_;
+  const Memory& memory_;
+  int64_t rows_, kv_heads_, head_size_, slot_bytes_;
   std::vector<int64_t> slots_;
   std::vector<Block> keys_, values_;
 };

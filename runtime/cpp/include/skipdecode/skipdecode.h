@@ -33,7 +33,7 @@ typedef struct skd_tokenizer skd_tokenizer;
 typedef enum skd_code {
   SKD_OK = 0,
   SKD_ERROR_BUNDLE = 1,   /* a bundle that is missing, damaged, edited or of another format version */
-  SKD_ERROR_TARGET = 2,   /* a library, its version, or a CPU that the engines do not fit */
+  SKD_ERROR_TARGET = 2,   /* a library, its version, a CPU that the engines do not fit, a GPU that is not there */
   SKD_ERROR_CAPACITY = 3, /* more rows or tokens than there is room for, an id or a value out of range */
   SKD_ERROR_SCHEDULE = 4, /* a schedule that cannot be */
   SKD_ERROR_INTERNAL = 5  /* out of memory, or a mistake of this library's */
@@ -47,9 +47,11 @@ typedef enum skd_finish {
 
 typedef struct skd_load_options {
   size_t struct_size;
-  const char* target;              /* where engines run; NULL: "cpu", the one that this build runs */
-  uint32_t threads;                /* of the process's one pool, decided by the first load; 0: one a core */
-  const char* onnxruntime_library; /* path of libonnxruntime; NULL: found as the system finds libraries, or beside this one */
+  const char*
+      target;       /* where engines run: "cpu", "cuda" (the first GPU); NULL: cpu, or cuda where the bundle has no cpu engines */
+  uint32_t threads; /* of the process's one pool, decided by the first load; 0: one a core */
+  const char* onnxruntime_library; /* path of libonnxruntime; NULL: found as the system finds libraries, or beside this one. For
+                                      cuda: onnxruntime-gpu's */
 } skd_load_options;
 
 typedef struct skd_bundle_info {

@@ -1,0 +1,66 @@
+#include "memory.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "cuda_driver.h"
+
+namespace skd {
+namespace {
+
+ONNXTensorElementDataType TypeOf(const std::string& floats) {
+  if (floats == "float16") return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+  if (floats == "bfloat16") return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+  return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+}
+
+void FreeOnHost(std::byte* memory) { std::free(memory); }  // NOLINT(cppcoreguidelines-no-malloc)
+
+}  // namespace
+
+Memory::Memory(Device device, const std::string& floats) : device_(device), floats_(TypeOf(floats)) {}
+
+Block Memory::Allocate(size_t bytes) const {
+  if (bytes == 0) return {nullptr, FreeOnHost};
+  if (!on_host()) return {cuda_driver::Allocate(bytes), [](std::byte* memory) { cuda_driver::Free(memory); }};
+  // zeroed by the system page by page, when a page is first touched
+  auto* memory = static_cast<std::byte*>(std::calloc(bytes, 1));  // NOLINT(cppcoreguidelines-no-malloc)
+  if (memory == nullptr) throw std::bad_alloc();
+  return {memory, FreeOnHost};
+}
+
+void Memory::Send(std::byte* to, const void* from, size_t bytes) const {
+  if (on_host()) {
+    std::memcpy(to, from, bytes);
+  } else {
+    cuda_driver::Send(to, from, bytes);
+  }
+}
+
+void Memory::Receive(void* to, const std::byte* from, size_t bytes) const {
+  if (on_host()) {
+    std::memcpy(to, from, bytes);
+  } else {
+    cuda_driver::Receive(to, from, bytes);
+  }
+}
+
+void Memory::Copy(std::byte* to, const std::byte* from, size_t bytes) const {
+  if (on_host()) {
+    std::memcpy(to, from, bytes);
+  } else {
+    cuda_driver::Copy(to, from, bytes);
+  }
+}
+
+Tensor Memory::Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const {
+  return Of(std::move(name), data, std::move(shape), floats_);
+}
+
+Tensor Memory::Of(std::string name, std::byte* data, std::vector<int64_t> shape, ONNXTensorElementDataType type) const {
+  return {std::move(name), data, std::move(shape), type, device_};
+}
+
+}  // namespace skd

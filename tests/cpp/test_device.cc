@@ -1,0 +1,98 @@
+// Engines for a GPU, checked on a CPU, below the public header. SKD_TEST_DEVICE_BUNDLES names bundles with a cpu and a cuda
+// target.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "bundle.h"
+#include "decoder.h"
+#include "error.h"
+
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
+
+std::vector<std::string> Paths() {
+  const char* paths = std::getenv("SKD_TEST_DEVICE_BUNDLES");
+  REQUIRE(paths != nullptr);
+  std::istringstream text(paths);
+  return {std::istream_iterator<std::string>(text), std::istream_iterator<std::string>()};
+}
+
+// The same rows on both targets, which must stay near each other: fp16 engines against fp32 ones.
+class Pair {
+ public:
+  explicit Pair(const std::string& path)
+      : exact_(skd::LoadBundle(path, "cpu", 2, "")), narrow_(skd::LoadBundle(path, "cuda", 2, "", skd::Device::kCpu)) {
+    for (const auto& bundle : {exact_, narrow_}) decoders_.emplace_back(bundle, bundle->manifest.schedule, 3, 8, 12);
+  }
+  void Add(const Tokens& prompt) {
+    for (skd::Decoder& decoder : decoders_) decoder.Add(prompt.data(), static_cast<int64_t>(prompt.size()), kIgnore);
+    Compare();
+  }
+  void Remove(int64_t row) {
+    for (skd::Decoder& decoder : decoders_) decoder.Remove(row, kIgnore);
+    Compare();
+  }
+  void Step() {
+    const Tokens tokens(static_cast<size_t>(decoders_[0].rows()), 7);
+    REQUIRE(decoders_[0].Step(tokens.data()) == decoders_[1].Step(tokens.data()));
+    Compare();
+  }
+
+ private:
+  static constexpr auto kIgnore = [](int64_t, int64_t) {};
+
+  void Compare() {
+    const int64_t vocab_size = exact_->manifest.model.vocab_size;
+    for (int64_t row = 0; row < decoders_[0].rows(); ++row) {
+      const float *wanted = decoders_[0].Logits(row), *found = decoders_[1].Logits(row);
+      float largest = 0, error = 0;
+      for (int64_t i = 0; i < vocab_size; ++i) {
+        largest = std::max(largest, std::abs(wanted[i]));
+        error = std::max(error, std::abs(wanted[i] - found[i]));
+      }
+      INFO("row " << row << ": " << error << " of " << largest);
+      CHECK(error > 0);
+      CHECK(error <= 0.02F * largest);
+    }
+  }
+
+  std::shared_ptr<const skd::Bundle> exact_, narrow_;
+  std::vector<skd::Decoder> decoders_;
+};
+
+}  // namespace
+
+TEST_CASE("engines for a GPU give what the CPU's give, whatever rows join and leave") {
+  for (const std::string& path : Paths()) {
+    Pair pair(path);
+    pair.Add(kPrompts[0]);
+    pair.Step();
+    pair.Add(kPrompts[1]);
+    for (int step = 0; step < 3; ++step) pair.Step();
+    pair.Add(kPrompts[2]);
+    pair.Step();
+    pair.Remove(0);
+    pair.Step();
+    pair.Add(kPrompts[3]);
+    for (int step = 0; step < 4; ++step) pair.Step();
+  }
+}
+
+TEST_CASE("an ONNX Runtime without CUDA is refused with what to do") {
+  try {
+    skd::LoadBundle(Paths().front(), "cuda", 2, "");
+    FAIL("it was loaded");
+  } catch (const skd::Error& error) {
+    CHECK(error.code() == SKD_ERROR_TARGET);
+    CHECK(std::string(error.what()).find("has no cuda in it") != std::string::npos);
+    CHECK(std::string(error.what()).find("onnxruntime-gpu") != std::string::npos);
+  }
+}
