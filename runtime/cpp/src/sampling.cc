@@ -11,19 +11,33 @@
 namespace skd {
 namespace {
 
-// The first of the largest. In lanes, which compilers turn into vector instructions: std::max_element takes 8 us for 8192 logits.
-int64_t Likeliest(const float* logits, int64_t count) {
+// In lanes, which compilers turn into vector instructions: std::max_element takes 8 us for 8192 logits.
+float Largest(const float* values, int64_t count) {
   constexpr int64_t kLanes = 16;
   float best[kLanes];
   std::fill(best, best + kLanes, -std::numeric_limits<float>::infinity());
-  const int64_t whole = count - count % kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) best[lane] = logits[i + lane] > best[lane] ? logits[i + lane] : best[lane];
+  for (; count >= kLanes; count -= kLanes, values += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) best[lane] = values[lane] > best[lane] ? values[lane] : best[lane];
   }
-  const float most = std::max(*std::max_element(best, best + kLanes),
-                              whole == count ? best[0] : *std::max_element(logits + whole, logits + count));
-  const float* found = std::find(logits, logits + count, most);
-  return found == logits + count ? 0 : found - logits;  // nothing but NaN: any token is as good
+  for (int64_t i = 0; i < count; ++i) best[0] = values[i] > best[0] ? values[i] : best[0];
+  return *std::max_element(best, best + kLanes);
+}
+
+// The first of the largest; only the block that has it is searched one by one.
+int64_t Likeliest(const float* logits, int64_t count) {
+  constexpr int64_t kBlock = 512;
+  float most = -std::numeric_limits<float>::infinity();
+  int64_t first = 0;
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const float largest = Largest(logits + start, std::min(kBlock, count - start));
+    if (largest > most) {
+      most = largest;
+      first = start;
+    }
+  }
+  const float* end = logits + std::min(first + kBlock, count);
+  const float* found = std::find(logits + first, end, most);
+  return found == end ? 0 : found - logits;  // nothing but NaN: any token is as good
 }
 
 }  // namespace

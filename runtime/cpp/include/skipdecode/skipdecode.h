@@ -47,11 +47,9 @@ typedef enum skd_finish {
 
 typedef struct skd_load_options {
   size_t struct_size;
-  const char*
-      target;       /* where engines run: "cpu", "cuda" (the first GPU); NULL: cpu, or cuda where the bundle has no cpu engines */
-  uint32_t threads; /* of the process's one pool, decided by the first load; 0: one a core */
-  const char* onnxruntime_library; /* path of libonnxruntime; NULL: found as the system finds libraries, or beside this one. For
-                                      cuda: onnxruntime-gpu's */
+  const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
+  uint32_t threads;   /* of the process's one pool, decided by the first load; 0: one a core */
+  const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: as the system finds libraries */
 } skd_load_options;
 
 typedef struct skd_bundle_info {
