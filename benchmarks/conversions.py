@@ -16,6 +16,10 @@ def to_ctranslate2(checkpoint: Path, out: Path, kind: str) -> None:
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(checkpoint)).convert(str(out), quantization={"fp32": "float32", "int8": "int8"}[kind])
+    path = out / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["unk_token"] = config["unk_token"] or config["eos_token"]  # byte-level tokenizers have none; CTranslate2 wants one
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def to_genai(checkpoint: Path, out: Path, kind: str, threads: int) -> None:

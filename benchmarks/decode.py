@@ -45,11 +45,13 @@ def main() -> int:
     result: dict[str, Any] = {"machine": facts(), "settings": settings, "models": {}}
     if missing_peers():
         print(f"not installed, left out: {', '.join(missing_peers())} (pip install -e '.[bench]')", file=sys.stderr)
-    for name in options.models:
-        with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
-            result["models"][name] = _measure_model(name, Path(folder), options)
-    if not options.smoke:
-        _write(result, options)  # all or nothing: a run that was stopped must not stand where a whole one stood
+    try:
+        for name in options.models:
+            with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
+                result["models"][name] = _measure_model(name, Path(folder), options)
+    finally:  # a model's points stand together or not at all; an hour of another model's is not lost with them
+        if result["models"] and not options.smoke:
+            _write(result, options)
     print(json.dumps(result))
     return 0
 
@@ -123,12 +125,14 @@ def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
     from plot import plot
 
     varied = [
-        *([] if options.models == list(_MODELS) else options.models),
+        *([] if list(result["models"]) == list(_MODELS) else result["models"]),
         *([] if options.kinds == list(_KINDS) else options.kinds),
         *([] if ",".join(map(str, options.points)) == _POINTS else map(str, options.points)),
     ]
     path = write_results("-".join(["decode", *varied]), result)
-    plot(result, path.with_suffix(".png"))
+    machine, threads = result["machine"], result["settings"]["threads"]
+    title = f"A decode step, {threads} threads, {machine['cpu']} ({machine['cores']} cores), interleaved rounds"
+    plot(result, path.with_suffix(".png"), title)
 
 
 def _options() -> argparse.Namespace:

@@ -9,7 +9,7 @@ from typing import Any
 
 from skipdecode.validation.machine import ReadBandwidth, machine_facts
 
-__all__ = ["ReadBandwidth", "facts", "slug", "write_results"]
+__all__ = ["ReadBandwidth", "facts", "write_results"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -19,14 +19,14 @@ def facts() -> dict[str, Any]:
     return machine_facts(("skipdecode", "onnxruntime", "tensorrt_rtx", "torch", "transformers", "ctranslate2", "numpy"))
 
 
-def slug(machine: dict[str, Any]) -> str:
-    """A file name's part: amd-epyc-2-cores."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
-
-
 def write_results(name: str, result: dict[str, Any]) -> Path:
-    """Write `results/<name>-<machine>.json`; `result` has the machine's facts under "machine". Returns the path."""
+    """Write `results/<name>-<machine>.json`; `result` has the machine's facts under "machine". Returns the path.
+
+    A machine's name is its GPU's, where that is measured: nvidia-h200; else the CPU's: amd-epyc-2-cores.
+    """
+    machine = result["machine"]
+    title = machine.get("gpu") or f"{machine['cpu']} {machine['cores']} cores"
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{slug(result['machine'])}.json"
+    path = RESULTS / f"{name}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_OURS = {"fp32": "#1f6f8b", "int8": "#4fa3bd", "int4": "#98cfdf"}
-_PEER = {"fp32": "#8c8c8c", "int8": "#b4b4b4", "int4": "#d6d6d6"}
+_OURS = {"fp32": "#1f6f8b", "fp16": "#1f6f8b", "int8": "#4fa3bd", "int4": "#98cfdf"}
+_PEER = {"fp32": "#8c8c8c", "fp16": "#8c8c8c", "int8": "#b4b4b4", "int4": "#d6d6d6"}
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path, title: str) -> None:
     """Write the PNG; whiskers are the fastest and slowest round, values medians, ratios are against transformers."""
     import matplotlib
 
@@ -25,13 +25,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for axis in row[len(figures["points"]) :]:
             axis.axis("off")
         for axis, point in zip(row, figures["points"], strict=False):
-            _draw(
-                axis, f"{name}, {point['batch']} x {point['context']} prompt tokens, {point['rounds']} rounds", point["systems"]
-            )
-    machine, settings = result["machine"], result["settings"]
-    figure.suptitle(
-        f"A decode step, {settings['threads']} threads, {machine['cpu']} ({machine['cores']} cores), interleaved rounds"
-    )
+            _draw(axis, f"{name}, {point['batch']} x {point['context']} tokens, {point['rounds']} rounds", point["systems"])
+    figure.suptitle(title)
     figure.savefig(path, dpi=80)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,3 +36,19 @@ def test_cpp_measures_both_runtimes() -> None:
         pytest.skip("the C++ benchmark is not built: make cpp")
     found = json.loads(_run("cpp.py"))
     assert found["cpp"]["full"]["token_ms"] > 0 and found["python"]["full"]["vs_python"] == 1
+
+
+def test_gpu_measures_every_variant_on_the_engines_that_gpus_get() -> None:
+    figures = json.loads(_run("gpu.py").splitlines()[-1])["models"]["opt"]
+    assert [(point["batch"], point["context"]) for point in figures["points"]] == [(1, 8), (2, 8)]
+    layers = [row["layers"] for row in figures["points"][0]["systems"] if "layers" in row]
+    assert layers == sorted(layers, reverse=True) and len(layers) > 2
+    assert all(row["decode_ms_per_step"] > 0 for row in figures["points"][1]["systems"])
+
+
+def test_gpu_says_in_one_line_what_is_missing() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "torch finds no GPU; run this on a machine with one" in done.stderr
