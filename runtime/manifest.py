@@ -58,7 +58,7 @@ class Variant:
 class Target:
     """Engines that are ready to load on one kind of device."""
 
-    name: str  # cpu, tensorrt-rtx
+    name: str  # cpu, cuda, tensorrt-rtx, tensorrt
     weights: str  # of its engines: fp32, fp16, bf16, int8 or int4 (block-quantised)
     library: str  # onnxruntime, tensorrt_rtx
     library_version: str  # prepacked weights and plans belong to it
@@ -69,6 +69,11 @@ class Target:
     head: str
     segment_weight_bytes: tuple[int, ...]  # of each segment's weights, which a decode step through it reads once
     head_weight_bytes: int
+
+    @property
+    def float_bytes(self) -> int:
+        """Of a number in hidden states, keys and values: fp32 on cpu, fp16 or bf16 on GPUs."""
+        return 4 if self.name == "cpu" else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

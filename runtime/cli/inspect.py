@@ -106,9 +106,9 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = Non
     A target with static buffers (TensorRT) has the longest run's slots, whatever the prompt, in the dtype of its weights.
     """
     model, longest = manifest.model, manifest.limits.max_length
-    static = target is not None and target.name != "cpu"
+    static = target is not None and target.name.startswith("tensorrt")
     slots = static_slots(schedule, longest) if static else slots_per_layer(schedule, longest // 2, longest - longest // 2)
-    return sum(slots) * 2 * model.num_kv_heads * model.head_size * (2 if static else 4)
+    return sum(slots) * 2 * model.num_kv_heads * model.head_size * (target.float_bytes if target else 4)
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:

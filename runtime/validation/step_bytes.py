@@ -20,7 +20,7 @@ class StepBytes:
         """Bytes of one step of the variant with `num_layers` layers, `batch` rows and `context` valid positions each."""
         schedule, model = self.manifest.schedule, self.manifest.model
         active = active_layers(model.num_layers, schedule.warmup_layers, num_layers)
-        kv = len(active) * batch * context * 2 * model.num_kv_heads * model.head_size * 4
+        kv = len(active) * batch * context * 2 * model.num_kv_heads * model.head_size * self.target.float_bytes
         return self._weights(frozenset(active)) + kv
 
     def _weights(self, active: Collection[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import skipdecode
 from skipdecode import manifest as manifests
+from skipdecode.cli import inspect
 from skipdecode.decoder import Decoder, Engines
 from skipdecode.engines import ort as engines_ort
 from skipdecode.errors import SkipDecodeError, TargetError
@@ -19,6 +21,7 @@ from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
+from skipdecode.validation.step_bytes import StepBytes
 from tests.conftest import MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
@@ -95,6 +98,16 @@ def test_a_layer_is_few_operators_all_in_the_narrow_dtype(dtype: str, zoo: Zoo, 
     assert {value.dtype for value in graph.initializers.values()} - {ir.DataType.INT64} == {narrow}
     assert made.targets[0].weights == dtype
     assert ir.load(tmp_path / "b" / made.targets[0].head).graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+def test_keys_and_values_are_counted_in_the_narrow_dtype(both: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main([str(both), "--json"]) == 0
+    cpu, cuda = json.loads(capsys.readouterr().out)["targets"]
+    assert cuda["kv_bytes_per_row"] * 2 == cpu["kv_bytes_per_row"] > 0
+    made = manifests.read(both)
+    counted = [StepBytes(manifest=made, target=target) for target in made.targets]
+    kv = [each.of(6, batch=2, context=10) - each.of(6, batch=2, context=0) for each in counted]
+    assert kv[1] * 2 == kv[0] > 0
 
 
 @pytest.fixture(scope="module")
