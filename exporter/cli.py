@@ -19,6 +19,7 @@ from pathlib import Path
 from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", action="append", metavar="T", help="cpu (default), cuda, tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
     )
+    group = parser.add_argument_group("TensorRT's builder (--target tensorrt, tensorrt-rtx)")
+    group.add_argument("--workspace", type=int, metavar="MIB", help="GPU memory that a kernel may use (all)")
+    group.add_argument("--optimization-level", type=int, metavar="N", help="0 (builds fastest) to 5 (runs fastest) (3)")
     parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
     parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")
     parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle")
@@ -112,6 +116,7 @@ def _export(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         quantize=options.quantize,
         quantize_method=options.quantize_method,
+        builder=BuilderOptions(workspace_mib=options.workspace, optimization_level=options.optimization_level),
         random_weights=options.random_weights,
         slim=options.slim,
         force=options.force,

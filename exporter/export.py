@@ -24,6 +24,7 @@ from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targe
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.plan import Plan, plan_variants
 from skipdecode.graph_passes.quantize_weights import METHODS
 from skipdecode.graph_passes.stitch import stitch
@@ -47,6 +48,7 @@ class ExportRequest:
     dtype: str = "auto"  # auto, fp32, fp16, bf16
     quantize: str = "none"  # none, int8, int4: weight-only, blocks of 32
     quantize_method: str = "rtn"  # rtn, k-quant
+    builder: BuilderOptions = field(default_factory=BuilderOptions)  # of TensorRT's targets
     random_weights: bool = False
     slim: bool = False  # leave out what the targets do not read
     force: bool = False  # replace `out`
@@ -106,7 +108,10 @@ def _compile(
     report: Report,
 ) -> manifest.Target:
     if target.is_tensorrt:
-        return compile_tensorrt(partial, graphs, plan, limits, schedule, target, replaced=request.out, report=report)
+        return compile_tensorrt(
+            partial, graphs, plan, limits, schedule, target,
+            options=request.builder, replaced=request.out, report=report,
+        )  # fmt: skip
     if target.name == "cuda":
         return compile_cuda(
             partial, graphs, plan, limits, quantize=request.quantize, method=request.quantize_method, report=report
@@ -123,6 +128,11 @@ def _check_options(request: ExportRequest) -> None:
     if request.quantize_method not in METHODS:
         choices = f"choose one of {', '.join(METHODS)}"
         raise TargetError(f"{request.quantize_method!r} is unknown", choices, where="--quantize-method")
+    workspace, level = request.builder.workspace_mib, request.builder.optimization_level
+    if workspace is not None and workspace < 1:
+        raise TargetError(f"{workspace} MiB is no workspace", "choose 1 or more", where="--workspace")
+    if level is not None and not 0 <= level <= 5:
+        raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
     if request.max_batch < 1:
         raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
     if request.out.exists() and not request.force:
@@ -145,7 +155,12 @@ def _max_length(request: ExportRequest, config: Any) -> int:
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
-    if any(target.is_tensorrt for target in targets):
+    if not any(target.is_tensorrt for target in targets):
+        if request.builder != BuilderOptions():
+            raise TargetError(
+                "--workspace and --optimization-level are for TensorRT's builder", "add --target tensorrt-rtx, or leave them out"
+            )
+    else:
         check_tensorrt(bones, limits)
         if request.quantize != "none":
             raise TargetError(

@@ -19,7 +19,7 @@ from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process, library
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process, library
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
@@ -30,6 +30,8 @@ from skipdecode.kv_buffer import static_slots
 from skipdecode.schedule import Schedule
 
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
+TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
+_MACHINES = {"tensorrt-rtx": "sm80 and later", "tensorrt": "the GPU it was built on"}  # where no compute capability is named
 _BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
 _BUILDER_FACTOR = 3
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
@@ -72,13 +74,14 @@ def compile_tensorrt(
     schedule: Schedule,
     request: TargetRequest,
     *,
+    options: BuilderOptions,
     replaced: Path,
     report: Report,
 ) -> manifest.Target:
     """Write the plans below `partial`, the bundle in the making.
 
     Args:
-        replaced: the bundle that this one replaces, if it is there: plans of the same content are taken from it.
+        replaced: the bundle that this one replaces, if it is there: it gives plans of the same content, and its timing cache.
 
     Raises:
         TargetError: a graph that the library refuses.
@@ -87,6 +90,9 @@ def compile_tensorrt(
     folder = f"targets/{request.name}"
     (partial / folder).mkdir(parents=True)
     known = _known_plans(replaced, folder)
+    timing_cache = partial / folder / TIMING_CACHE if request.name == "tensorrt" else None
+    if timing_cache and (replaced / folder / TIMING_CACHE).is_file():
+        shutil.copyfile(replaced / folder / TIMING_CACHE, timing_cache)
     keys: dict[str, str] = {}
     sizes: dict[str, int] = {}
     waiting: list[PlanRequest] = []
@@ -99,7 +105,8 @@ def compile_tensorrt(
         ir.save(lowered, source)
         building = PlanRequest(
             target=request.name, source=str(source), plan=str(partial / path),
-            profiles=engine.profiles, capabilities=request.capabilities,
+            profiles=engine.profiles, capabilities=request.capabilities, options=options,
+            timing_cache=str(timing_cache) if timing_cache else None,
         )  # fmt: skip
         keys[Path(path).name] = key = _content_key(building, lowered, trt.__version__)
         if key in known:
@@ -113,7 +120,7 @@ def compile_tensorrt(
     head = f"{folder}/head.plan"
     return manifest.Target(
         name=request.name, weights=graphs.weights, library=trt.__name__,
-        library_version=trt.__version__, machine=" ".join(request.capabilities) or "sm80 and later", cpu_features=(),
+        library_version=trt.__version__, machine=" ".join(request.capabilities) or _MACHINES[request.name], cpu_features=(),
         embed=f"{folder}/embed.plan", segments=segments, head=head,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
@@ -163,8 +170,8 @@ def _workers(most_weights: int) -> int:
 
 
 def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
-    """SHA-256 of all that a plan is made from: library, GPUs, profiles, graph and weights."""
-    about = dataclasses.asdict(dataclasses.replace(request, source="", plan=""))
+    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, graph and weights."""
+    about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
     digest = hashlib.sha256(json.dumps([version, about]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
     for _, value in sorted(lowered.graph.initializers.items()):

@@ -4,17 +4,21 @@ TensorRT-RTX builds without a GPU. What could give wrong results silently is an 
 KV update that is not in place. (An attention that no fused kernel takes cannot be built: the parser calls it not decomposable.)
 
 A builder takes 3x its engine's weights in memory and gives little of it back, so each runs in a process of its own:
-`python -m skipdecode.graph_passes.compile_tensorrt`, a `PlanRequest` as JSON on standard input.
+`python -m skipdecode.graph_passes.compile_tensorrt`, a `PlanRequest` as JSON on standard input. polygraphy configures and runs
+it, and keeps the timing cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,14 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuilderOptions:
+    """What the builder may spend; None: its own default."""
+
+    workspace_mib: int | None = None  # of GPU memory that a kernel may use while it runs
+    optimization_level: int | None = None  # 0 (builds fastest) .. 5 (runs fastest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """One graph to compile."""
 
@@ -42,6 +54,8 @@ class PlanRequest:
     plan: str  # file to write
     profiles: tuple[Profile, ...]
     capabilities: tuple[str, ...] = ()  # sm89, ...; none: Ampere and later (tensorrt-rtx), the GPU at hand (tensorrt)
+    options: BuilderOptions = BuilderOptions()
+    timing_cache: str | None = None  # file that is read, and added to: what kernels took, so that they are not timed again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +75,13 @@ def library(target: str) -> Any:
     """
     package = LIBRARIES[target]
     try:
-        return importlib.import_module(package)
+        module = importlib.import_module(package)
     except ImportError as error:
         remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
         raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+    if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `_polygraphy`
+        raise TargetError(f"target {target} needs the Python package polygraphy", "pip install polygraphy", where="--target")
+    return module
 
 
 def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
@@ -85,9 +102,12 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     if not parser.parse_from_file(request.source):
         raise TargetError(f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", where=where)
     _check_network(network, trt, where)
-    plan = builder.build_serialized_network(network, _config(trt, builder, network, request))
-    if plan is None:
-        raise TargetError(f"{request.target} could not build it: {log.first_error()}", where=where)
+    polygraphy, failure = _polygraphy(request.target)
+    config = _config(trt, polygraphy, builder, network, request)
+    try:
+        plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
+    except failure as error:
+        raise TargetError(f"{request.target} could not build it: {log.first_error()}", where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
         raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", where=where)
@@ -110,6 +130,15 @@ def build_in_process(request: PlanRequest) -> None:
     if done.returncode:
         reason = "was killed, probably for want of memory" if done.returncode < 0 else f"failed: {done.stderr.strip()[-300:]}"
         raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
+
+
+def _polygraphy(target: str) -> tuple[Any, type[Exception]]:
+    """polygraphy's face of a TensorRT library, and what it raises. Its first import in a process decides which library."""
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(target == "tensorrt-rtx"))
+    backend = importlib.import_module("polygraphy.backend.trt")
+    logger = importlib.import_module("polygraphy.logger").G_LOGGER
+    logger.module_severity = logger.CRITICAL + 1  # what matters of it is in `_log_of`
+    return backend, importlib.import_module("polygraphy.exception").PolygraphyException
 
 
 def _log_of(trt: Any) -> Any:
@@ -146,21 +175,28 @@ def _check_network(network: Any, trt: Any, where: str) -> None:
         raise TargetError(f"the KV update of {left[0]} is not in place", where=where)
 
 
-def _config(trt: Any, builder: Any, network: Any, request: PlanRequest) -> Any:
-    config = builder.create_builder_config()
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if request.capabilities:
-        config.num_compute_capabilities = len(request.capabilities)
-        for index, name in enumerate(request.capabilities):
-            config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), index)
+def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: PlanRequest) -> Any:
+    profiles = []
     for profile in request.profiles:
-        shapes = builder.create_optimization_profile()
+        shapes = polygraphy.Profile()
         for index in range(network.num_inputs):
             tensor = network.get_input(index)
             ranges = (profile.batch, profile.tokens)
             sizes = [ranges[axis] if size == -1 else (size,) * 3 for axis, size in enumerate(tensor.shape)]
-            shapes.set_shape(tensor.name, *([size[bound] for size in sizes] for bound in range(3)))
-        config.add_optimization_profile(shapes)
+            shapes.add(tensor.name, *(tuple(size[bound] for size in sizes) for bound in range(3)))
+        profiles.append(shapes)
+    workspace = request.options.workspace_mib
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it always sets a timing cache, which TensorRT-RTX has no use for
+        config = polygraphy.create_config(
+            builder, network, profiles=profiles, load_timing_cache=request.timing_cache,
+            memory_pool_limits=None if workspace is None else {trt.MemoryPoolType.WORKSPACE: workspace << 20},
+            builder_optimization_level=request.options.optimization_level, profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
+        )  # fmt: skip
+    if request.capabilities:
+        config.num_compute_capabilities = len(request.capabilities)
+        for index, name in enumerate(request.capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), index)
     return config
 
 
@@ -178,8 +214,9 @@ def _engine_layers(lines: list[str]) -> list[EngineLayer]:
 def _main() -> int:
     given = json.load(sys.stdin)
     profiles = tuple(Profile(batch=tuple(each["batch"]), tokens=tuple(each["tokens"])) for each in given.pop("profiles"))
+    options = BuilderOptions(**given.pop("options"))
     try:
-        build_plan(PlanRequest(**{**given, "profiles": profiles}))
+        build_plan(PlanRequest(**{**given, "profiles": profiles, "options": options}))
     except TargetError as error:
         print(error, file=sys.stderr)
         return 2

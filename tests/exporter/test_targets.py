@@ -42,7 +42,11 @@ def test_what_cannot_be_compiled_is_refused(texts: list[str], says: str) -> None
 
 @pytest.mark.parametrize(
     ("target", "package", "remedy"),
-    [("tensorrt-rtx:sm89", "tensorrt_rtx", "pip install tensorrt-rtx"), ("tensorrt", "tensorrt", "docs/tensorrt.md")],
+    [
+        ("tensorrt-rtx:sm89", "tensorrt_rtx", "pip install tensorrt-rtx"),
+        ("tensorrt-rtx:sm89", "polygraphy", "pip install polygraphy"),
+        ("tensorrt", "tensorrt", "docs/tensorrt.md"),
+    ],
 )
 def test_a_missing_package_is_named(target: str, package: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # what makes an import fail

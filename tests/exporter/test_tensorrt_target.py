@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import MAX_LENGTH, Zoo
 
@@ -154,6 +156,13 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
         ("llama", {"max_batch": 10**9}, "choose fewer --max-batch rows"),
         ("llama", {"targets": ("tensorrt",)}, "--target: target tensorrt needs the Python package tensorrt; docs/tensorrt.md"),
         ("gemma2", {}, "--target: gemma2 caps its attention logits"),
+        ("llama", {"builder": BuilderOptions(workspace_mib=0)}, "--workspace: 0 MiB is no workspace; choose 1 or more"),
+        ("llama", {"builder": BuilderOptions(optimization_level=6)}, "--optimization-level: 6 is unknown; choose 0"),
+        (
+            "llama",
+            {"builder": BuilderOptions(workspace_mib=9), "targets": ("cpu",), "dtype": "fp32"},
+            "add --target tensorrt-rtx",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_before_anything_is_written(
@@ -163,6 +172,29 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
         export(_request(zoo, name, tmp_path / "outs" / "bundle", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "outs").exists()
+
+
+def test_the_tensorrt_target_keeps_its_timing_cache(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX stands in for the `tensorrt` package, which is out of reach: same interface, no timings in its cache."""
+    package = tmp_path / "packages" / "tensorrt"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('from tensorrt_rtx import *\n__version__ = "11.0.0"\n')
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))  # for the builders' processes
+    out, wanted = tmp_path / "bundle", {"targets": ("tensorrt",), "slim": True}
+    try:
+        made = export(_request(zoo, "opt", out, **wanted))
+        assert (made.targets[0].name, made.targets[0].library_version) == ("tensorrt", "11.0.0")
+        assert made.targets[0].machine == "the GPU it was built on"
+        kept = (out / "targets" / "tensorrt" / "timing.cache").read_bytes()
+        assert kept and "targets/tensorrt/timing.cache" in {file.path for file in made.files}
+        plan = out / made.targets[0].head
+        before = plan.stat().st_ino
+        export(_request(zoo, "opt", out, force=True, builder=BuilderOptions(workspace_mib=64, optimization_level=1), **wanted))
+        assert plan.stat().st_ino != before, "built with other options"
+        assert (out / "targets" / "tensorrt" / "timing.cache").read_bytes() == kept
+    finally:
+        sys.modules.pop("tensorrt", None)
 
 
 def test_a_plan_that_fails_to_build_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:

@@ -9,13 +9,22 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+import tensorrt_rtx as trt
 import torch
 import transformers
 
 from skipdecode.errors import TargetError
 from skipdecode.exporter.graphs import layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.weights import checkpoint_source, write_weights
-from skipdecode.graph_passes.compile_tensorrt import EngineLayer, PlanRequest, Profile, build_in_process, build_plan
+from skipdecode.graph_passes import compile_tensorrt
+from skipdecode.graph_passes.compile_tensorrt import (
+    BuilderOptions,
+    EngineLayer,
+    PlanRequest,
+    Profile,
+    build_in_process,
+    build_plan,
+)
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
@@ -92,6 +101,20 @@ def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
 def test_a_scale_of_one_would_copy_the_key_buffer_in_each_step(part: Part, tmp_path: Path) -> None:
     layers = build(part("opt"), tmp_path, StaticSlotsPass(slots=48))
     assert copies_of_whole_buffers(layers), "then NonUnitScalePass is no longer needed"
+
+
+def test_what_the_builder_may_spend_is_told_to_it() -> None:
+    log = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    polygraphy, _ = compile_tensorrt._polygraphy("tensorrt-rtx")
+    found = []
+    for options in (BuilderOptions(), BuilderOptions(workspace_mib=64, optimization_level=1)):
+        request = PlanRequest(target="tensorrt-rtx", source="", plan="", profiles=(), options=options)
+        config = compile_tensorrt._config(trt, polygraphy, builder, network, request)
+        found.append((config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE), config.builder_optimization_level))
+    assert found[0][1] == 3 and found[0][0] > 1 << 30
+    assert found[1] == (64 << 20, 1)
 
 
 def test_what_the_parser_ignores_is_an_error(part: Part, tmp_path: Path) -> None:
