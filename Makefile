@@ -19,8 +19,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/e2e/demo.py
 
+# two processes, a file in one of them: tests share what they export by file
 test: install browser cpp
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # the C++ library, its tests and examples: optimised, and with the sanitizers that the tests run them under
 cpp: install
