@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine_time import engine_time
 
 _STEPS, _WARM_UP = 32, 3  # of a peer at each turn; torch.compile compiles at the first two
 
@@ -44,32 +45,16 @@ class Ours:
 
     def outside_engines_us(self, batch: int, context: int) -> dict[str, float]:
         """Median microseconds of a full-depth step that are not spent in an engine call."""
-        from skipdecode.engines.ort import OrtEngine
         from skipdecode.schedule import full_depth
 
-        engine_s, bind = [0.0], OrtEngine.bind
-
-        def timed_bind(engine: OrtEngine, *arrays: Any) -> Callable[[], None]:
-            run = bind(engine, *arrays)
-
-            def timed_run() -> None:
-                started = time.perf_counter()
-                run()
-                engine_s[0] += time.perf_counter() - started
-
-            return timed_run
-
-        OrtEngine.bind = timed_bind  # type: ignore[method-assign, assignment]
-        try:
-            decoder = self.decoder([context] * batch, _STEPS, full_depth(self.manifest.model.num_layers))
-        finally:
-            OrtEngine.bind = bind  # type: ignore[method-assign]
-        decoder.prefill([[5] * context] * batch)
         outside, tokens = [], np.full(batch, 5)
-        for _ in range(_STEPS):
-            engine_s[0], started = 0.0, time.perf_counter()
-            decoder.decode_step(tokens)
-            outside.append(1e6 * (time.perf_counter() - started - engine_s[0]))
+        with engine_time() as counted:
+            decoder = self.decoder([context] * batch, _STEPS, full_depth(self.manifest.model.num_layers))
+            decoder.prefill([[5] * context] * batch)
+            for _ in range(_STEPS):
+                before, started = counted.seconds, time.perf_counter()
+                decoder.decode_step(tokens)
+                outside.append(1e6 * (time.perf_counter() - started - (counted.seconds - before)))
         return {"median": statistics.median(outside)}
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_time import engine_time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -47,27 +49,9 @@ class SkipDecode:
 
     def outside_engines_us(self, prompts: Prompts, tokens: int) -> dict[str, float]:
         """Microseconds a decode step that are not spent in an engine call, from one extra run with timed engine calls."""
-        from skipdecode.engines.ort import OrtEngine
-
-        engine_s, calls, bind = [0.0], [0], OrtEngine.bind
-
-        def timed_bind(engine: OrtEngine, *arrays: Any) -> Callable[[], None]:
-            run = bind(engine, *arrays)
-
-            def timed_run() -> None:
-                started = time.perf_counter()
-                run()
-                engine_s[0] += time.perf_counter() - started
-                calls[0] += 1
-
-            return timed_run
-
-        OrtEngine.bind = timed_bind  # type: ignore[method-assign, assignment]
-        try:
-            clock = Clock(lambda: (engine_s[0], calls[0]))
+        with engine_time() as counted:
+            clock = Clock(lambda: (counted.seconds, counted.calls))
             self._generator.generate(prompts, max_new_tokens=tokens, ignore_eos=True, streamer=clock)
-        finally:
-            OrtEngine.bind = bind  # type: ignore[method-assign]
         steps = list(zip(clock.stamps, clock.notes, clock.stamps[1:], clock.notes[1:], strict=False))
         outside = [1e6 * ((t1 - t0) - (e1[0] - e0[0])) for t0, e0, t1, e1 in steps]
         return {
