@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from gpu_systems import Ours, TorchSteps, copy_gb_per_s, device_facts
 from machine import facts, write_results
 from models import make_checkpoint
 from plot import plot
+from summary import decode_times
 from worker import Worker, in_process
 
 _MODELS, _POINTS, _SPEEDUPS = "opt-1.3b,opt-6.7b", "1x128,8x128,32x128,1x1024,8x1024,32x1024", (1, 2, 3, 4, 5)
@@ -78,23 +80,19 @@ def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict
 
 def _export(name: str, folder: Path, bundle: Path, tiny: bool) -> float:
     """Seconds."""
-    import time
-
-    from transformers import AutoConfig
-
     from skipdecode.exporter.export import ExportRequest, export
+    from skipdecode.exporter.model_names import load_config
     from skipdecode.schedule_builders import ScheduleRequest
 
     if tiny:
         make_checkpoint("opt", folder / "checkpoint", True)
-        layers = AutoConfig.from_pretrained(folder / "checkpoint").num_hidden_layers
-    else:
-        layers = {"opt-1.3b": 24, "opt-6.7b": 32}[name]
+    model = str(folder / "checkpoint") if tiny else name
+    layers = load_config(model)[0].num_hidden_layers
     counts = [max(2, round(layers / speedup)) for speedup in _SPEEDUPS]
     (folder / "table.json").write_text(json.dumps({"layers": counts, "warmup_layers": 1}), encoding="utf-8")
     started = time.perf_counter()
     export(ExportRequest(
-        model=str(folder / "checkpoint") if tiny else name, out=bundle, random_weights=not tiny, targets=("cuda",), dtype="fp16",
+        model=model, out=bundle, random_weights=not tiny, targets=("cuda",), dtype="fp16",
         schedule=ScheduleRequest(name=f"table:{folder / 'table.json'}"), slim=True, max_batch=32,
     ))  # fmt: skip
     return round(time.perf_counter() - started, 1)
@@ -107,7 +105,7 @@ def _point(batch: int, context: int, cells: list[dict[str, Any]], steps: dict[st
         found = [cell["variants"][index] for cell in cells]
         rows.append(
             {"system": f"skipdecode {variant['name']}", "kind": "fp16"}
-            | _spread([each["ms"]["median"] for each in found])
+            | decode_times([each["ms"]["median"] for each in found])
             | {
                 "layers": variant["layers"],
                 "read_bytes": variant["read_bytes"],
@@ -119,17 +117,9 @@ def _point(batch: int, context: int, cells: list[dict[str, Any]], steps: dict[st
     full = [cell["variants"][0]["ms"]["median"] for cell in cells]
     for peer, times in steps.items():
         ratio = statistics.median(theirs / ours for theirs, ours in zip(times, full, strict=True))
-        rows.append({"system": peer, "kind": "fp16"} | _spread(times) | {"skipdecode_full_depth_times_as_fast": ratio})
+        rows.append({"system": peer, "kind": "fp16"} | decode_times(times) | {"skipdecode_full_depth_times_as_fast": ratio})
     prefill = statistics.median(cell["prefill_ms"]["median"] for cell in cells)
     return {"batch": batch, "context": context, "rounds": len(cells), "prefill_ms": prefill, "systems": rows}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {
-        "decode_ms_per_step": statistics.median(values),
-        "decode_ms_per_step_min": min(values),
-        "decode_ms_per_step_max": max(values),
-    }
 
 
 def _show(name: str, point: dict[str, Any]) -> None:

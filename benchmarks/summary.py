@@ -56,6 +56,12 @@ def summarize(systems: list[System], bandwidth: list[float], point: Point) -> di
     }
 
 
+def decode_times(values: Sequence[float]) -> dict[str, float]:
+    """Milliseconds a step, one value a round: the median, and the fastest and slowest round; what `plot.py` draws."""
+    ends = {f"decode_ms_per_step_{end}": value for end, value in _spread(values, 3).items()}
+    return {"decode_ms_per_step": round(statistics.median(values), 3), **ends}
+
+
 def show_point(model: str, figures: dict[str, Any]) -> None:
     """Print one point's table."""
     bandwidth = figures["read_bandwidth_gb_per_s"]
@@ -93,8 +99,7 @@ def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
     return {
         "system": system.name,
         "kind": system.kind,
-        "decode_ms_per_step": round(statistics.median(decode), 3),
-        **{f"decode_ms_per_step_{end}": value for end, value in _spread(decode, 3).items()},
+        **decode_times(decode),
         "times_as_fast_as_skipdecode_full": round(statistics.median(ratios), 3),  # of the same kind of weights
         **{f"times_as_fast_as_skipdecode_full_{end}": value for end, value in _spread(ratios, 3).items()},
         "times_as_fast_as_skipdecode_fp32_full": round(statistics.median(widths), 3),

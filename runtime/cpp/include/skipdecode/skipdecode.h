@@ -49,7 +49,7 @@ typedef struct skd_load_options {
   size_t struct_size;
   const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
   uint32_t threads;   /* of the process's one pool, decided by the first load; 0: one a core */
-  const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: as the system finds libraries */
+  const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this */
 } skd_load_options;
 
 typedef struct skd_bundle_info {
