@@ -45,12 +45,14 @@ def main() -> int:
         return 2
     settings = {"points": options.points, "rounds": options.rounds, "speedups": _SPEEDUPS, "smoke": options.smoke}
     result: dict[str, Any] = {"machine": facts() | device, "settings": settings, "not_measured": _NOT_HERE, "models": {}}
-    for name in options.models:
-        with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
-            result["models"][name] = _measure_model(name, Path(folder), options)
-    if not options.smoke:
-        path = write_results("gpu", result)
-        plot(result, path.with_suffix(".png"), f"A decode step in fp16, {result['machine']['gpu']}, systems take turns")
+    try:
+        for name in options.models:
+            with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
+                result["models"][name] = _measure_model(name, Path(folder), options)
+    finally:  # as in decode.py: what is whole of a model is not lost with the next one
+        if result["models"] and not options.smoke:
+            path = write_results("gpu", result)
+            plot(result, path.with_suffix(".png"), f"A decode step in fp16, {result['machine']['gpu']}, systems take turns")
     print(json.dumps(result))
     return 0
 
