@@ -8,10 +8,11 @@ from pathlib import Path
 
 from skipdecode.cpu import cpu_features
 from skipdecode.decoder import Engines
-from skipdecode.engines.ort import OrtEngine, check_library, check_provider, release_loading_memory, use_threads
+from skipdecode.engines.ort import OrtEngine, check_library, check_provider, use_threads
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.manifest import Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory, Memory
+from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 
 _RUNS = ("cpu", "cuda")  # the targets that this version runs, the first one first
@@ -57,9 +58,8 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
             "export the model on this machine", where=str(bundle),
         )  # fmt: skip
     use_threads(threads)
-    engines = _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), HostMemory())
-    release_loading_memory()
-    return engines
+    with loading(bundle):
+        return _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), HostMemory())
 
 
 def load_device_engines(manifest: Manifest, bundle: Path, target: Target, device: str, trace: Trace | None = None) -> Engines:

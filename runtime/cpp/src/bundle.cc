@@ -1,13 +1,12 @@
 #include "bundle.h"
 
-#include <malloc.h>
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "cpu_features.h"
 #include "error.h"
+#include "process_memory.h"
 
 namespace skd {
 namespace {
@@ -67,6 +66,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   const Device device = asked_device.value_or(compiled ? Device::kCpu : Device::kCuda);
   CheckProvider(device);
   if (compiled) CheckCompiled(target, path);
+  const std::vector<Region> before = AnonymousRegions();
   const auto load = [&](const std::string& file) { return Engine(path / file, device, compiled); };
   Engine embed = load(target.embed);
   std::vector<SegmentEngine> segments;
@@ -76,10 +76,11 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   }
   Engine head = load(target.head);
   Memory memory(device, compiled ? "float32" : manifest.dtype);
-  malloc_trim(0);  // loading takes a heap that glibc would keep
+  ReleaseLoadingMemory(path);
+  auto huge_pages = std::make_unique<HugePages>(compiled ? FullBlocks(before) : std::vector<Region>());
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return std::make_shared<const Bundle>(
-      Bundle{path, std::move(manifest), memory, std::move(embed), std::move(segments), std::move(head), load_s.count()});
+  return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(embed), std::move(segments),
+                                               std::move(head), load_s.count(), std::move(huge_pages)});
 }
 
 }  // namespace skd

@@ -72,7 +72,11 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads) {
     Ort::ThreadingOptions pool;
     pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : CoresOfThisProcess());
     pool.SetGlobalInterOpNumThreads(1);
-    environment = new Ort::Env(pool, ORT_LOGGING_LEVEL_ERROR, "skipdecode");  // NOLINT(cppcoreguidelines-owning-memory)
+    auto made = std::make_unique<Ort::Env>(pool, ORT_LOGGING_LEVEL_ERROR, "skipdecode");
+    // one arena for all engines: an arena an engine would keep each one's share of the longest prompt
+    const Ort::ArenaCfg defaults(0, -1, -1, -1);
+    made->CreateAndRegisterAllocator(Ort::MemoryInfo("Cpu", OrtArenaAllocator, 0, OrtMemTypeDefault), defaults);
+    environment = made.release();
   } catch (const Ort::Exception& error) {
     throw TargetError(std::string("ONNX Runtime cannot start: ") + error.what(), "check its installation");
   }
@@ -105,6 +109,7 @@ size_t SizeOf(ONNXTensorElementDataType type) {
 Engine::Engine(const std::filesystem::path& path, Device device, bool optimized) : session_(nullptr) {
   Ort::SessionOptions options;
   options.DisablePerSessionThreads();
+  options.AddConfigEntry("session.use_env_allocators", "1");
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
   options.SetGraphOptimizationLevel(optimized ? ORT_DISABLE_ALL : ORT_ENABLE_ALL);
   if (device == Device::kCuda) UseCuda(options);
