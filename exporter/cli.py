@@ -20,7 +20,7 @@ from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
-from skipdecode.graph_passes.quantize_weights import METHODS
+from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
     parser.add_argument("--quantize-method", choices=[*METHODS], default="rtn", help="round to nearest, or a slower search (rtn)")
+    parser.add_argument("--quantize-block", type=int, choices=BLOCK_SIZES, default=32, help="inputs that share one scale (32)")
     parser.add_argument(
         "--target", action="append", metavar="T", help="cpu (default), cuda, tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
     )
@@ -116,6 +117,7 @@ def _export(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         quantize=options.quantize,
         quantize_method=options.quantize_method,
+        quantize_block=options.quantize_block,
         builder=BuilderOptions(workspace_mib=options.workspace, optimization_level=options.optimization_level),
         random_weights=options.random_weights,
         slim=options.slim,

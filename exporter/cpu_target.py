@@ -11,13 +11,13 @@ import onnxruntime
 from skipdecode import manifest
 from skipdecode.cpu import cpu_features
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
-from skipdecode.exporter.layout import GRAPHS, QUANTIZED_BITS, Report, move_to_file, save_engine, weight_bytes
+from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
-from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.widen import WidenPass
 
@@ -30,20 +30,18 @@ def compile_cpu(
     plan: Plan,
     limits: manifest.Limits,
     *,
-    quantize: str,
-    method: str,
+    quantization: Quantization | None,
     own_embed: bool,
     report: Report,
 ) -> manifest.Target:
     """Write the engines below `partial`, the bundle in the making.
 
     Args:
-        method: of quantisation, a name of METHODS.
+        quantization: of all weights that are multiplied, and of the embedding; None: fp32.
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine, if it is in fp32
             and nothing is quantised.
     """
-    bits = QUANTIZED_BITS[quantize]
-    quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method), SkipNormPass()]
+    quantizing = [QuantizeWeightsPass(quantization), SkipNormPass()] if quantization else []
     passes = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), *quantizing]
     sizes: dict[str, int] = {}
 
@@ -52,7 +50,7 @@ def compile_cpu(
         ir.passes.Sequential(WidenPass(), *passes)(lowered)
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = weight_bytes(lowered.graph)
-        _compile(partial, lowered, path, prepack=bits is None)
+        _compile(partial, lowered, path, prepack=quantization is None)
         return path
 
     (partial / FOLDER).mkdir(parents=True)
@@ -61,15 +59,15 @@ def compile_cpu(
         segments.append(compiled(graph, name, *passes))
     report("compiling head for cpu", 1.0)
     head = compiled(graphs.head, "head", *passes)
-    if bits is not None:
+    if quantization:
         embed = f"{FOLDER}/embed.onnx"
-        _write_quantized_embed(partial, graphs.embed, bits, method)
+        _write_quantized_embed(partial, graphs.embed, quantization)
     elif own_embed or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
         embed = compiled(graphs.embed, "embed")
     else:
         embed = f"{GRAPHS}/embed.onnx"
     return manifest.Target(
-        name="cpu", weights="fp32" if bits is None else quantize,
+        name="cpu", weights=quantization.name if quantization else "fp32",
         library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(), cpu_features=cpu_features(),
         embed=embed, segments=tuple(segments), head=head,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
@@ -85,9 +83,8 @@ def _compile(partial: Path, lowered: ir.Model, path: str, *, prepack: bool) -> N
         file.unlink(missing_ok=True)
 
 
-def _write_quantized_embed(partial: Path, graph: ir.Model, bits: int, method: str) -> None:
+def _write_quantized_embed(partial: Path, graph: ir.Model, how: Quantization) -> None:
     """Write the embedding's engine as it is: there is nothing to fold in it, and its table may be the head's."""
     lowered, path = graph.clone(), partial / FOLDER / "embed.onnx"
-    quantizing = [kind(bits=bits, method=method) for kind in (QuantizeEmbeddingPass, QuantizeWeightsPass)]
-    ir.passes.Sequential(WidenPass(), *quantizing)(lowered)
+    ir.passes.Sequential(WidenPass(), QuantizeEmbeddingPass(how), QuantizeWeightsPass(how))(lowered)
     save_engine(lowered, path, shares=path.with_name("head.onnx"))

@@ -14,13 +14,13 @@ import onnxruntime
 
 from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
-from skipdecode.exporter.layout import QUANTIZED_BITS, Report, save_engine, weight_bytes
+from skipdecode.exporter.layout import Report, save_engine, weight_bytes
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
-from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.uniform_norm import UniformNormPass
 
 FOLDER = "targets/cuda"
@@ -32,17 +32,15 @@ def compile_cuda(
     plan: Plan,
     limits: manifest.Limits,
     *,
-    quantize: str,
-    method: str,
+    quantization: Quantization | None,
     report: Report,
 ) -> manifest.Target:
     """Write the engines below `partial`, the bundle in the making.
 
     Args:
-        method: of quantisation, a name of METHODS. The embedding stays as it is: a GPU reads a row of it a token.
+        quantization: of all weights that are multiplied. The embedding stays as it is: a GPU reads a row of it a token.
     """
-    bits = QUANTIZED_BITS[quantize]
-    quantizing = [] if bits is None else [QuantizeWeightsPass(bits=bits, method=method)]
+    quantizing = [QuantizeWeightsPass(quantization)] if quantization else []
     lowering = [UniformNormPass(), NarrowRotaryPass(), LowerAttentionPass(max_length=limits.max_length)]
     sizes: dict[str, int] = {}
 
@@ -62,7 +60,7 @@ def compile_cuda(
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *quantizing, FloatLogitsPass()])
     return manifest.Target(
-        name="cuda", weights=graphs.weights if bits is None else quantize,
+        name="cuda", weights=quantization.name if quantization else graphs.weights,
         library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
         embed=compiled(graphs.embed, "embed", [], shares=partial / head), segments=tuple(segments), head=head,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],

@@ -18,7 +18,7 @@ from skipdecode.exporter.architectures import check_supported
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
-from skipdecode.exporter.layout import GRAPHS, QUANTIZED_BITS, Report
+from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
@@ -26,13 +26,14 @@ from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.plan import Plan, plan_variants
-from skipdecode.graph_passes.quantize_weights import METHODS
+from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS, Quantization
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
 DEFAULT_MAX_LENGTH = 2048
 _SEGMENT_BYTES = 256 << 20  # a call costs ~10 us, reading this much ~7 ms: larger segments save nothing but cost memory
+QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,9 @@ class ExportRequest:
     max_length: int | None = None  # tokens of a row; None: what the model has, at most 2048
     targets: tuple[str, ...] = ("cpu",)  # as --target takes them: tensorrt-rtx:sm89
     dtype: str = "auto"  # auto, fp32, fp16, bf16
-    quantize: str = "none"  # none, int8, int4: weight-only, blocks of 32
+    quantize: str = "none"  # none, int8, int4: weight-only
     quantize_method: str = "rtn"  # rtn, k-quant
+    quantize_block: int = 32  # inputs that share one scale: 32, 64, 128
     builder: BuilderOptions = field(default_factory=BuilderOptions)  # of TensorRT's targets
     random_weights: bool = False
     slim: bool = False  # leave out what the targets do not read
@@ -113,13 +115,15 @@ def _compile(
             options=request.builder, replaced=request.out, report=report,
         )  # fmt: skip
     if target.name == "cuda":
-        return compile_cuda(
-            partial, graphs, plan, limits, quantize=request.quantize, method=request.quantize_method, report=report
-        )
-    return compile_cpu(
-        partial, graphs, plan, limits,
-        quantize=request.quantize, method=request.quantize_method, own_embed=request.slim, report=report,
-    )  # fmt: skip
+        return compile_cuda(partial, graphs, plan, limits, quantization=_quantization(request), report=report)
+    return compile_cpu(partial, graphs, plan, limits, quantization=_quantization(request), own_embed=request.slim, report=report)
+
+
+def _quantization(request: ExportRequest) -> Quantization | None:
+    bits = QUANTIZED_BITS[request.quantize]
+    if bits is None:
+        return None
+    return Quantization(bits=bits, method=request.quantize_method, block_size=request.quantize_block)
 
 
 def _check_options(request: ExportRequest) -> None:
@@ -128,6 +132,9 @@ def _check_options(request: ExportRequest) -> None:
     if request.quantize_method not in METHODS:
         choices = f"choose one of {', '.join(METHODS)}"
         raise TargetError(f"{request.quantize_method!r} is unknown", choices, where="--quantize-method")
+    if request.quantize_block not in BLOCK_SIZES:
+        choices = f"choose one of {', '.join(map(str, BLOCK_SIZES))}"
+        raise TargetError(f"{request.quantize_block} is no block size", choices, where="--quantize-block")
     workspace, level = request.builder.workspace_mib, request.builder.optimization_level
     if workspace is not None and workspace < 1:
         raise TargetError(f"{workspace} MiB is no workspace", "choose 1 or more", where="--workspace")
@@ -167,6 +174,13 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
                 f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",
                 where="--quantize",
             )  # fmt: skip
+    width = bones.config.hidden_size
+    if request.quantize != "none" and width % request.quantize_block:
+        raise TargetError(
+            f"the hidden size {width} is no multiple of {request.quantize_block}, so the weights would stay as they are",
+            "choose a smaller one" if request.quantize_block > BLOCK_SIZES[0] else "leave out --quantize",
+            where="--quantize-block",
+        )  # fmt: skip
     _check_disk(request.out, bones, targets, QUANTIZED_BITS[request.quantize])
 
 

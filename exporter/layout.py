@@ -12,7 +12,6 @@ from skipdecode.graph_passes.mapped import release_pages
 
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
 
-QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 
 Report = Callable[[str, float], None]  # (what is being done, fraction that is done)

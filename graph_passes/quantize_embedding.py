@@ -17,24 +17,18 @@ from skipdecode import bindings
 from skipdecode.graph_passes.clean_trace import is_parameter
 from skipdecode.graph_passes.lower_attention import MS_DOMAIN
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import METHODS, Parts, register_parts
+from skipdecode.graph_passes.quantize_weights import Parts, Quantization, register_parts
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
 
 class QuantizeEmbeddingPass(ir.passes.InPlacePass):
-    """Declines a table whose width is no multiple of the block, and any that is not looked up by the token ids alone.
+    """Declines a table whose width is no multiple of the block, and any that is not looked up by the token ids alone."""
 
-    Args:
-        bits: 4 or 8.
-        block_size: columns that share one scale.
-        method: a name of METHODS.
-    """
-
-    def __init__(self, *, bits: int, block_size: int = 32, method: str = "rtn") -> None:
+    def __init__(self, how: Quantization) -> None:
         super().__init__()
-        self.bits, self.block_size, self.method = bits, block_size, method
+        self.how = how
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if self._applies(node)]
@@ -42,7 +36,7 @@ class QuantizeEmbeddingPass(ir.passes.InPlacePass):
             self._replace(model.graph, node)
         if found:
             model.graph.opset_imports[MS_DOMAIN] = 1
-        logger.info("quantised %d embeddings to %d bits", len(found), self.bits)
+        logger.info("quantised %d embeddings to %d bits", len(found), self.how.bits)
         return ir.passes.PassResult(model, bool(found))
 
     def _applies(self, node: ir.Node) -> bool:
@@ -52,14 +46,14 @@ class QuantizeEmbeddingPass(ir.passes.InPlacePass):
         if not ids.is_graph_input() or ids.name != bindings.INPUT_IDS or table.const_value is None or not is_parameter(table):
             return False
         shape = table.const_value.shape
-        return node.attributes.get_int("axis", 0) == 0 and len(shape) == 2 and shape.numpy()[1] % self.block_size == 0
+        return node.attributes.get_int("axis", 0) == 0 and len(shape) == 2 and shape.numpy()[1] % self.how.block_size == 0
 
     def _replace(self, graph: ir.Graph, node: ir.Node) -> None:
         table, ids = node.inputs[0], node.inputs[1]
         assert table is not None and table.const_value is not None
-        parts = METHODS[self.method](np.asarray(table.const_value.numpy(), dtype=np.float32), self.bits, self.block_size)
+        parts = self.how.parts(np.asarray(table.const_value.numpy(), dtype=np.float32))
         data, scales, *zeros = register_parts(graph, str(table.name), _by_row(parts))
-        attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": self.bits, "block_size": self.block_size}
+        attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": self.how.bits, "block_size": self.how.block_size}
         lookup = ir.node("GatherBlockQuantized", [data, ids, scales, *zeros], attributes, domain=MS_DOMAIN)
         graph.insert_before(node, lookup)
         take_over(node.outputs[0], lookup.outputs[0])

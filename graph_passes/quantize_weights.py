@@ -1,7 +1,7 @@
 """Weight-only quantisation, block by block, by ONNX Runtime's own quantisers.
 
     MatMul(x, Transpose(W)) or MatMul(x, W) [+ bias] or Gemm(x, W, bias)
-    -> com.microsoft.MatMulNBits(x, W quantised, scales[, zero points][, bias]), blocks of 32 inputs, activations in int8
+    -> com.microsoft.MatMulNBits(x, W quantised, scales[, zero points][, bias]), blocks of inputs, activations in int8
 
 Methods: `rtn` rounds to nearest, symmetric; `k-quant` searches each block's scale and zero point for the least squared error,
 large weights counting more (llama.cpp's, as ONNX Runtime ships it).
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,31 +32,43 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Parts = dict[str, np.ndarray[Any, np.dtype[Any]]]  # the operator's inputs after the first, in order
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """What quantised weights are."""
+
+    bits: int  # 4 or 8
+    block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES
+    method: str = "rtn"  # a name of METHODS
+
+    @property
+    def name(self) -> str:
+        """`int4`, as manifests say it."""
+        return f"int{self.bits}"
+
+    def parts(self, weight: Floats) -> Parts:
+        """A matrix [N, K] to what the operator takes of it."""
+        return METHODS[self.method](weight, self.bits, self.block_size)
+
+
 class QuantizeWeightsPass(ir.passes.InPlacePass):
-    """Declines matrices whose input width is no multiple of the block, and anything that is not a parameter.
+    """Declines matrices whose input width is no multiple of the block, and anything that is not a parameter."""
 
-    Args:
-        bits: 4 or 8.
-        block_size: inputs that share one scale.
-        method: a name of METHODS.
-    """
-
-    def __init__(self, *, bits: int, block_size: int = 32, method: str = "rtn") -> None:
+    def __init__(self, how: Quantization) -> None:
         super().__init__()
-        self.bits, self.block_size, self.method = bits, block_size, method
+        self.how = how
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
         for node in list(model.graph):
             found = _parameter(node)
-            if found is not None and _matrix(*found).shape[1] % self.block_size == 0:
-                _replace(model.graph, node, *found, self)
+            if found is not None and _matrix(*found).shape[1] % self.how.block_size == 0:
+                _replace(model.graph, node, *found, self.how)
                 release_pages(found[0].const_value)
                 count += 1
         if count:
             model.graph.opset_imports[MS_DOMAIN] = 1
             RemoveUnusedNodesPass()(model)
-        logger.info("quantised %d matrices to %d bits", count, self.bits)
+        logger.info("quantised %d matrices to %d bits", count, self.how.bits)
         return ir.passes.PassResult(model, bool(count))
 
 
@@ -79,9 +92,9 @@ def _matrix(parameter: ir.Value, transposed: bool) -> Floats:
     return np.asarray(data if transposed else data.T, dtype=np.float32)
 
 
-def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: QuantizeWeightsPass) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: Quantization) -> None:
     weight = _matrix(parameter, transposed)
-    parts = METHODS[how.method](weight, how.bits, how.block_size)
+    parts = how.parts(weight)
     outputs, inputs = weight.shape
     assert parameter.const_value is not None
     parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
@@ -135,6 +148,7 @@ def _k_quant(weight: Floats, bits: int, block: int) -> Parts:
     return {"weight": np.concatenate(packed), "scales": np.concatenate(scales), "zero_points": np.concatenate(zeros)}
 
 
+BLOCK_SIZES = (32, 64, 128)  # that ONNX Runtime's CPU kernels multiply in int8
 METHODS: dict[str, Callable[[Floats, int, int], Parts]] = {"rtn": _round_to_nearest, "k-quant": _k_quant}
 _ROWS_AT_A_TIME = 1024
 

@@ -185,6 +185,8 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
         ({"dtype": "fp16"}, TargetError, "choose fp32"),
         ({"quantize": "int3"}, TargetError, "choose one of none, int8, int4"),
         ({"quantize": "int4", "quantize_method": "guess"}, TargetError, "choose one of rtn, k-quant"),
+        ({"quantize": "int4", "quantize_block": 48}, TargetError, "choose one of 32, 64, 128"),
+        ({"quantize": "int4", "quantize_block": 128}, TargetError, "no multiple of 128"),
         ({"max_batch": 0}, TargetError, "choose 1 or more"),
         ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),

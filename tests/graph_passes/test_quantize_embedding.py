@@ -7,16 +7,16 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
-from skipdecode.graph_passes.quantize_weights import METHODS, QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
 from tests.graph_passes.running import run_model
 from tests.graph_passes.test_clean_trace import with_weight
 
-TOKENS, WIDTH = 11, 96
+TOKENS, WIDTH = 11, 128
 TABLE = np.random.default_rng(0).standard_normal((TOKENS, WIDTH)).astype(np.float32)
 EMBED = """<ir_version: 10, opset_import: ["" : 24]>
-g (int64[B,S] input_ids, float[B,S,96] x) => (float[B,S,96] hidden) { hidden = Gather (weight, input_ids) }"""
+g (int64[B,S] input_ids, float[B,S,128] x) => (float[B,S,128] hidden) { hidden = Gather (weight, input_ids) }"""
 HEAD = """<ir_version: 10, opset_import: ["" : 24]>
-g (float[B,96] x) => (float[B,11] y) { turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }"""
+g (float[B,128] x) => (float[B,11] y) { turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }"""
 
 
 def _model(text: str) -> ir.Model:
@@ -24,11 +24,11 @@ def _model(text: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_is_what_the_quantised_head_multiplies(bits: int, method: str) -> None:
-    embed, head = _model(EMBED), _model(HEAD)
-    assert QuantizeEmbeddingPass(bits=bits, method=method)(embed).modified
-    assert QuantizeWeightsPass(bits=bits, method=method)(head).modified
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 64), (8, 128)])
+def test_a_row_is_what_the_quantised_head_multiplies(bits: int, block: int, method: str) -> None:
+    embed, head, how = _model(EMBED), _model(HEAD), Quantization(bits=bits, block_size=block, method=method)
+    assert QuantizeEmbeddingPass(how)(embed).modified
+    assert QuantizeWeightsPass(how)(head).modified
     assert [node.op_type for node in embed.graph] == ["GatherBlockQuantized"]
     head.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
     (rows,) = run_model(embed, {"input_ids": np.arange(TOKENS)[None], "x": np.empty((1, TOKENS, WIDTH), np.float32)})
@@ -39,8 +39,8 @@ def test_a_row_is_what_the_quantised_head_multiplies(bits: int, method: str) -> 
 
 def test_both_have_the_same_bytes_under_the_same_names() -> None:
     embed, head = _model(EMBED), _model(HEAD)
-    QuantizeEmbeddingPass(bits=4)(embed)
-    QuantizeWeightsPass(bits=4)(head)
+    QuantizeEmbeddingPass(Quantization(bits=4))(embed)
+    QuantizeWeightsPass(Quantization(bits=4))(head)
     found, expected = ({n: v.const_value.tobytes() for n, v in m.graph.initializers.items()} for m in (embed, head))  # type: ignore[union-attr]
     assert found == expected and len(found) == 2
 
@@ -58,8 +58,8 @@ def test_both_have_the_same_bytes_under_the_same_names() -> None:
 )
 def test_it_declines_what_is_no_lookup_of_tokens(text: str) -> None:
     model = _model(text)
-    assert not QuantizeEmbeddingPass(bits=8)(model).modified
+    assert not QuantizeEmbeddingPass(Quantization(bits=8))(model).modified
 
 
 def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
-    assert not QuantizeEmbeddingPass(bits=8, block_size=64)(_model(EMBED)).modified
+    assert not QuantizeEmbeddingPass(Quantization(bits=8, block_size=256))(_model(EMBED)).modified

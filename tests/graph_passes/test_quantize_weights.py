@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.quantize_weights import METHODS, QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
 from tests.graph_passes.running import run_model
 from tests.graph_passes.test_clean_trace import with_weight
 
@@ -34,7 +34,7 @@ def _model(form: str) -> ir.Model:
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.2)])
 def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method: str, bits: int, tolerance: float) -> None:
     before, after = _model(form), _model(form)
-    assert QuantizeWeightsPass(bits=bits, method=method)(after).modified
+    assert QuantizeWeightsPass(Quantization(bits=bits, method=method))(after).modified
     assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
     assert not any(node.op_type in ("MatMul", "Gemm", "Transpose", "Add") for node in after.graph)
     x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
@@ -45,14 +45,14 @@ def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method:
 
 def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
     model = _model("linear")
-    assert not QuantizeWeightsPass(bits=8, block_size=128)(model).modified
+    assert not QuantizeWeightsPass(Quantization(bits=8, block_size=128))(model).modified
     assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
 
 
 def test_a_second_run_changes_nothing() -> None:
     model = _model("linear")
-    QuantizeWeightsPass(bits=4)(model)
-    assert not QuantizeWeightsPass(bits=4)(model).modified
+    QuantizeWeightsPass(Quantization(bits=4))(model)
+    assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
 
 
 def test_the_search_leaves_a_smaller_error_than_rounding() -> None:
@@ -68,7 +68,7 @@ def test_the_search_leaves_a_smaller_error_than_rounding() -> None:
         text = """<ir_version: 10, opset_import: ["" : 24]>
         g (float[B,96] x) => (float[B,40] y) { turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }"""
         model = with_weight(text, "layer.fc.weight", weight)
-        QuantizeWeightsPass(bits=4, method=method)(model)
+        QuantizeWeightsPass(Quantization(bits=4, method=method))(model)
         (found,) = run_model(model, {"x": x})
         errors[method] = np.linalg.norm(found.T - weight) / np.linalg.norm(weight)
     assert errors["k-quant"] < 0.9 * errors["rtn"], errors
