@@ -10,6 +10,7 @@ from skipdecode.errors import CapacityError
 from skipdecode.kv_buffer import FloatArray, IntArray
 
 _MASK = (1 << 64) - 1
+_FIRST, _GROWTH = 256, 16  # likeliest tokens that are looked at first; times as many, where that was not enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +52,43 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
     if not sampling.do_sample:
         likeliest: IntArray = logits.argmax(axis=1)
         return likeliest
-    order = np.argsort(-logits, axis=1, kind="stable")  # ties: lower id first
-    scores = np.take_along_axis(logits, order, axis=1).astype(np.float64) / sampling.temperature
-    if sampling.top_k:
-        scores[:, sampling.top_k :] = -np.inf
-    mass = np.exp(scores - scores[:, :1])
-    cumulated = np.cumsum(mass, axis=1)
-    kept = cumulated - mass < sampling.top_p * cumulated[:, -1:]
-    cumulated = np.cumsum(mass * kept, axis=1)
+    most = min(sampling.top_k or logits.shape[1], logits.shape[1])
+    size, waiting = (most if sampling.top_k else min(_FIRST, most)), np.arange(len(logits))
+    top = logits.max(axis=1, keepdims=True)
+    totals = _mass(logits, top, sampling).sum(axis=1) if size < most else np.zeros(len(logits))
     draws = np.array([uniform(sampling.seed, int(row), step) for row in rows])
-    picks = (cumulated <= (draws * cumulated[:, -1])[:, None]).sum(axis=1)
-    tokens: IntArray = np.take_along_axis(order, picks[:, None], axis=1)[:, 0]
+    tokens: IntArray = np.zeros(len(logits), dtype=np.int64)
+    while len(waiting):  # sorting a whole vocabulary takes longer than a decode step; the choice is nearly always among the first
+        ids = _likeliest(logits[waiting], size)
+        mass = _mass(np.take_along_axis(logits[waiting], ids, axis=1), top[waiting], sampling)
+        cumulated = mass.cumsum(axis=1)
+        total = cumulated[:, -1] if size == most else totals[waiting]
+        kept = (cumulated - mass < sampling.top_p * total[:, None]).sum(axis=1)
+        ended = (kept < size) | (size == most)  # what top_p keeps lies within `ids`
+        kept_mass = np.where(ended, np.take_along_axis(cumulated, kept[:, None] - 1, axis=1)[:, 0], total)
+        picks = (cumulated <= (draws[waiting] * kept_mass)[:, None]).sum(axis=1)
+        found = ended | ((sampling.top_p == 1) & (picks < size))
+        tokens[waiting[found]] = np.take_along_axis(ids, np.minimum(picks, kept - 1)[:, None], axis=1)[found, 0]
+        waiting, size = waiting[~found], min(_GROWTH * size, most)
     return tokens
+
+
+def _mass(logits: FloatArray, top: FloatArray, sampling: Sampling) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Probability of each token over the likeliest one's."""
+    scores: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = logits.astype(np.float64) / sampling.temperature
+    return np.exp(scores - top.astype(np.float64) / sampling.temperature)
+
+
+def _likeliest(logits: FloatArray, count: int) -> IntArray:
+    """Ids of each row's `count` likeliest tokens, likeliest first, of equals the lower id first."""
+    if count >= logits.shape[1]:
+        return np.argsort(-logits, axis=1, kind="stable")
+    bounds = -np.partition(-logits, count - 1, axis=1)[:, count - 1]
+    rows = []
+    for row, bound in zip(logits, bounds, strict=True):
+        known = np.flatnonzero(~(row < bound))  # more than `count` where tokens are equal
+        rows.append(known[np.argsort(-row[known], kind="stable")[:count]])
+    return np.stack(rows)
 
 
 def uniform(seed: int, row: int, step: int) -> float:

@@ -34,6 +34,34 @@ def test_top_k_and_top_p_keep_the_likeliest_only() -> None:
     assert set(_draw(Sampling(do_sample=True, top_p=0.4))) == {0}
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 7, 49, 50, 90])
+def test_top_k_among_equals_keeps_the_lower_ids(top_k: int) -> None:
+    logits = np.random.default_rng(top_k).integers(0, 4, (200, 50)).astype(np.float32)
+    tokens = choose_tokens(logits, Sampling(do_sample=True, top_k=top_k, temperature=50.0), np.arange(200), 0)
+    places = [np.argsort(-row, kind="stable").tolist().index(token) for row, token in zip(logits, tokens, strict=True)]
+    assert max(places) < top_k and len({*places}) > min(top_k, 50) * 0.6
+
+
+def test_top_k_of_nothing_but_nan_is_some_token() -> None:
+    (token,) = choose_tokens(np.full((1, 9), np.nan, np.float32), Sampling(do_sample=True, top_k=3), np.arange(1), 0)
+    assert 0 <= token < 9
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"top_p": 0.3}, {"top_p": 0.999}, {"temperature": 30.0}, {"temperature": 30.0, "top_p": 0.9}]
+)
+def test_the_choice_is_that_of_a_sorted_vocabulary(changes: dict[str, float]) -> None:
+    """A vocabulary larger than what is looked at first, peaked and flat."""
+    logits = np.random.default_rng(0).normal(0, 3, (40, 6000)).astype(np.float32)
+    sampling = Sampling(do_sample=True, seed=5, **changes)
+    tokens = choose_tokens(logits, sampling, np.arange(40), 3)
+    for row, (line, token) in enumerate(zip(logits, tokens.tolist(), strict=True)):
+        order = np.argsort(-line, kind="stable")
+        mass = np.exp((line[order].astype(np.float64) - line.max()) / sampling.temperature)
+        kept = mass * (np.cumsum(mass) - mass < sampling.top_p * mass.sum())
+        assert token == order[np.searchsorted(np.cumsum(kept), uniform(5, row, 3) * kept.sum(), side="right")], row
+
+
 def test_a_low_temperature_sharpens() -> None:
     assert (_draw(Sampling(do_sample=True, temperature=0.1)) == 0).mean() > 0.97
 

@@ -68,35 +68,36 @@ int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_o
 }
 
 int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
+  // sorting a whole vocabulary takes longer than a decode step; the choice is nearly always among the first
+  constexpr size_t kFirst = 256, kGrowth = 16;
   const auto count = static_cast<size_t>(vocab_size);
-  const size_t kept_most = options.top_k == 0 ? count : std::min<size_t>(options.top_k, count);
+  const size_t most = options.top_k == 0 ? count : std::min<size_t>(options.top_k, count);
+  const double top = static_cast<double>(logits[Likeliest(logits, vocab_size)]) / options.temperature;
+  const auto mass = [&](size_t id) { return std::exp(static_cast<double>(logits[id]) / options.temperature - top); };
+  double total = 0.0;
+  for (size_t id = 0; options.top_k == 0 && id < count; ++id) total += mass(id);
+  const double draw = Uniform(options.seed, options.generator_row, step);
   order_.resize(count);
   std::iota(order_.begin(), order_.end(), 0);
-  const auto likelier = [logits](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
-  std::partial_sort(order_.begin(), order_.begin() + static_cast<ptrdiff_t>(kept_most), order_.end(), likelier);
-  // scores, sums and comparisons in float64 and in this order, so that Python's tokens are these
-  mass_.resize(kept_most);
-  const double top = static_cast<double>(logits[order_[0]]) / options.temperature;
-  double total = 0.0;
-  for (size_t i = 0; i < kept_most; ++i) {
-    mass_[i] = std::exp(static_cast<double>(logits[order_[i]]) / options.temperature - top);
-    total += mass_[i];
+  for (size_t size = options.top_k == 0 ? std::min(kFirst, most) : most;; size = std::min(kGrowth * size, most)) {
+    const auto likelier = [logits](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
+    std::partial_sort(order_.begin(), order_.begin() + static_cast<ptrdiff_t>(size), order_.end(), likelier);
+    mass_.resize(size);
+    for (size_t i = 0; i < size; ++i) mass_[i] = mass(static_cast<size_t>(order_[i]));
+    if (size == most) total = std::accumulate(mass_.begin(), mass_.end(), 0.0);
+    double kept_mass = 0.0;
+    size_t kept = 0;
+    while (kept < size && kept_mass < options.top_p * total) kept_mass += mass_[kept++];
+    const bool ended = kept < size || size == most;  // what top_p keeps lies within these
+    if (!ended && options.top_p < 1) continue;
+    const double bound = draw * (ended ? kept_mass : total);
+    double sum = 0.0;
+    for (size_t i = 0; i < kept; ++i) {
+      sum += mass_[i];
+      if (sum > bound) return order_[i];
+    }
+    if (ended) return order_[kept > 0 ? kept - 1 : 0];
   }
-  double cumulated = 0.0;
-  double kept_total = 0.0;
-  size_t kept = 0;
-  for (; kept < kept_most; ++kept) {
-    cumulated += mass_[kept];
-    if (!(cumulated - mass_[kept] < options.top_p * total)) break;
-    kept_total += mass_[kept];
-  }
-  const double bound = Uniform(options.seed, options.generator_row, step) * kept_total;
-  double sum = 0.0;
-  for (size_t i = 0; i < kept; ++i) {
-    sum += mass_[i];
-    if (sum > bound) return order_[i];
-  }
-  return order_[kept - 1];
 }
 
 }  // namespace skd
