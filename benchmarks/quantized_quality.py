@@ -27,7 +27,10 @@ from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.quality import Example, answer, score
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "e2e"
-KINDS = (("none", "rtn"), ("int8", "rtn"), ("int8", "k-quant"), ("int4", "rtn"), ("int4", "k-quant"))
+KINDS = (  # weights, method, inputs that share one scale; the first one is what the others are held against
+    ("none", "rtn", 32), ("int8", "rtn", 32), ("int8", "k-quant", 32), ("int8", "rtn", 128),
+    ("int4", "rtn", 32), ("int4", "k-quant", 32), ("int4", "rtn", 64), ("int4", "rtn", 128), ("int4", "k-quant", 128),
+)  # fmt: skip
 BATCH, NEW_TOKENS, FOLLOWED = 16, 72, 100  # rows at a time, tokens at most, inputs whose logits are compared
 
 
@@ -38,21 +41,21 @@ def main() -> int:
     examples = _examples(options.parse_args().data)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        exact = _generator(Path(temporary), "none", "rtn")
-        for quantize, method in KINDS:
-            generator = exact if quantize == "none" else _generator(Path(temporary), quantize, method)
+        exact = _generator(Path(temporary), *KINDS[0])
+        for quantize, method, block in KINDS:
+            generator = exact if quantize == "none" else _generator(Path(temporary), quantize, method, block)
             texts = answer(generator, examples, full_depth(generator.manifest.model.num_layers), NEW_TOKENS)["texts"]
             skipped = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)["texts"]
             baseline = texts if not rows else rows[0]["texts"]
             rows.append({
-                "quantize": quantize, "method": method, "texts": texts,
+                "quantize": quantize, "method": method, "block": block, "texts": texts,
                 "same_texts": sum(one == other for one, other in zip(texts, baseline, strict=True)),
                 **_along(exact, generator, [each.prompt for each in examples[:FOLLOWED]]),
                 "bleu": score(texts, examples)["bleu"], "bleu_2x": score(skipped, examples)["bleu"],
             })  # fmt: skip
             show = rows[-1]
             print(
-                f"{quantize:5}{method:8} same texts {show['same_texts']:4} of {len(examples)}, same next token "
+                f"{quantize:5}{method:8}{block:4} same texts {show['same_texts']:4} of {len(examples)}, same next token "
                 f"{show['same_next_token']:.1%}, logits {show['logit_error']:.4f}, BLEU {show['bleu']['value']:.2f}, "
                 f"at 2x {show['bleu_2x']['value']:.2f}", flush=True,
             )  # fmt: skip
@@ -70,13 +73,13 @@ def _examples(data: Path) -> list[Example]:
     return [Example(prompt=prompt(key), references=tuple(texts)) for key, texts in references.items()]
 
 
-def _generator(folder: Path, quantize: str, method: str) -> Generator:
-    out = folder / f"{quantize}-{method}"
+def _generator(folder: Path, quantize: str, method: str, block: int) -> Generator:
+    out = folder / f"{quantize}-{method}-{block}"
     schedule = ScheduleRequest(name="linear", speedup=2, span=48)
     export(
         ExportRequest(
             model=str(EXAMPLE / "model"), out=out, schedule=schedule, quantize=quantize, quantize_method=method,
-            max_batch=BATCH, max_length=256, slim=True,
+            quantize_block=block, max_batch=BATCH, max_length=256, slim=True,
         )
     )  # fmt: skip
     return Generator(out)

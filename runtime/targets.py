@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from skipdecode.cpu import cpu_features
@@ -74,14 +76,10 @@ def load_device_engines(manifest: Manifest, bundle: Path, target: Target, device
 
 
 def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], OrtEngine], memory: Memory) -> Engines:
+    paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
-        return Engines(
-            embed=engine(bundle / target.embed),
-            segments=tuple(
-                (layers, engine(bundle / path)) for layers, path in zip(manifest.segments, target.segments, strict=True)
-            ),
-            head=engine(bundle / target.head),
-            memory=memory,
-        )
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # quantised weights are packed while they load
+            embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
         raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
+    return Engines(embed=embed, segments=tuple(zip(manifest.segments, segments, strict=True)), head=head, memory=memory)

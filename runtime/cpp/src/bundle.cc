@@ -1,7 +1,11 @@
 #include "bundle.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <future>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "cpu_features.h"
@@ -54,6 +58,25 @@ void CheckCompiled(const Target& target, const std::filesystem::path& path) {
   }
 }
 
+// As many at a time as there are cores: quantised weights are packed while they load.
+std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled) {
+  std::vector<std::optional<Engine>> loaded(files.size());
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled);
+  };
+  std::vector<std::future<void>> workers;
+  for (size_t i = 0; i < std::min<size_t>(files.size(), std::max(1U, std::thread::hardware_concurrency())); ++i) {
+    workers.push_back(std::async(std::launch::async, work));
+  }
+  for (std::future<void>& worker : workers) worker.wait();  // all, before one of them throws
+  for (std::future<void>& worker : workers) worker.get();
+  std::vector<Engine> engines;
+  engines.reserve(loaded.size());
+  for (std::optional<Engine>& engine : loaded) engines.push_back(std::move(*engine));
+  return engines;
+}
+
 }  // namespace
 
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
@@ -67,20 +90,20 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   CheckProvider(device);
   if (compiled) CheckCompiled(target, path);
   const std::vector<Region> before = AnonymousRegions();
-  const auto load = [&](const std::string& file) { return Engine(path / file, device, compiled); };
-  Engine embed = load(target.embed);
+  std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
+  for (const std::string& file : target.segments) files.push_back(path / file);
+  std::vector<Engine> engines = LoadEngines(files, device, compiled);
   std::vector<SegmentEngine> segments;
   segments.reserve(target.segments.size());
   for (size_t i = 0; i < target.segments.size(); ++i) {
-    segments.push_back({manifest.segments[i], load(target.segments[i])});
+    segments.push_back({manifest.segments[i], std::move(engines[i + 2])});
   }
-  Engine head = load(target.head);
   Memory memory(device, compiled ? "float32" : manifest.dtype);
   ReleaseLoadingMemory(path);
   auto huge_pages = std::make_unique<HugePages>(compiled ? FullBlocks(before) : std::vector<Region>());
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(embed), std::move(segments),
-                                               std::move(head), load_s.count(), std::move(huge_pages)});
+  return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(engines[0]), std::move(segments),
+                                               std::move(engines[1]), load_s.count(), std::move(huge_pages)});
 }
 
 }  // namespace skd
