@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,12 @@ class Trace:
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="skipdecode-trace-")
         self._sessions: list[ort.InferenceSession] = []
+        self._numbers = count()  # of profiles: ONNX Runtime tells files of the same millisecond not apart
 
     def profile(self, options: ort.SessionOptions) -> None:
         """Switch a session's own profile on, before it is made."""
         options.enable_profiling = True
-        options.profile_file_prefix = str(Path(self._folder.name) / "session")
+        options.profile_file_prefix = str(Path(self._folder.name) / f"session{next(self._numbers)}")
 
     def follow(self, session: ort.InferenceSession) -> None:
         """Merge what `session` will have profiled."""
