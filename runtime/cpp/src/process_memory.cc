@@ -18,8 +18,8 @@ namespace {
 constexpr uintptr_t kPage = uintptr_t{4} << 10;  // where pages have other sizes, memory is left as it is
 constexpr uintptr_t kHuge = uintptr_t{2} << 20;
 constexpr uintptr_t kStride = 32 * kHuge;  // between two looks at whether to stop
-constexpr double kResident =
-    0.9;  // of a huge page's pages, or it would take memory that nobody has asked for (stacks, a heap's reserve)
+// of a huge page's pages, or it would take memory that nobody has asked for (stacks, a heap's reserve)
+constexpr double kResident = 0.9;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, newer than many headers
 
 void* Address(uintptr_t address) { return reinterpret_cast<void*>(address); }  // NOLINT(performance-no-int-to-ptr)
