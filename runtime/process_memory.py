@@ -17,6 +17,7 @@ import numpy as np
 
 Region = tuple[int, int]  # addresses of its first byte and of the one behind its last
 
+_LIBC = ctypes.CDLL(None)
 _PAGE, _HUGE = 4 << 10, 2 << 20  # bytes; where pages have other sizes, memory is left as it is
 _RESIDENT = 0.9  # of a huge page's pages, or it would take memory that nobody has asked for (stacks, a heap's reserve)
 _DONTNEED, _COLLAPSE = 4, 25  # advice of madvise; the second one since Linux 6.1
@@ -27,12 +28,11 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \S+ *(.*)$", re.
 @contextmanager
 def loading(bundle: Path) -> Iterator[None]:
     """Around loading the engines of `bundle`. Does nothing where the system is not Linux with glibc."""
-    libc = ctypes.CDLL(None)
-    before = anonymous_regions()
+    before, folder = anonymous_regions(), f"{bundle.resolve()}/"
     yield
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)  # 157 MiB of 1.3 GiB with 19 engines; glibc would keep it
-    for start, end in _regions(lambda _, path: path.startswith(f"{bundle.resolve()}/")):
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)  # 157 MiB of 1.3 GiB with 19 engines; glibc would keep it
+    for start, end in _regions(lambda _, path: path.startswith(folder)):
         _advise(start, end, _DONTNEED)  # 157 MiB of scales that packing read; who reads them again gets them from the file
     Thread(target=collapse, args=(full_blocks(before),), name="huge pages", daemon=True).start()  # can take seconds
 
@@ -102,4 +102,4 @@ def _full(region: Region) -> Iterator[Region]:
 
 
 def _advise(start: int, end: int, advice: int) -> None:
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+    _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

@@ -59,8 +59,9 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
     draws = np.array([uniform(sampling.seed, int(row), step) for row in rows])
     tokens: IntArray = np.zeros(len(logits), dtype=np.int64)
     while len(waiting):  # sorting a whole vocabulary takes longer than a decode step; the choice is nearly always among the first
-        ids = _likeliest(logits[waiting], size)
-        mass = _mass(np.take_along_axis(logits[waiting], ids, axis=1), top[waiting], sampling)
+        left = logits if len(waiting) == len(logits) else logits[waiting]
+        ids = _likeliest(left, size)
+        mass = _mass(np.take_along_axis(left, ids, axis=1), top[waiting], sampling)
         cumulated = mass.cumsum(axis=1)
         total = cumulated[:, -1] if size == most else totals[waiting]
         kept = (cumulated - mass < sampling.top_p * total[:, None]).sum(axis=1)

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <future>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "cpu_features.h"
@@ -66,7 +65,7 @@ std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files,
     for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled);
   };
   std::vector<std::future<void>> workers;
-  for (size_t i = 0; i < std::min<size_t>(files.size(), std::max(1U, std::thread::hardware_concurrency())); ++i) {
+  for (size_t i = 0; i < std::min(files.size(), static_cast<size_t>(CoresOfThisProcess())); ++i) {
     workers.push_back(std::async(std::launch::async, work));
   }
   for (std::future<void>& worker : workers) worker.wait();  // all, before one of them throws

@@ -22,12 +22,6 @@ Ort::Value View(const Tensor& tensor) {
   return Ort::Value::CreateTensor(memory, tensor.data, bytes, tensor.shape.data(), tensor.shape.size(), tensor.type);
 }
 
-int CoresOfThisProcess() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
-
 // ONNX Runtime's environment is one a process, and so is its pool; it is never destroyed, because engines of other threads
 // may still run when static objects are.
 const Ort::Env* environment = nullptr;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
@@ -63,6 +57,12 @@ void UseCuda(Ort::SessionOptions& options) {
 }
 
 }  // namespace
+
+int CoresOfThisProcess() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
 
 void UseOnnxRuntime(const std::string& library, uint32_t threads) {
   const std::lock_guard<std::mutex> lock(environment_mutex);

@@ -87,7 +87,11 @@ int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_o
     if (size == most) total = std::accumulate(mass_.begin(), mass_.end(), 0.0);
     double kept_mass = 0.0;
     size_t kept = 0;
-    while (kept < size && kept_mass < options.top_p * total) kept_mass += mass_[kept++];
+    for (double cumulated = 0.0; kept < size; ++kept) {  // compared as Python compares, to the last bit
+      cumulated += mass_[kept];
+      if (!(cumulated - mass_[kept] < options.top_p * total)) break;
+      kept_mass = cumulated;
+    }
     const bool ended = kept < size || size == most;  // what top_p keeps lies within these
     if (!ended && options.top_p < 1) continue;
     const double bound = draw * (ended ? kept_mass : total);
