@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint lint-cpp tidy fuzz links install browser cpp bench clean
+.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser cpp bench clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,10 @@ browser:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	echo "no chromium and chromium-driver: the report's tests will be skipped" >&2
 
+# the turn-around's kernel for runtimes without a compiler; commit what changes
+ptx: install
+	$(BIN)/python -c "from skipdecode.plugins import turnaround; turnaround.write_ptx()"
+
 # what type checkers see of the folders that setuptools maps to one package
 links:
 	rm -rf .typing && mkdir -p .typing/skipdecode
@@ -46,7 +50,7 @@ lint: install links lint-cpp
 	$(BIN)/ruff format --check .
 	MYPYPATH=.typing $(BIN)/mypy -p skipdecode
 
-CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h \
+CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h tests/standin/*.cc \
   plugins/*/*.h plugins/*/*.cu)
 
 lint-cpp:

@@ -14,7 +14,9 @@ def test_the_wheel_holds_every_module_and_every_part_of_the_report(tmp_path: Pat
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".py", ".h", ".cu")) or "/assets/" in name}
+    packed = {
+        name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".py", ".h", ".cu", ".ptx")) or "/assets/" in name
+    }
     tracked = subprocess.run(
         [
             "git",
@@ -25,6 +27,7 @@ def test_the_wheel_holds_every_module_and_every_part_of_the_report(tmp_path: Pat
             "plugins/*.py",
             "plugins/*.h",
             "plugins/*.cu",
+            "plugins/*.ptx",
             "runtime/*/assets/*",
         ],
         cwd=ROOT,

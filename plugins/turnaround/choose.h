@@ -158,15 +158,15 @@ SKD_BOTH int32_t ChooseToken(Row<Block>& row, const SkdSampling& how, int64_t ro
 
 // One row's turn-around; `first` is whether this thread writes the row's state.
 template <class Block>
-SKD_BOTH void TurnAround(Block block, Scratch& scratch, const SkdTurnaround& state, const SkdSampling& how, int32_t index) {
+SKD_BOTH void TurnAround(Block block, Scratch& scratch, const SkdTurnaround& state, int32_t index) {
   const int32_t step = state.steps[index];
   Row<Block> row{block, scratch, state.logits + static_cast<int64_t>(index) * state.vocabulary, state.vocabulary};
   const bool over = state.finished[index] != 0;  // the same in all threads of the block
-  const int64_t token = over ? state.input_ids[index] : ChooseToken(row, how, state.row_ids[index], step);
+  const int64_t token = over ? state.input_ids[index] : ChooseToken(row, *state.sampling, state.row_ids[index], step);
   block.sync();  // everybody has read the state
   if (block.thread() != 0) return;
   if (step < state.max_steps) {
-    state.tokens[static_cast<int64_t>(index) * state.max_steps + step] = token;
+    state.tokens[static_cast<int64_t>(step) * state.rows + index] = token;
     state.steps[index] = step + 1;
   }
   state.input_ids[index] = token;

@@ -30,25 +30,26 @@ struct DeviceBlock {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) TurnAroundKernel(SkdTurnaround state, SkdSampling sampling) {
-  __shared__ Scratch scratch;
-  skipdecode::TurnAround(DeviceBlock{}, scratch, state, sampling, static_cast<int32_t>(blockIdx.x));
-}
-
 #endif
 
 }  // namespace
 
-extern "C" void skd_turnaround_host(const SkdTurnaround* state, const SkdSampling* sampling) {
+extern "C" void skd_turnaround_host(const SkdTurnaround* state) {
   Scratch scratch;
-  for (int32_t row = 0; row < state->rows; ++row) skipdecode::TurnAround(HostBlock{}, scratch, *state, *sampling, row);
+  for (int32_t row = 0; row < state->rows; ++row) skipdecode::TurnAround(HostBlock{}, scratch, *state, row);
 }
 
 #ifdef __CUDACC__
 
-extern "C" int skd_turnaround_launch(const SkdTurnaround* state, const SkdSampling* sampling, void* stream) {
+// Known by its name to those who load the PTX: state->rows blocks of kThreads.
+extern "C" __global__ void __launch_bounds__(kThreads) skd_turnaround_kernel(SkdTurnaround state) {
+  __shared__ Scratch scratch;
+  skipdecode::TurnAround(DeviceBlock{}, scratch, state, static_cast<int32_t>(blockIdx.x));
+}
+
+extern "C" int skd_turnaround_launch(const SkdTurnaround* state, void* stream) {
   if (state->rows == 0) return 0;
-  TurnAroundKernel<<<static_cast<unsigned>(state->rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*state, *sampling);
+  skd_turnaround_kernel<<<static_cast<unsigned>(state->rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*state);
   return static_cast<int>(cudaGetLastError());
 }
 

@@ -23,11 +23,12 @@ typedef struct SkdSampling {
 } SkdSampling;
 
 typedef struct SkdTurnaround {
-  int32_t rows;             // B
-  int32_t vocabulary;       // V, below 2^24
-  int32_t max_steps;        // columns of `tokens`
-  int32_t stop_count;       // of `stop_ids`
-  const float* logits;      // [B, V]
+  int32_t rows;         // B
+  int32_t vocabulary;   // V, below 2^24
+  int32_t max_steps;    // rows of `tokens`
+  int32_t stop_count;   // of `stop_ids`
+  const float* logits;  // [B, V]
+  const SkdSampling* sampling;
   const int64_t* row_ids;   // [B], the caller's row numbers: a row's tokens do not depend on the batch's order
   const int64_t* stop_ids;  // [stop_count]
   int32_t* steps;           // [B], tokens chosen so far; advanced until it reaches max_steps
@@ -35,17 +36,17 @@ typedef struct SkdTurnaround {
   int64_t* position_ids;    // [B], advanced
   int32_t* seqlens_k;       // [B], advanced
   int32_t* finished;        // [B], 0 or 1
-  int64_t* tokens;          // [B, max_steps], written at the row's step
+  int64_t* tokens;          // [max_steps, B], written at the row's step
 } SkdTurnaround;
 
 // Enqueue on `stream` (a cudaStream_t). Returns 0, or a CUDA error number. Only in a library that nvcc has built.
-int skd_turnaround_launch(const SkdTurnaround* state, const SkdSampling* sampling, void* stream);
+int skd_turnaround_launch(const SkdTurnaround* state, void* stream);
 
 // What an error number of skd_turnaround_launch means.
 const char* skd_turnaround_error(int code);
 
 // The same code on host memory, a thread a row: for checks, and where the logits are on the host anyway.
-void skd_turnaround_host(const SkdTurnaround* state, const SkdSampling* sampling);
+void skd_turnaround_host(const SkdTurnaround* state);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,18 @@ class Batch:
         self.stop_ids = np.array(stop_ids, dtype=np.int64)
         self.steps, self.seqlens_k, self.finished = (np.zeros(rows, np.int32) for _ in range(3))
         self.input_ids, self.position_ids = np.zeros(rows, np.int64), np.full(rows, 6, np.int64)
-        self.tokens = np.full((rows, max_steps), -1, np.int64)
-        places = {
-            name: getattr(self, name).ctypes.data for name, kind in turnaround.TurnAround._fields_ if kind is ctypes.c_void_p
-        }
+        self.tokens = np.full((max_steps, rows), -1, np.int64)
+        self.sampling = turnaround.Sampling()
+        names = [name for name, kind in turnaround.TurnAround._fields_ if kind is ctypes.c_void_p and name != "sampling"]
+        places = {name: getattr(self, name).ctypes.data for name in names} | {"sampling": ctypes.addressof(self.sampling)}
         self.state = turnaround.TurnAround(
             rows=rows, vocabulary=vocabulary, max_steps=max_steps, stop_count=len(stop_ids), **places
         )
 
     def turn(self, library: ctypes.CDLL, sampling: Sampling, logits: Array) -> Array:
         self.logits[:] = logits
-        how = turnaround.Sampling.of(sampling)
-        library.skd_turnaround_host(ctypes.byref(self.state), ctypes.byref(how))
+        ctypes.pointer(self.sampling)[0] = turnaround.Sampling.of(sampling)
+        library.skd_turnaround_host(ctypes.byref(self.state))
         return self.input_ids
 
 
@@ -77,21 +78,21 @@ def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int
     for step, logits in enumerate(_logits(rng, rows, vocabulary)):
         expected = choose_tokens(logits, sampling, batch.row_ids, step)
         assert batch.turn(host, sampling, logits).tolist() == expected.tolist(), step
-        assert batch.tokens[:, step].tolist() == expected.tolist()
+        assert batch.tokens[step].tolist() == expected.tolist()
 
 
 def test_it_makes_the_next_steps_inputs(host: ctypes.CDLL) -> None:
     batch = Batch(2, 5, max_steps=3)
     batch.turn(host, Sampling(), np.eye(2, 5, 3, dtype=np.float32))
     assert (batch.input_ids.tolist(), batch.position_ids.tolist(), batch.seqlens_k.tolist()) == ([3, 4], [7, 7], [1, 1])
-    assert batch.steps.tolist() == [1, 1] and batch.tokens.tolist() == [[3, -1, -1], [4, -1, -1]]
+    assert batch.steps.tolist() == [1, 1] and batch.tokens.T.tolist() == [[3, -1, -1], [4, -1, -1]]
 
 
 def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(host: ctypes.CDLL) -> None:
     batch = Batch(2, 6, max_steps=3, stop_ids=(2, 5))
     for likeliest in ([1, 5], [3, 4], [2, 0]):
         batch.turn(host, Sampling(), np.eye(6, dtype=np.float32)[likeliest])
-    assert batch.tokens.tolist() == [[1, 3, 2], [5, 5, 5]]
+    assert batch.tokens.T.tolist() == [[1, 3, 2], [5, 5, 5]]
     assert batch.finished.tolist() == [1, 1] and batch.position_ids.tolist() == [9, 9]
 
 
@@ -99,7 +100,7 @@ def test_it_never_writes_behind_the_last_step(host: ctypes.CDLL) -> None:
     batch = Batch(1, 4, max_steps=2)
     for _ in range(5):
         batch.turn(host, Sampling(), np.eye(1, 4, 1, dtype=np.float32))
-    assert batch.steps.tolist() == [2] and batch.tokens.tolist() == [[1, 1]]
+    assert batch.steps.tolist() == [2] and batch.tokens.T.tolist() == [[1, 1]]
 
 
 def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -112,8 +113,18 @@ def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(t
     assert batch.turn(library, Sampling(), np.eye(1, 4, 2, dtype=np.float32)).tolist() == [2]
     if not Path("/dev/nvidia0").exists():
         library.skd_turnaround_error.restype = ctypes.c_char_p
-        code = library.skd_turnaround_launch(ctypes.byref(batch.state), ctypes.byref(turnaround.Sampling()), None)
+        code = library.skd_turnaround_launch(ctypes.byref(batch.state), None)
         assert code and b"CUDA" in library.skd_turnaround_error(code)
+
+
+def test_the_kernel_that_comes_as_ptx_is_that_of_the_sources(tmp_path: Path) -> None:
+    assert turnaround.PTX.read_text(encoding="utf-8").splitlines()[0] == turnaround.ptx_heading(), "run make ptx"
+    if shutil.which("ptxas") is None:
+        pytest.skip("ptxas is not on the PATH")
+    for architecture in ("75", "86", "89", "90", "120"):
+        command = ["ptxas", f"-arch=sm_{architecture}", str(turnaround.PTX), "-o", str(tmp_path / "kernel.cubin")]
+        subprocess.run(command, check=True)
+        assert turnaround.KERNEL.encode() in (tmp_path / "kernel.cubin").read_bytes()
 
 
 def test_a_missing_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
