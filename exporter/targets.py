@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from skipdecode.engines.tensorrt import LIBRARIES
 from skipdecode.errors import TargetError
-from skipdecode.graph_passes.compile_tensorrt import LIBRARIES, library
+from skipdecode.graph_passes.compile_tensorrt import library
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CHOICES = "choose from cpu, cuda, tensorrt-rtx[:smNN,...], tensorrt"

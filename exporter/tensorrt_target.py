@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from skipdecode import manifest
+from skipdecode import bindings, manifest
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
@@ -21,6 +21,7 @@ from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process, library
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.plan import Plan
@@ -97,8 +98,7 @@ def compile_tensorrt(
     sizes: dict[str, int] = {}
     waiting: list[PlanRequest] = []
     for engine in _engines(graphs, plan, limits, schedule):
-        lowered = engine.graph.clone()
-        ir.passes.Sequential(StaticSlotsPass(slots=engine.slots), NonUnitScalePass(), DropUnusedInputsPass())(lowered)
+        lowered = lower(engine.graph, engine.slots)
         path = f"{folder}/{engine.name}.plan"
         sizes[path] = weight_bytes(lowered.graph)
         source = partial / GRAPHS / f"lowered_{engine.name}.onnx"  # beside the weights that it refers to
@@ -128,22 +128,40 @@ def compile_tensorrt(
 
 def _engines(graphs: StandardGraphs, plan: Plan, limits: manifest.Limits, schedule: Schedule) -> list[_Engine]:
     """All engines, the largest (the segments) first."""
-    rows, chunk = limits.max_batch, min(PREFILL_CHUNK, limits.max_length)
-    decode = Profile(batch=(1, 1, rows), tokens=(1, 1, 1))
-    prefill = Profile(batch=(1, 1, 1), tokens=(1, min(128, chunk), chunk))
-    slots = static_slots(schedule, limits.max_length)
+    decode = Profile(batch=(1, 1, limits.max_batch), tokens=(1, 1, 1))
+    slots = static_slots(schedule, limits.max_length, _slot_bytes(graphs.layers[0]))
     engines = []
     for index, layers in enumerate(plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
         graph = stitch([graphs.layers[layer] for layer in layers], name=f"layers_{layers[0]:03d}_{layers[-1]:03d}")
-        engines.append(
-            _Engine(name=f"segment_{index:03d}", graph=graph, slots=slots[layers[0]], profiles=(decode, prefill))
-        )  # fmt: skip
+        most = slots[layers[0]]  # an absolute anchor may leave an upper layer fewer slots than a pass has tokens
+        profiles = (decode, _prompt_profile(min(PREFILL_CHUNK, most)))
+        engines.append(_Engine(name=f"segment_{index:03d}", graph=graph, slots=most, profiles=profiles))
     return [
         *engines,
-        _Engine(name="embed", graph=graphs.embed, slots=0, profiles=(decode, prefill)),
+        _Engine(name="embed", graph=graphs.embed, slots=0, profiles=(decode, _prompt_profile(PREFILL_CHUNK))),
         _Engine(name="head", graph=graphs.head, slots=0, profiles=(decode,)),
     ]
+
+
+def _prompt_profile(tokens: int) -> Profile:
+    return Profile(batch=(1, 1, 1), tokens=(1, min(128, tokens), tokens))
+
+
+def lower(graph: ir.Model, slots: int) -> ir.Model:
+    """What the library is given of a standard graph, whose KV buffers have `slots`."""
+    lowered = graph.clone()
+    passes = [StaticSlotsPass(slots=slots), NonUnitScalePass(), DropUnusedInputsPass()]
+    ir.passes.Sequential(*passes, *([FloatLogitsPass()] if graph.graph.name == "head" else []))(lowered)
+    return lowered
+
+
+def _slot_bytes(layer: ir.Model) -> int:
+    past = next(value for value in layer.graph.inputs if str(value.name).startswith(bindings.PAST_KEY))
+    assert past.shape is not None
+    kv_heads, head_size = past.shape[1], past.shape[3]
+    assert isinstance(kv_heads, int) and isinstance(head_size, int)
+    return 2 * kv_heads * head_size  # fp16 and bf16
 
 
 def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:

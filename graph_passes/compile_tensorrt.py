@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
-LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
 Range = tuple[int, int, int]  # least, most likely, most
 
 
@@ -68,17 +68,12 @@ class EngineLayer:
 
 
 def library(target: str) -> Any:
-    """The Python package of a TensorRT target.
+    """The Python package of a TensorRT target, to build with.
 
     Raises:
-        TargetError: not installed.
+        TargetError: it or polygraphy is not installed.
     """
-    package = LIBRARIES[target]
-    try:
-        module = importlib.import_module(package)
-    except ImportError as error:
-        remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
-        raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+    module = tensorrt.library(target)
     if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `_polygraphy`
         raise TargetError(f"target {target} needs the Python package polygraphy", "pip install polygraphy", where="--target")
     return module
@@ -91,7 +86,7 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
         TargetError: the parser or the builder refused the graph, or took it in a way that gives wrong results.
     """
     trt = library(request.target)
-    log = _log_of(trt)
+    log = tensorrt.log_of(trt)
     where = Path(request.plan).name
     try:
         builder = trt.Builder(log)
@@ -137,31 +132,8 @@ def _polygraphy(target: str) -> tuple[Any, type[Exception]]:
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(target == "tensorrt-rtx"))
     backend = importlib.import_module("polygraphy.backend.trt")
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
-    logger.module_severity = logger.CRITICAL + 1  # what matters of it is in `_log_of`
+    logger.module_severity = logger.CRITICAL + 1  # what matters of it is in its own log
     return backend, importlib.import_module("polygraphy.exception").PolygraphyException
-
-
-def _log_of(trt: Any) -> Any:
-    """A logger that keeps what the library says; its base class is known only once the library is."""
-
-    class Log(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-            self.warnings: list[str] = []
-            self.verbose: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            kinds = {trt.ILogger.Severity.WARNING: self.warnings, trt.ILogger.Severity.VERBOSE: self.verbose}
-            errors = severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR)
-            (self.errors if errors else kinds.get(severity, self.verbose)).append(message)
-
-        def first_error(self) -> str:
-            # without a GPU every error is followed by one of the driver, which is not the reason
-            reasons = [message for message in self.errors if "Cuda Runtime" not in message]
-            return (reasons or self.errors or ["no reason given"])[0][:300]
-
-    return Log()
 
 
 def _check_network(network: Any, trt: Any, where: str) -> None:

@@ -14,7 +14,8 @@ from skipdecode.errors import (
     SkipDecodeError,
     TargetError,
 )
-from skipdecode.generate import Generation, Generator, Row, Step, Timings, load
+from skipdecode.generate import Generator, load
+from skipdecode.generation import Generation, Row, Step, Timings
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, Schedule
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import ge
 from typing import Any
 
 import numpy as np
 
 from skipdecode import bindings as names
-from skipdecode.engines.ort import OrtEngine
+from skipdecode.device import Call
+from skipdecode.engines import Engine, Engines
+from skipdecode.errors import CapacityError
 from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
 from skipdecode.manifest import Model
-from skipdecode.memory import Array, Memory
+from skipdecode.memory import Array, HostMemory
 from skipdecode.schedule import Anchor, Schedule
 
 PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
@@ -20,21 +23,21 @@ _PADDING = 4  # tokens that a row may be padded by: a pass of its own costs as m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
-    """The loaded engines of one target."""
+class Route:
+    """What one step runs."""
 
-    embed: OrtEngine
-    segments: tuple[tuple[tuple[int, ...], OrtEngine], ...]  # (layers, engine), lowest first
-    head: OrtEngine
-    memory: Memory  # what they read and write
+    calls: tuple[Call, ...]  # embedding, segments on their rows, lowest first, head
+    deepest: int  # layers that the deepest row computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
-    """What one step climbs."""
+class _Piece:
+    """Some tokens of a pass over prompts, what engines are told of them."""
 
-    climbs: tuple[Callable[[], None], ...]  # segments on their rows, lowest first
-    deepest: int  # layers that the deepest row computes
+    tokens: slice  # of each row
+    positions: Array  # [B,S] int64
+    seqlens_k: Array  # [B] int32
+    total: Array  # [1] int32, on the host
 
 
 class Decoder:
@@ -47,6 +50,10 @@ class Decoder:
         prompt_lengths: tokens of each row's prompt, never rising.
         new: decode steps there is room for.
         prefill_chunk: prompt tokens a pass.
+
+    Attributes:
+        logits: [B,V] float32, of the next tokens, on the host.
+        bound: ids [B,1], positions [B,1], `seqlens_k` [B] and logits [B,V] as engines see them, by their names in `bindings`.
     """
 
     def __init__(
@@ -58,32 +65,54 @@ class Decoder:
         new: int,
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
-        assert list(prompt_lengths) == sorted(prompt_lengths, reverse=True)
         rows = len(prompt_lengths)
         self.schedule = schedule
         self.memory = memory = engines.memory
-        self.kv = KVBuffer(model, rows, slots_per_layer(schedule, max(prompt_lengths), new), memory)
-        self.logits: FloatArray = np.zeros((rows, model.vocab_size), dtype=np.float32)
-        self._engines, self._model, self._prefill_chunk = engines, model, prefill_chunk
+        self._engines, self._model = engines, model
+        self._prefill_chunk = min(prefill_chunk, engines.most_prompt_tokens or prefill_chunk)
+        self.slots = self.slots_for(max(prompt_lengths), new)
+        self.kv = KVBuffer(model, rows, self.slots, memory)
         self._step = 0
         self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._seqlens_k = np.zeros(rows, dtype=np.int32)
         self._totals = np.zeros(rows, dtype=np.int32)
+        self._most_totals = [np.array([self.slots[layers[0]]], dtype=np.int32) for layers, _ in engines.segments]
         self._hidden = memory.floats((rows, 1, model.hidden_size))
-        ids, send_ids = memory.twin(self._ids)
-        self._bound_positions, send_positions = memory.twin(self._positions)
-        self._bound_seqlens_k, send_seqlens_k = memory.twin(self._seqlens_k)
-        self._sends = [send for send in (send_ids, send_positions, send_seqlens_k) if send is not None]
-        self._last, _ = memory.twin(np.zeros(rows, dtype=np.int64))
-        self._bound_logits, self._receive = memory.result(self.logits)
-        self._embed = engines.embed.bind(
-            {names.INPUT_IDS: ids, names.POSITION_IDS: self._bound_positions}, {names.HIDDEN: self._hidden}
-        )
-        self._head = engines.head.bind({names.HIDDEN: self._hidden, names.LAST: self._last}, {names.LOGITS: self._bound_logits})
-        self._climbs: dict[tuple[int, int], Callable[[], None]] = {}
-        self._routes: dict[int | bytes, _Route] = {}
+        self.bound: dict[str, Array] = {}
+        self._sends: list[Call] = []
+        for name, array in (
+            (names.INPUT_IDS, self._ids), (names.POSITION_IDS, self._positions), (names.SEQLENS_K, self._seqlens_k),
+        ):  # fmt: skip
+            self.bound[name], send = memory.twin(array)
+            self._sends += [send] if send is not None else []
+        self._last: Array = memory.twin(np.zeros(rows, dtype=np.int64))[0]
+        self.logits: FloatArray
+        self._receive: Call | None
+        self.logits, self.bound[names.LOGITS], self._receive = memory.result((rows, model.vocab_size), np.float32)
+        inputs = {name: self.bound[name] for name in (names.INPUT_IDS, names.POSITION_IDS)}
+        self._embed = engines.embed.bind(inputs, {names.HIDDEN: self._hidden})
+        top = {names.HIDDEN: self._hidden, names.LAST: self._last}
+        self._head = engines.head.bind(top, {names.LOGITS: self.bound[names.LOGITS]})
+        self._climbs: dict[tuple[int, int], Call] = {}
+        self._routes: dict[int | bytes, Route] = {}
+
+    def slots_for(self, prompt: int, new: int) -> tuple[int, ...]:
+        """Slots of each layer that prompts of at most `prompt` tokens and `new` more take.
+
+        Raises:
+            CapacityError: more than engines of fixed buffers have.
+        """
+        fixed, needed = self._engines.slots, slots_per_layer(self.schedule, prompt, new)
+        if fixed is None:
+            return needed
+        if not all(map(ge, fixed, needed)):
+            raise CapacityError(
+                f"the plans' KV buffers have {', '.join(map(str, sorted({*fixed})))} slots, this run takes {max(needed)}",
+                "ask for fewer tokens, or export the model with that schedule",
+            )
+        return tuple(count and most for count, most in zip(needed, fixed, strict=True))
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run every row's prompt: its keys and values are in the KV buffer then, and the next tokens' logits in `logits`.
@@ -92,13 +121,19 @@ class Decoder:
         so that activations do not grow with P x P.
 
         Args:
-            prompts: token ids of each row, of the lengths that the decoder was made for.
+            prompts: token ids of each row, no longer than the decoder was made for and never longer than the row before.
         """
-        lengths = [len(prompt) for prompt in prompts]
-        for rows in _passes(lengths, self._prefill_chunk if self._prefills_whole(lengths[0]) else 1):
-            self._prefill_rows(rows, prompts[rows])
+        self.enqueue_prefill(prompts)
         if self._receive is not None:
             self._receive()
+
+    def enqueue_prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """As `prefill`, but the logits stay where the engines leave them."""
+        lengths = [len(prompt) for prompt in prompts]
+        assert lengths == sorted(lengths, reverse=True)
+        for rows in _passes(lengths, self._prefill_chunk if self._shares_passes(lengths[0]) else 1):
+            self._prefill_rows(rows, prompts[rows])
+        self._step = 0
         self.kv.lengths[:] = lengths
 
     def decode_step(self, tokens: IntArray) -> int:
@@ -107,29 +142,35 @@ class Decoder:
         Returns:
             How many layers the deepest row computed.
         """
-        route = self._route()
+        route = self.route()
         self._ids[:, 0] = tokens
-        self._positions[:, 0] = self._seqlens_k[:] = self.kv.lengths
+        self.send_lengths()
+        for call in route.calls:
+            call()
+        if self._receive is not None:
+            self._receive()
+        self.advance()
+        return route.deepest
+
+    def send_lengths(self, offset: int = 0) -> None:
+        """Tell the engines each row's position: its length plus `offset`."""
+        self._positions[:, 0] = self._seqlens_k[:] = self.kv.lengths + offset
         self._totals[:] = self.kv.lengths + 1
         for send in self._sends:
             send()
-        self._embed()
-        for climb in route.climbs:
-            climb()
-        self._head()
-        if self._receive is not None:
-            self._receive()
+
+    def advance(self) -> None:
+        """Count a step that was run."""
         self.kv.lengths += 1
         self._step += 1
-        return route.deepest
 
     def rewind(self, position: int, length: int) -> None:
         """Make the next decode step the one at `position`, on rows of `length` valid tokens: for measuring one step again."""
         self._step = position
         self.kv.lengths[:] = length
 
-    def _route(self) -> _Route:
-        """This step's route, found once for each combination of layer counts (a search a segment and step took half the loop)."""
+    def route(self) -> Route:
+        """The next step's route, found once for each combination of layer counts: the search took half the loop's time."""
         if self.schedule.anchor is Anchor.GENERATED:
             count = self.schedule.layers_at(self._step)
             return self._routes.get(count) or self._new_route(count, np.full(len(self._ids), count))
@@ -137,11 +178,11 @@ class Decoder:
         key = counts.tobytes()
         return self._routes.get(key) or self._new_route(key, counts)
 
-    def _new_route(self, key: int | bytes, counts: IntArray) -> _Route:
+    def _new_route(self, key: int | bytes, counts: IntArray) -> Route:
         """`counts` [B]: how many layers each row computes in this step, never falling from row to row."""
         starts = np.searchsorted(counts, self._needed).tolist()
-        climbs = tuple(self._climb(index, start) for index, start in enumerate(starts) if start < len(counts))
-        self._routes[key] = _Route(climbs=climbs, deepest=int(counts[-1]))
+        climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(counts)]
+        self._routes[key] = Route(calls=(self._embed, *climbs, self._head), deepest=int(counts[-1]))
         return self._routes[key]
 
     def _prefilled_positions(self, layer: int, length: int) -> int:
@@ -149,60 +190,78 @@ class Decoder:
         cap = self.schedule.cap(layer) if self.schedule.anchor is Anchor.ABSOLUTE else None
         return length if cap is None else min(cap, length)
 
-    def _prefills_whole(self, length: int) -> bool:
-        """Whether every layer computes all of a prompt's `length` positions, so that rows can lie one after another."""
-        return all(self._prefilled_positions(layers[0], length) == length for layers, _ in self._engines.segments)
+    def _shares_passes(self, length: int) -> bool:
+        """Whether rows can lie one after another: every layer computes all of a prompt's `length` positions."""
+        segments = self._engines.segments
+        whole = all(self._prefilled_positions(layers[0], length) == length for layers, _ in segments)
+        return whole and self._engines.most_prompt_tokens is None
 
     def _prefill_rows(self, rows: slice, prompts: Sequence[Sequence[int]]) -> None:
         """One pass over some rows' prompts, padded to the longest, which is the first; one row alone goes in chunks."""
-        count, length, width, memory = len(prompts), len(prompts[0]), self._model.hidden_size, self.memory
+        count, length, memory = len(prompts), len(prompts[0]), self.memory
         padded: IntArray = np.zeros((count, length), dtype=np.int64)
         for line, prompt in zip(padded, prompts, strict=True):
             line[: len(prompt)] = prompt
         last: IntArray = np.array([len(prompt) - 1 for prompt in prompts])
-        ids, positions, bound_last = (memory.twin(array)[0] for array in (padded, np.tile(np.arange(length), (count, 1)), last))
-        hidden = memory.floats((count * length, width))
-        whole = hidden.reshape(count, length, width)
-        self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: positions}, {names.HIDDEN: whole})()
-        for index, (layers, _) in enumerate(self._engines.segments):
-            computed = count * self._prefilled_positions(layers[0], length)
-            self._prefill_segment(index, rows, hidden[:computed], positions.reshape(count * length)[:computed], last)
-        top = {names.HIDDEN: whole, names.LAST: bound_last}
-        self._engines.head.bind(top, {names.LOGITS: self._bound_logits[rows]})()
+        hidden = memory.floats((count * length, self._model.hidden_size))
+        step = length if count > 1 else self._prefill_chunk
+        pieces = [self._piece(slice(start, min(start + step, length)), last) for start in range(0, length, step)]
+        for piece in pieces:
+            part = hidden[count * piece.tokens.start : count * piece.tokens.stop].reshape(count, -1, self._model.hidden_size)
+            ids, _ = memory.twin(padded[:, piece.tokens])
+            self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: piece.positions}, {names.HIDDEN: part})()
+        for index in range(len(self._engines.segments)):
+            self._prefill_segment(index, rows, hidden, pieces)
+        if count == 1:  # its last token alone
+            top: dict[str, Array] = {names.HIDDEN: hidden[length - 1 :].reshape(1, 1, -1), names.LAST: self._last[:1]}
+        else:
+            top = {names.HIDDEN: hidden.reshape(count, length, -1), names.LAST: memory.twin(last)[0]}
+        self._engines.head.bind(top, {names.LOGITS: self.bound[names.LOGITS][rows]})()
 
-    def _prefill_segment(self, index: int, rows: slice, hidden: Any, positions: Any, last: IntArray) -> None:
-        """Segment `index` on the prompts of B rows: `hidden` [B*S,H] in place, `positions` [B*S], `last` [B] of valid ones."""
+    def _piece(self, tokens: slice, last: IntArray) -> _Piece:
+        positions, _ = self.memory.twin(np.tile(np.arange(tokens.start, tokens.stop), (len(last), 1)))
+        seqlens_k, _ = self.memory.twin(np.minimum(last, tokens.stop - 1).astype(np.int32))
+        return _Piece(tokens=tokens, positions=positions, seqlens_k=seqlens_k, total=np.array([tokens.stop], dtype=np.int32))
+
+    def _prefill_segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
+        """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
         layers, engine = self._engines.segments[index]
-        memory, model, count = self.memory, self._model, len(last)
-        length = hidden.shape[0] // count
-        shape = (count, model.num_kv_heads, length, model.head_size)
+        memory, model, count = self.memory, self._model, rows.stop - rows.start
+        length, width = hidden.shape[0] // count, model.hidden_size
+        slots = length if self._engines.slots is None else self._engines.slots[layers[0]]
+        shape = (count, model.num_kv_heads, slots, model.head_size)
         # a layer that no decode step computes has no slots: its prompt's keys and values live for this call only
         buffers = [
             self.kv.rows(layer, rows) if self.kv.has(layer) else (memory.floats(shape), memory.floats(shape)) for layer in layers
         ]
-        step = length if count > 1 else self._prefill_chunk
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            part = hidden[count * start : count * stop].reshape(count, stop - start, model.hidden_size)
-            seqlens_k, _ = memory.twin(np.minimum(last, stop - 1).astype(np.int32))
+        computed = self._prefilled_positions(layers[0], length)
+        for piece in pieces:
+            start, stop = piece.tokens.start, min(piece.tokens.stop, computed)
+            if start >= stop:
+                return
+            if stop < piece.tokens.stop:
+                piece = self._piece(slice(start, stop), np.array([length - 1]))
+            part = hidden[count * start : count * stop].reshape(count, stop - start, width)
             inputs: dict[str, Array] = {
                 names.HIDDEN: part,
-                names.POSITION_IDS: positions[count * start : count * stop].reshape(count, stop - start),
-                names.SEQLENS_K: seqlens_k,
-                names.TOTAL_SEQUENCE_LENGTH: np.array([stop], dtype=np.int32),
+                names.POSITION_IDS: piece.positions,
+                names.SEQLENS_K: piece.seqlens_k,
+                names.TOTAL_SEQUENCE_LENGTH: piece.total,
             }
             _bind_segment(engine, layers, inputs, part, buffers)()
 
-    def _climb(self, index: int, start: int) -> Callable[[], None]:
+    def _climb(self, index: int, start: int) -> Call:
         """Segment `index` on rows `start ..`, bound when first needed."""
         if (index, start) not in self._climbs:
             layers, engine = self._engines.segments[index]
             hidden = self._hidden[start:]
+            # of the suffix's longest row, always on the host; a device's step must not wait for the host, so there it is the most
+            total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._most_totals[index]
             inputs: dict[str, Array] = {
                 names.HIDDEN: hidden,
-                names.POSITION_IDS: self._bound_positions[start:],
-                names.SEQLENS_K: self._bound_seqlens_k[start:],
-                names.TOTAL_SEQUENCE_LENGTH: self._totals[start : start + 1],  # of the suffix's longest row; always on the host
+                names.POSITION_IDS: self.bound[names.POSITION_IDS][start:],
+                names.SEQLENS_K: self.bound[names.SEQLENS_K][start:],
+                names.TOTAL_SEQUENCE_LENGTH: total,
             }
             buffers = [self.kv.rows(layer, slice(start, None)) for layer in layers]
             self._climbs[index, start] = _bind_segment(engine, layers, inputs, hidden, buffers)
@@ -221,12 +280,12 @@ def _passes(lengths: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def _bind_segment(
-    engine: OrtEngine,
+    engine: Engine,
     layers: tuple[int, ...],
     inputs: Mapping[str, Array],
     hidden: Array,
     buffers: Sequence[tuple[Array, Array]],
-) -> Callable[[], None]:
+) -> Call:
     """Bind a segment; hidden state and KV buffer are read and written in place."""
     bound: dict[str, Array] = dict(inputs)
     outputs: dict[str, Array] = {names.HIDDEN_OUT: hidden}

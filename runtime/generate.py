@@ -4,69 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from operator import ge
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from skipdecode import manifest as manifests
 from skipdecode.decoder import PREFILL_CHUNK, Decoder
+from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
+from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings
 from skipdecode.kv_buffer import IntArray
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines
 from skipdecode.text import Tokenizer
 from skipdecode.trace import Trace, span
-
-
-class Streamer(Protocol):
-    """What transformers' streamers are: given tokens as they come."""
-
-    def put(self, value: Any) -> None: ...
-
-    def end(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one pass gave: the prefill's tokens first, then one step after another."""
-
-    token_ids: tuple[int | None, ...]  # a row each; None for rows that have ended
-    layers: int | None  # what this decode step computed (its deepest row); None for the prefill
-
-
-@dataclass(slots=True)
-class Row:
-    """One row: its ids and its reason to stop."""
-
-    prompt_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    text: str | None = None  # of token_ids; None where the bundle has no tokenizer
-    finish_reason: str | None = None  # length, stop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
-    """Seconds, and generated tokens of all rows per second of prefill and decode."""
-
-    load_s: float
-    prefill_s: float
-    decode_s: float
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """What `generate` gives."""
-
-    sequences: tuple[Row, ...]
-    layers: tuple[int, ...]  # layers[i]: what decode step i computed
-    timings: Timings
-
-
-Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
 class Generator:
@@ -84,12 +38,13 @@ class Generator:
         threads: int | None = None,
         check_hashes: bool = False,
         prefill_chunk: int = PREFILL_CHUNK,
+        cuda_graphs: bool = True,
         trace: Trace | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise CapacityError(f"{prefill_chunk} is not a positive count", "choose 1 or more", where="--prefill-chunk")
         started = time.perf_counter()
-        self._prefill_chunk, self._trace = prefill_chunk, trace
+        self._prefill_chunk, self._cuda_graphs, self._trace = prefill_chunk, cuda_graphs, trace
         self.path = bundle
         self.manifest = manifests.read(bundle)
         if check_hashes:
@@ -99,6 +54,7 @@ class Generator:
         self.tokenizer = Tokenizer.of(bundle)
         self.load_s = time.perf_counter() - started
         self._prefill_s = 0.0
+        self._kept_loop: DeviceLoop | None = None
 
     def generate(
         self,
@@ -158,27 +114,63 @@ class Generator:
         """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come."""
         chosen = self._schedule(schedule)
         self._check(rows, max_new_tokens)
-        stop_ids = frozenset() if ignore_eos else frozenset(self.manifest.model.eos_token_ids)
+        stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
         ordered = [rows[row] for row in order]
+        on_host = self._engines.turn_around is None or self._trace is not None  # a trace wants each step waited for
+        tokens = self._host_tokens if on_host else self._device_tokens
+        prompts = [row.prompt_ids for row in ordered]
+        for step, (chosen_tokens, layers) in enumerate(tokens(prompts, max_new_tokens, sampling, order, chosen, stop_ids)):
+            for row, token in zip(ordered, chosen_tokens.tolist(), strict=True):
+                _append(row, token, stop_ids, max_new_tokens)
+            yield Step(token_ids=tuple(_newest(row, step) for row in rows), layers=layers)
+            if all(row.finish_reason for row in rows):
+                return
+
+    def _host_tokens(
+        self, prompts: list[list[int]], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, _: Sequence[int]
+    ) -> Iterator[tuple[IntArray, int | None]]:
+        """Each step's tokens, chosen on the host, and its layers; None: the prompts'."""
         started = time.perf_counter()
-        decoder = self.decoder([len(row.prompt_ids) for row in ordered], max_new_tokens, chosen)
+        decoder = self.decoder([len(prompt) for prompt in prompts], new, schedule)
         with span(self._trace, "prefill"):
-            decoder.prefill([row.prompt_ids for row in ordered])
+            decoder.prefill(prompts)
         self._prefill_s = time.perf_counter() - started
         layers: int | None = None
         tokens: IntArray = np.zeros(0, dtype=np.int64)
-        for step in range(max_new_tokens):
+        for step in range(new):
             if step:
                 with span(self._trace, "decode step") as facts:
                     facts["layers"] = layers = decoder.decode_step(tokens)
             with span(self._trace, "choose tokens"):
                 tokens = choose_tokens(decoder.logits, sampling, order, step)
-            for row, token in zip(ordered, tokens.tolist(), strict=True):
-                _append(row, token, stop_ids, max_new_tokens)
-            yield Step(token_ids=tuple(_newest(row, step) for row in rows), layers=layers)
-            if all(row.finish_reason for row in rows):
-                return
+            yield tokens, layers
+
+    def _device_tokens(
+        self, prompts: list[list[int]], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, stop_ids: Sequence[int]
+    ) -> Iterator[tuple[IntArray, int | None]]:
+        """The same, chosen on the device."""
+        started = time.perf_counter()
+        loop = self._loop([len(prompt) for prompt in prompts], new, schedule)
+        for tokens, layers in loop.tokens(prompts, new, sampling, order, stop_ids):
+            if layers is None:
+                self._prefill_s = time.perf_counter() - started
+            yield tokens, layers
+
+    def _loop(self, prompt_lengths: list[int], new: int, schedule: Schedule) -> DeviceLoop:
+        """The last loop, with its buffers and graphs, where it has room for this; else a new one."""
+        kept, rows, longest = self._kept_loop, len(prompt_lengths), max(prompt_lengths)
+        if kept is not None and (len(kept.decoder.kv.lengths), kept.decoder.schedule) == (rows, schedule):
+            fits = all(map(ge, kept.decoder.slots, kept.decoder.slots_for(longest, new)))
+            if fits and new <= kept.max_steps:
+                return kept
+        kept = self._kept_loop = None  # its memory is free before more is taken
+        assert self._engines.turn_around is not None
+        self._kept_loop = DeviceLoop(
+            self.decoder(prompt_lengths, new, schedule), self._engines.turn_around,
+            stop_count=len(self.manifest.model.eos_token_ids), max_steps=new, graphs=self._cuda_graphs,
+        )  # fmt: skip
+        return self._kept_loop
 
     def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
         """A decoder of this bundle's engines, to go step by step; `Decoder`'s arguments, schedule None for the bundle's."""
@@ -252,29 +244,32 @@ def load(
     threads: int | None = None,
     check_hashes: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
+    cuda_graphs: bool = True,
     trace: Trace | None = None,
 ) -> Generator:
     """Load a bundle that `skip-export` wrote.
 
     Args:
         bundle: its folder.
-        target: where its engines run: cpu, cuda; None: cpu, or cuda where the bundle has no cpu engines.
+        target: where its engines run: cpu, cuda, tensorrt-rtx, tensorrt; None: cpu, or where it has none, the bundle's first.
         threads: of the process's one pool; None: one a core. The first load of a process decides.
         check_hashes: also compare every file's SHA-256 (reads the whole bundle).
         prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.
+        cuda_graphs: on a GPU, whether a step is replayed as one CUDA graph; False: its calls are made one by one.
         trace: collects what all its runs spend their time on; `Trace.write` ends it.
 
     Raises:
         BundleError: missing, damaged, or of another format version.
-        TargetError: no such target, one that this version does not run, or engines of another library version or CPU.
+        TargetError: no such target, or engines of another library version, CPU or GPU.
         CapacityError: a chunk of no tokens.
     """
     return Generator(
-        Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk, trace=trace
-    )
+        Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk,
+        cuda_graphs=cuda_graphs, trace=trace,
+    )  # fmt: skip
 
 
-def _append(row: Row, token: int, stop_ids: frozenset[int], max_new_tokens: int) -> None:
+def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> None:
     if row.finish_reason is not None:
         return
     row.token_ids.append(token)

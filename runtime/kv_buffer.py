@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Model
 from skipdecode.memory import Memory
 from skipdecode.schedule import Anchor, Schedule
 
+# TensorRT-RTX 1.7.1 builds no two layers for prompts of at most 32 tokens a pass, and a pass has no more tokens than slots
+LEAST_SLOTS = 64
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -25,14 +29,21 @@ def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...
     return tuple(0 if cap == 0 else prompt + min(new, new if cap is None else cap) for cap in caps)
 
 
-def static_slots(schedule: Schedule, max_length: int) -> tuple[int, ...]:
+def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[int, ...]:
     """Slots that each layer needs for any run of at most `max_length` tokens: what engines with static buffers are built for.
 
     A layer that no decode step computes has buffers too, which a prompt's keys and values pass through.
+
+    Args:
+        slot_bytes: of a slot's keys, KVH x D. There may be some slots more, so that each row's begin at an aligned address.
+
+    Returns:
+        At least LEAST_SLOTS each.
     """
-    if schedule.anchor is not Anchor.ABSOLUTE:
-        return (max_length,) * schedule.num_layers
-    return tuple(slots or max_length for slots in slots_per_layer(schedule, 0, max_length))
+    absolute = schedule.anchor is Anchor.ABSOLUTE
+    needed = slots_per_layer(schedule, 0, max_length) if absolute else (max_length,) * schedule.num_layers
+    step = ALIGNMENT // math.gcd(ALIGNMENT, slot_bytes)
+    return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in needed)
 
 
 class KVBuffer:

@@ -1,4 +1,4 @@
-"""Where an engine's arrays live: on the host, as numpy arrays, or on a device that ONNX Runtime reaches.
+"""Where an engine's arrays live: on the host, as numpy arrays, or on a device.
 
 Both kinds of memory hand out arrays that can be sliced along their first axis and reshaped, at fixed addresses. What Python
 writes (token ids, positions, lengths) has a twin on the device: the same array on the host, a copy that is sent elsewhere.
@@ -7,16 +7,13 @@ writes (token ids, positions, lengths) has a twin on the device: the same array 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
-from skipdecode.errors import CapacityError
+from skipdecode.device import Block, Call, Device, HostArray
 
-HostArray = np.ndarray[Any, np.dtype[Any]]
 _BFLOAT16 = 16  # ONNX's number of it; numpy has no such dtype
 _FLOATS: dict[str, tuple[Any, Any]] = {  # dtype -> (as ONNX Runtime takes it, of the same size in numpy)
     "float32": (np.float32, np.float32),
@@ -29,8 +26,8 @@ _FLOATS: dict[str, tuple[Any, Any]] = {  # dtype -> (as ONNX Runtime takes it, o
 class DeviceArray:
     """A contiguous array, or a part of one, on a device."""
 
-    owner: Any  # the OrtValue that keeps the memory
-    device: str
+    owner: Any  # keeps the memory
+    device: str  # as ONNX Runtime calls it
     pointer: int
     shape: tuple[int, ...]
     element_type: Any  # a numpy type, or ONNX's number of one
@@ -49,9 +46,15 @@ class DeviceArray:
         return self._like(self.pointer + offset, (max(0, stop - start), *self.shape[1:]))
 
     def reshape(self, *shape: int) -> DeviceArray:
-        """The same memory in another shape."""
-        assert math.prod(shape) == math.prod(self.shape), f"{self.shape} is not {shape}"
-        return self._like(self.pointer, shape)
+        """The same memory in another shape; one size may be -1, as numpy's."""
+        known = math.prod(size for size in shape if size != -1)
+        whole = tuple(math.prod(self.shape) // known if size == -1 else size for size in shape)
+        assert math.prod(whole) == math.prod(self.shape), f"{self.shape} is not {shape}"
+        return self._like(self.pointer, whole)
+
+    def moved(self, block: Block) -> DeviceArray:
+        """An array of the same shape and type in other memory, whose contents it does not set."""
+        return replace(self, owner=block, pointer=block.pointer)
 
     def _like(self, pointer: int, shape: tuple[int, ...]) -> DeviceArray:
         return replace(self, pointer=pointer, shape=shape)
@@ -67,13 +70,14 @@ class HostMemory:
         """Zeros of the engines' float type."""
         return np.zeros(shape, dtype=np.float32)
 
-    def twin(self, array: HostArray) -> tuple[Any, Callable[[], None] | None]:
+    def twin(self, array: HostArray) -> tuple[Any, Call | None]:
         """`array` as engines see it, and what makes them see what was written to it since; None where nothing need be done."""
         return array, None
 
-    def result(self, array: HostArray) -> tuple[Any, Callable[[], None] | None]:
-        """The same for an array that an engine writes, and what brings it back."""
-        return array, None
+    def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, Any, Call | None]:
+        """An array that an engine writes: as the host sees it, as engines do, and what brings it to the host."""
+        array: HostArray = np.zeros(shape, dtype)
+        return array, array, None
 
     def to_host(self, array: Any) -> HostArray:
         """An array of `floats`, in fp32."""
@@ -84,12 +88,11 @@ class DeviceMemory:
     """Memory of one device.
 
     Args:
-        device: `cuda`; `cpu` is a device too, on which engines made for another can be checked.
         dtype: of the engines' floats: float16, bfloat16.
     """
 
-    def __init__(self, device: str, dtype: str) -> None:
-        self._device, self._dtype = device, dtype
+    def __init__(self, device: Device, dtype: str) -> None:
+        self.device, self._dtype = device, dtype
 
     def floats(self, shape: tuple[int, ...]) -> DeviceArray:
         """Zeros of the engines' float type.
@@ -98,43 +101,37 @@ class DeviceMemory:
             CapacityError: the device has not this much memory.
         """
         element_type, stored = _FLOATS[self._dtype]
-        return self._array(np.zeros(shape, dtype=stored), element_type)
+        return self._array(shape, element_type, np.dtype(stored).itemsize)
 
-    def twin(self, array: HostArray) -> tuple[Any, Callable[[], None] | None]:
+    def twin(self, array: HostArray) -> tuple[DeviceArray, Call]:
         """As `HostMemory.twin`."""
-        twin = self._array(array, array.dtype.type)
-        return twin, lambda: twin.owner.update_inplace(array)
+        twin = self._array(array.shape, array.dtype.type, array.itemsize)
 
-    def result(self, array: HostArray) -> tuple[Any, Callable[[], None] | None]:
+        def send() -> None:
+            self.device.send(twin.pointer, array)
+
+        send()
+        return twin, send
+
+    def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, DeviceArray, Call]:
         """As `HostMemory.result`."""
-        twin = self._array(array, array.dtype.type)
-
-        def receive() -> None:
-            array[...] = twin.owner.numpy()
-
-        return twin, receive
+        array = self.device.mirror(shape, dtype)
+        twin = self._array(shape, dtype, array.itemsize)
+        return array, twin, lambda: self.device.fetch(twin.pointer, array)()
 
     def to_host(self, array: DeviceArray) -> HostArray:
-        """An array of `floats`, in fp32. Copies the whole of what `array` is a part of: for checks, not for loops."""
-        whole = array.owner.numpy().reshape(-1)
-        first = (array.pointer - array.owner.data_ptr()) // array.itemsize
-        part = whole[first : first + math.prod(array.shape)].reshape(array.shape)
+        """An array of `floats`, in fp32."""
+        part = self.device.mirror(array.shape, _FLOATS[self._dtype][1])
+        self.device.fetch(array.pointer, part)()
         if self._dtype == "bfloat16":
             part = (part.astype(np.uint32) << 16).view(np.float32)  # the upper half of an fp32
         return np.asarray(part, dtype=np.float32)
 
-    def _array(self, values: HostArray, element_type: Any) -> DeviceArray:
-        try:
-            owner = ort.OrtValue.ortvalue_from_numpy(values, self._device, 0)
-        except RuntimeError as error:
-            raise CapacityError(
-                f"{self._device} has no {values.nbytes >> 20} MiB left for a buffer",
-                "send fewer rows, shorter prompts, or ask for fewer new tokens",
-            ) from error
+    def _array(self, shape: tuple[int, ...], element_type: Any, itemsize: int) -> DeviceArray:
+        block = self.device.allocate(math.prod(shape) * itemsize)
         return DeviceArray(
-            owner=owner, device=self._device, pointer=owner.data_ptr(), shape=values.shape, element_type=element_type,
-            itemsize=values.itemsize,
-        )  # fmt: skip
+            owner=block, device=self.device.name, pointer=block.pointer, shape=shape, element_type=element_type, itemsize=itemsize
+        )
 
 
 Memory = HostMemory | DeviceMemory

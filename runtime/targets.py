@@ -9,50 +9,52 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from skipdecode.cpu import cpu_features
-from skipdecode.decoder import Engines
-from skipdecode.engines.ort import OrtEngine, check_library, check_provider, use_threads
+from skipdecode.cuda import CudaDevice
+from skipdecode.decoder import PREFILL_CHUNK
+from skipdecode.device import Device
+from skipdecode.engines import Engine, Engines, tensorrt
+from skipdecode.engines.ort import OrtEngine, check_cuda, check_library, use_threads
 from skipdecode.errors import BundleError, TargetError
+from skipdecode.kv_buffer import static_slots
 from skipdecode.manifest import Manifest, Target
-from skipdecode.memory import DeviceMemory, HostMemory, Memory
+from skipdecode.memory import DeviceMemory, HostMemory
+from skipdecode.plugins.turnaround import Run
 from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 
-_RUNS = ("cpu", "cuda")  # the targets that this version runs, the first one first
+_FIRST = "cpu"  # what is run of a bundle that has it, unless told otherwise
 
 
 def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
-    """The bundle's target of that name; None: cpu, else the first that this version runs.
+    """The bundle's target of that name; None: cpu, or where it has none, its first.
 
     Raises:
-        TargetError: the bundle has no such target, or this version does not run it.
+        TargetError: the bundle has no such target.
     """
     known = [target.name for target in manifest.targets]
     if name is None:
-        name = next((each for each in (*_RUNS, *known) if each in known), _RUNS[0])
+        name = next(iter(known), _FIRST) if _FIRST not in known else _FIRST
     if name not in known:
         raise TargetError(
             f"target {name!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
         )
-    target = manifest.targets[known.index(name)]
-    if name not in _RUNS:
-        raise TargetError(
-            f"engines for {name} ({target.machine}) are compiled by this version, not run by it",
-            f"export with --target {_RUNS[0]} too", where=str(bundle),
-        )  # fmt: skip
-    return target
+    return manifest.targets[known.index(name)]
 
 
 def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int | None, trace: Trace | None) -> Engines:
     """Load every engine of `target`.
 
     Raises:
-        TargetError: engines of another library version or CPU, or for a device that is not here.
+        TargetError: engines of another library version, CPU or GPU, or for a device that is not here.
         BundleError: an engine that cannot be loaded, or not in this memory.
     """
+    if target.name in tensorrt.LIBRARIES:
+        return _load_plans(manifest, bundle, target)
     if target.name == "cuda":
-        check_provider("cuda")
+        check_cuda()
         use_threads(threads)
-        return load_device_engines(manifest, bundle, target, "cuda", trace)
+        device = CudaDevice()
+        return load_device_engines(manifest, bundle, target, device, device.turn_around(), trace)
     check_library(target.library_version)
     if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):
         raise TargetError(
@@ -61,25 +63,78 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         )  # fmt: skip
     use_threads(threads)
     with loading(bundle):
-        return _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), HostMemory())
+        embed, segments, head = _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), threads=_cores())
+    return Engines(embed=embed, segments=segments, head=head, memory=HostMemory())
 
 
-def load_device_engines(manifest: Manifest, bundle: Path, target: Target, device: str, trace: Trace | None = None) -> Engines:
-    """Load the engines of the cuda target on `device`: cuda, or cpu to check them where there is no GPU.
+def load_device_engines(
+    manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: Run | None, trace: Trace | None = None
+) -> Engines:
+    """Load the engines of the cuda target: on a GPU, or on the `HostDevice`, to check them where there is none.
+
+    Args:
+        turn_around: on that device; None: tokens are chosen on the host.
 
     Raises:
-        TargetError: the device is not there.
+        TargetError: ONNX Runtime cannot use the device.
         BundleError: an engine that cannot be loaded, or not in this memory.
     """
+
+    def engine(path: Path) -> OrtEngine:
+        return OrtEngine(path, trace, device=device)
+
+    embed, segments, head = _load(manifest, bundle, target, engine, threads=_cores())
     memory = DeviceMemory(device, manifest.dtype)
-    return _load(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device, optimized=False), memory)
+    return Engines(embed=embed, segments=segments, head=head, memory=memory, turn_around=turn_around)
 
 
-def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], OrtEngine], memory: Memory) -> Engines:
+def _load_plans(manifest: Manifest, bundle: Path, target: Target) -> Engines:
+    found = tensorrt.library(target.name).__version__
+    rebuild = f"export the model again with --target {target.name} --force"
+    if found != target.library_version:
+        raise TargetError(f"the plans were built by {target.name} {target.library_version}, installed is {found}", rebuild)
+    device = CudaDevice()
+    built_for = target.machine.split()
+    if all(name.startswith("sm") for name in built_for) and device.capability not in built_for:
+        raise TargetError(
+            f"the plans are for {target.machine}, this GPU is {device.capability}",
+            f"export the model again with --target {target.name}:{device.capability} --force", where=str(bundle),
+        )  # fmt: skip
+    shared = tensorrt.PlanRuntime(target.name, device)
+    run = device.turn_around()
+    return plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared))
+
+
+def plan_engines(
+    manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: Run | None, engine: Callable[[Path], Engine]
+) -> Engines:
+    """Load plans: engines with KV buffers of a fixed number of slots, and one row a prompt's pass.
+
+    Args:
+        engine: loads one of the target's files.
+    """
+    embed, segments, head = _load(manifest, bundle, target, engine, threads=1)
+    model, limits = manifest.model, manifest.limits
+    slots = static_slots(manifest.schedule, limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
+    return Engines(
+        embed=embed, segments=segments, head=head, memory=DeviceMemory(device, manifest.dtype), slots=slots,
+        most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around,
+    )  # fmt: skip
+
+
+Loaded = tuple[Engine, tuple[tuple[tuple[int, ...], Engine], ...], Engine]
+
+
+def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], Engine], *, threads: int) -> Loaded:
+    """Embedding, segments with their layers, head."""
     paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # quantised weights are packed while they load
+        with ThreadPoolExecutor(threads) as pool:  # quantised weights are packed while they load
             embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
         raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
-    return Engines(embed=embed, segments=tuple(zip(manifest.segments, segments, strict=True)), head=head, memory=memory)
+    return embed, tuple(zip(manifest.segments, segments, strict=True)), head
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

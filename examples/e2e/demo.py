@@ -11,7 +11,8 @@ from pathlib import Path
 from data import prompt
 
 import skipdecode
-from skipdecode.generate import Generation, Generator
+from skipdecode.generate import Generator
+from skipdecode.generation import Generation
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 BUNDLE = Path("demo")

@@ -107,8 +107,9 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = Non
     """
     model, longest = manifest.model, manifest.limits.max_length
     static = target is not None and target.name.startswith("tensorrt")
-    slots = static_slots(schedule, longest) if static else slots_per_layer(schedule, longest // 2, longest - longest // 2)
-    return sum(slots) * 2 * model.num_kv_heads * model.head_size * (target.float_bytes if target else 4)
+    slot_bytes = model.num_kv_heads * model.head_size * (target.float_bytes if target else 4)
+    slots = slots_per_layer(schedule, longest // 2, longest - longest // 2)
+    return sum(static_slots(schedule, longest, slot_bytes) if static else slots) * 2 * slot_bytes
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:

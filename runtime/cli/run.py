@@ -20,7 +20,8 @@ from typing import Any
 from skipdecode.cli import Parser, guarded
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import CapacityError
-from skipdecode.generate import Generation, Generator, load
+from skipdecode.generate import Generator, load
+from skipdecode.generation import Generation
 from skipdecode.trace import Trace
 
 
@@ -49,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of mass P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
     parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
-    parser.add_argument("--target", metavar="T", help="where to run (cpu)")
+    parser.add_argument("--target", metavar="T", help="where to run (cpu, or where there is none, the bundle's first)")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU: make a step's calls one by one")
     parser.add_argument("--threads", type=int, metavar="N", help="one a core")
     parser.add_argument(
         "--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N",
@@ -67,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     trace = Trace() if options.profile else None
-    model = load(options.bundle, target=options.target, threads=options.threads, prefill_chunk=options.prefill_chunk, trace=trace)
+    model = load(
+        options.bundle, target=options.target, threads=options.threads, prefill_chunk=options.prefill_chunk,
+        cuda_graphs=not options.no_cuda_graphs, trace=trace,
+    )  # fmt: skip
     streamer = None
     if len(prompts) == 1 and not options.json and model.tokenizer is not None:
         streamer = _Printer(model)

@@ -1,1 +1,34 @@
-"""Engines: compiled segments, one file a library."""
+"""Engines: compiled segments, one file a library; here, what the runtime asks of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from skipdecode.device import Call
+from skipdecode.memory import Array, Memory
+from skipdecode.plugins import turnaround
+
+
+class Engine(Protocol):
+    """A compiled segment, embedding or head."""
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
+        """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
+
+        Inputs that this engine does not read are left out. An output may be the same memory as an input.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The loaded engines of one target."""
+
+    embed: Engine
+    segments: tuple[tuple[tuple[int, ...], Engine], ...]  # (layers, engine), lowest first
+    head: Engine
+    memory: Memory  # what they read and write
+    slots: tuple[int, ...] | None = None  # of each layer's KV buffer, where engines are built for that many alone
+    most_prompt_tokens: int | None = None  # that a prompt's pass may have, then of one row; None: any number, of any rows
+    turn_around: turnaround.Run | None = None  # between two steps on the device; None: tokens are chosen on the host

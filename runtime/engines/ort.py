@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from skipdecode.device import Device
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.memory import Array
 from skipdecode.trace import Trace
 
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
 
@@ -43,25 +44,24 @@ class OrtEngine:
 
     Args:
         trace: of what it runs, and for how long.
-        device: cpu or cuda.
-        optimized: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
+        device: None: the CPU and numpy's arrays. Else the graph is optimised for it now, and a call only puts work on its stream.
 
     Raises:
         BundleError: the file cannot be loaded.
         TargetError: the device is not there.
     """
 
-    def __init__(self, path: Path, trace: Trace | None = None, *, device: str = "cpu", optimized: bool = True) -> None:
+    def __init__(self, path: Path, trace: Trace | None = None, *, device: Device | None = None) -> None:
         options = ort.SessionOptions()
         options.use_per_session_threads = False
         options.log_severity_level = 3
         levels = ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimized else levels.ORT_ENABLE_ALL
+        options.graph_optimization_level = levels.ORT_DISABLE_ALL if device is None else levels.ORT_ENABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
         if trace is not None:
             trace.profile(options)
         try:
-            self.session = ort.InferenceSession(str(path), options, providers=[_PROVIDERS[device]])
+            self.session = ort.InferenceSession(str(path), options, providers=[_provider(device)])
         except Exception as error:  # ORT's exceptions have no common base but this
             if "thread pool" in str(error):
                 raise TargetError(
@@ -70,13 +70,14 @@ class OrtEngine:
                 ) from error
             reason = str(error).splitlines()[0][:200]
             raise BundleError(f"cannot be loaded ({reason})", "export the model again", where=str(path)) from error
-        if _PROVIDERS[device] not in self.session.get_providers():  # ONNX Runtime goes to the CPU without a word
+        if _provider(device)[0] not in self.session.get_providers():  # ONNX Runtime goes to the CPU without a word
             raise TargetError(
-                f"ONNX Runtime cannot use {device} on this machine", "check the driver and CUDA's libraries with nvidia-smi"
+                "ONNX Runtime cannot use CUDA on this machine", "check the driver and CUDA's libraries with nvidia-smi"
             )
         if trace is not None:
             trace.follow(self.session)
         self._name, self._trace = path.stem, trace
+        self._run_options = None if device is None else _without_waiting()
         self.input_names = frozenset(value.name for value in self.session.get_inputs())
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
@@ -90,10 +91,10 @@ class OrtEngine:
                 binding.bind_input(name, *_place(array))
         for name, array in outputs.items():
             binding.bind_output(name, *_place(array))
-        session = self.session
+        session, options = self.session, self._run_options
 
         def run() -> None:
-            session.run_with_iobinding(binding)
+            session.run_with_iobinding(binding, options)
 
         return run if self._trace is None else self._trace.timed(self._name, run)
 
@@ -105,15 +106,28 @@ def _place(array: Array) -> tuple[str, int, Any, list[int], int]:
     return array.device, 0, array.element_type, list(array.shape), array.pointer
 
 
-def check_provider(device: str) -> None:
-    """Refuse a device that the installed ONNX Runtime was not built for.
+def _without_waiting() -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _provider(device: Device | None) -> tuple[str, dict[str, str]]:
+    """A provider and its options."""
+    if device is None or not device.stream:
+        return _CPU, {}
+    return _CUDA, {"user_compute_stream": str(device.stream)}
+
+
+def check_cuda() -> None:
+    """Refuse an ONNX Runtime that was built without CUDA.
 
     Raises:
         TargetError: with what to install.
     """
-    if _PROVIDERS[device] not in ort.get_available_providers():
+    if _CUDA not in ort.get_available_providers():
         raise TargetError(
-            f"the installed onnxruntime {ort.__version__} has no {device} in it",
+            f"the installed onnxruntime {ort.__version__} has no cuda in it",
             "pip uninstall onnxruntime, then pip install onnxruntime-gpu", where="--target",
         )  # fmt: skip
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from skipdecode.errors import CapacityError
-from skipdecode.generate import Generator, Row
+from skipdecode.generate import Generator
+from skipdecode.generation import Row
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.validation.samples import Effort, Summary, interleave

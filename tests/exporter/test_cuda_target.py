@@ -13,7 +13,9 @@ import pytest
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect
-from skipdecode.decoder import Decoder, Engines
+from skipdecode.decoder import Decoder
+from skipdecode.device import HostDevice
+from skipdecode.engines import Engines
 from skipdecode.engines import ort as engines_ort
 from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
@@ -37,7 +39,7 @@ def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> manifests.Mani
 def _on_cpu(bundle: Path) -> tuple[manifests.Manifest, Engines]:
     made = manifests.read(bundle)
     engines_ort.use_threads(None)
-    return made, load_device_engines(made, bundle, next(t for t in made.targets if t.name == "cuda"), "cpu")
+    return made, load_device_engines(made, bundle, next(t for t in made.targets if t.name == "cuda"), HostDevice(), None)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "gemma2"])  # OPT and Llama: below

@@ -12,6 +12,7 @@ import skipdecode
 from skipdecode.cli import validate
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
@@ -49,6 +50,25 @@ def test_every_variant_agrees_with_the_reference(
         for place, row in enumerate(order):
             wanted = expected[row][1][step].numpy()
             assert np.abs(decoder.logits[place] - wanted).max() <= tolerance * np.abs(wanted).max(), (row, step)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_chosen_on_the_gpu_are_those_chosen_on_the_host(llama: Path, rows: int, cuda_graphs: bool, sampled: bool) -> None:
+    """With the schedule's variants switching under CUDA graphs; the second generation replays what the first one captured."""
+    generator = skipdecode.load(llama, target="cuda", cuda_graphs=cuda_graphs)
+    how = Sampling(do_sample=sampled, top_k=20, seed=5)
+    order = np.argsort([-len(prompt) for prompt in PROMPTS[:rows]], kind="stable")
+    decoder = generator.decoder([len(PROMPTS[row]) for row in order], NEW)
+    decoder.prefill([PROMPTS[row] for row in order])
+    steps = [choose_tokens(decoder.logits, how, order, 0)]
+    for step in range(1, NEW):
+        decoder.decode_step(steps[-1])
+        steps.append(choose_tokens(decoder.logits, how, order, step))
+    for _ in range(3):
+        made = generator.generate(PROMPTS[:rows], max_new_tokens=NEW, ignore_eos=True, do_sample=sampled, top_k=20, seed=5)
+        assert [made.sequences[row].token_ids for row in order] == np.array(steps).T.tolist()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 
 import numpy as np
 import pytest
 
+from skipdecode.cuda import CudaDevice
 from skipdecode.memory import DeviceMemory
 from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling, choose_tokens
@@ -15,10 +17,25 @@ ROWS, STEPS = 5, 3
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = turnaround.build(tmp_path_factory.mktemp("device") / "turnaround.so", device=True)
-    loaded.skd_turnaround_error.restype = ctypes.c_char_p
-    return loaded
+def device() -> CudaDevice:
+    return CudaDevice()
+
+
+@pytest.fixture(scope="module", params=["ptx", "nvcc"])
+def run(request: pytest.FixtureRequest, device: CudaDevice, tmp_path_factory: pytest.TempPathFactory) -> turnaround.Run:
+    """The kernel from the package's PTX, and through the C interface of the library that nvcc builds."""
+    if request.param == "ptx":
+        return device.turn_around()
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on the PATH")
+    library = turnaround.build(tmp_path_factory.mktemp("device") / "turnaround.so", device=True)
+    library.skd_turnaround_error.restype = ctypes.c_char_p
+
+    def launch(state: turnaround.TurnAround) -> None:
+        code = library.skd_turnaround_launch(ctypes.byref(state), ctypes.c_void_p(device.stream))
+        assert code == 0, library.skd_turnaround_error(code)
+
+    return launch
 
 
 @pytest.mark.parametrize(
@@ -31,28 +48,27 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     ids=str,
 )
 @pytest.mark.parametrize("vocabulary", [99, 50272])
-def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int, library: ctypes.CDLL) -> None:
-    memory, rng = DeviceMemory("cuda", "float16"), np.random.default_rng(vocabulary)
+def test_it_chooses_what_the_runtime_chooses(
+    sampling: Sampling, vocabulary: int, device: CudaDevice, run: turnaround.Run
+) -> None:
+    memory, rng = DeviceMemory(device, "float16"), np.random.default_rng(vocabulary)
     arrays = {
         "logits": np.zeros((ROWS, vocabulary), np.float32), "row_ids": np.arange(ROWS, dtype=np.int64),
+        "sampling": np.frombuffer(bytes(turnaround.Sampling.of(sampling)), np.uint8),
         "stop_ids": np.array([-1], dtype=np.int64), "steps": np.zeros(ROWS, np.int32), "input_ids": np.zeros(ROWS, np.int64),
         "position_ids": np.zeros(ROWS, np.int64), "seqlens_k": np.zeros(ROWS, np.int32), "finished": np.zeros(ROWS, np.int32),
-        "tokens": np.zeros((ROWS, STEPS), np.int64),
     }  # fmt: skip
-    twins = {name: memory.result(array) for name, array in arrays.items()}
+    twins = {name: memory.twin(array) for name, array in arrays.items()}
+    tokens, bound_tokens, receive = memory.result((STEPS, ROWS), np.int64)
     state = turnaround.TurnAround(
-        rows=ROWS, vocabulary=vocabulary, max_steps=STEPS, stop_count=1,
+        rows=ROWS, vocabulary=vocabulary, max_steps=STEPS, stop_count=1, tokens=bound_tokens.pointer,
         **{name: twin.pointer for name, (twin, _) in twins.items()},
     )  # fmt: skip
-    how = turnaround.Sampling.of(sampling)
     expected = []
     for step in range(STEPS):
-        logits = rng.normal(0, 4, (ROWS, vocabulary)).astype(np.float32)
-        expected.append(choose_tokens(logits, sampling, arrays["row_ids"], step).tolist())
-        twins["logits"][0].owner.update_inplace(logits)
-        code = library.skd_turnaround_launch(ctypes.byref(state), ctypes.byref(how), None)
-        assert code == 0, library.skd_turnaround_error(code)
-    receive = twins["tokens"][1]
-    assert receive is not None
+        arrays["logits"][:] = rng.normal(0, 4, (ROWS, vocabulary)).astype(np.float32)
+        expected.append(choose_tokens(arrays["logits"], sampling, arrays["row_ids"], step).tolist())
+        twins["logits"][1]()
+        run(state)
     receive()
-    assert arrays["tokens"].T.tolist() == expected
+    assert tokens.tolist() == expected

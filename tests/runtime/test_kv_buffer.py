@@ -7,7 +7,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode.kv_buffer import KVBuffer, slots_per_layer, static_slots
+from skipdecode.device import ALIGNMENT
+from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, slots_per_layer, static_slots
 from skipdecode.manifest import Model
 from skipdecode.memory import HostMemory
 from skipdecode.schedule import Anchor, Schedule
@@ -30,13 +31,16 @@ def test_an_absolute_anchor_counts_the_prompt_too(schedule: Schedule, prompt: in
         assert count == sum(layer in schedule.active(t) for t in range(prompt + new))
 
 
-@given(schedules(), st.integers(2, 50), st.data())
-def test_static_slots_hold_every_run_of_the_longest_length(schedule: Schedule, longest: int, data: st.DataObject) -> None:
+@given(schedules(), st.integers(2, 50), st.sampled_from([32, 128, 4096, 5120]), st.data())
+def test_static_slots_hold_every_run_of_the_longest_length_in_aligned_rows(
+    schedule: Schedule, longest: int, slot_bytes: int, data: st.DataObject
+) -> None:
     schedule = dataclasses.replace(schedule, anchor=data.draw(st.sampled_from(Anchor)))
     prompt = data.draw(st.integers(1, longest - 1))
     needed = slots_per_layer(schedule, prompt, longest - prompt)
-    for slots, most in zip(needed, static_slots(schedule, longest), strict=True):
-        assert slots <= most <= longest
+    for slots, most in zip(needed, static_slots(schedule, longest, slot_bytes), strict=True):
+        assert max(slots, LEAST_SLOTS) <= most and most * slot_bytes % ALIGNMENT == 0
+        assert most - max(longest, LEAST_SLOTS) < ALIGNMENT // slot_bytes or most <= max(longest, LEAST_SLOTS)
         assert most, "a prompt passes through layers that no decode step computes"
 
 

@@ -1,0 +1,167 @@
+"""An NVIDIA GPU through its driver: memory, one stream, graphs, and the turn-around's kernel (NVIDIA's cuda-python)."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from skipdecode.device import Block, Call, HostArray
+from skipdecode.errors import CapacityError, TargetError
+from skipdecode.plugins import turnaround
+
+
+class CudaDevice:
+    """The first GPU that this process sees, in the context that CUDA's runtime (ONNX Runtime, TensorRT, torch) uses too.
+
+    Raises:
+        TargetError: no cuda-python, no driver, no GPU.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise TargetError("needs the Python package cuda-bindings", "pip install cuda-bindings", where="--target") from error
+        self._driver = driver
+        try:
+            code = driver.cuInit(0)[0]
+        except RuntimeError as error:  # cuda-python's own, where there is no libcuda.so.1
+            raise TargetError("there is no NVIDIA driver here", "choose a machine with a GPU, or another --target") from error
+        if code != driver.CUresult.CUDA_SUCCESS:
+            raise TargetError(
+                f"the NVIDIA driver finds no GPU ({code.name})", "check nvidia-smi, or choose another --target"
+            )  # fmt: skip
+        self._device = self._checked(driver.cuDeviceGet(0))
+        self._context = self._checked(driver.cuDevicePrimaryCtxRetain(self._device))
+        self._stream = self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.stream = int(self._stream)
+
+    @property
+    def capability(self) -> str:
+        """Of the GPU: sm89."""
+        kinds = self._driver.CUdevice_attribute
+        names = (kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        return "sm" + "".join(str(self._checked(self._driver.cuDeviceGetAttribute(name, self._device))) for name in names)
+
+    def allocate(self, nbytes: int) -> Block:
+        """As `Device.allocate`."""
+        driver = self._driver
+        self._call(driver.cuCtxSetCurrent, self._context)
+        code, pointer = driver.cuMemAlloc(max(1, nbytes))
+        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, _ = self._call(driver.cuMemGetInfo)
+            raise CapacityError(
+                f"the GPU has no {nbytes >> 20} MiB left for a buffer ({free >> 20} MiB are free)",
+                "send fewer rows, shorter prompts, or export with a smaller --max-length",
+            )
+        self._checked((code,))
+        block = Block(pointer=int(pointer), keeper=_Owned())
+        weakref.finalize(block.keeper, _free, driver, self._context, driver.cuMemFree, pointer)
+        if nbytes:
+            self._call(driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)
+        return block
+
+    def send(self, pointer: int, array: HostArray) -> None:
+        """As `Device.send`: the driver has read pageable memory when it returns."""
+        if array.nbytes:
+            self._call(self._driver.cuMemcpyHtoDAsync, pointer, array.ctypes.data, array.nbytes, self._stream)
+
+    def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """As `Device.mirror`: pinned."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        pointer = self._call(self._driver.cuMemAllocHost, nbytes)
+        memory = (ctypes.c_byte * nbytes).from_address(int(pointer))
+        weakref.finalize(memory, _free, self._driver, self._context, self._driver.cuMemFreeHost, pointer)
+        array: HostArray = np.frombuffer(memory, dtype=dtype).reshape(shape)
+        array[...] = 0
+        return array
+
+    def fetch(self, pointer: int, array: HostArray) -> Call:
+        """As `Device.fetch`."""
+        driver = self._driver
+        self._call(driver.cuMemcpyDtoHAsync, array.ctypes.data, pointer, array.nbytes, self._stream)
+        event = self._call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._call(driver.cuEventRecord, event, self._stream)
+
+        def wait() -> None:
+            self._call(driver.cuEventSynchronize, event)
+            self._call(driver.cuEventDestroy, event)
+
+        return wait
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """As `Device.copy`."""
+        self._call(self._driver.cuMemcpyDtoDAsync, target, source, nbytes, self._stream)
+
+    def captured(self, calls: Call) -> Call:
+        """As `Device.captured`: a CUDA graph.
+
+        Raises:
+            TargetError: `calls` did what cannot be captured, or nothing.
+        """
+        driver = self._driver
+        self._call(driver.cuStreamBeginCapture, self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            calls()
+        except BaseException:
+            driver.cuStreamEndCapture(self._stream)  # what it says of the broken capture is not the reason
+            raise
+        graph = self._call(driver.cuStreamEndCapture, self._stream)
+        _, nodes = self._call(driver.cuGraphGetNodes, graph)
+        if not nodes:
+            remedy = "load with cuda_graphs=False (skip-run: --no-cuda-graphs)"
+            raise TargetError("a CUDA graph caught nothing of a decode step", remedy)
+        executable = self._call(driver.cuGraphInstantiate, graph, 0)
+        self._call(driver.cuGraphDestroy, graph)
+        stream, call = self._stream, self._call
+
+        def replay() -> None:
+            call(driver.cuGraphLaunch, executable, stream)
+
+        weakref.finalize(replay, _free, driver, self._context, driver.cuGraphExecDestroy, executable)
+        return replay
+
+    def turn_around(self) -> turnaround.Run:
+        """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
+        driver = self._driver
+        module = self._call(driver.cuModuleLoadData, turnaround.PTX.read_bytes() + b"\0")
+        kernel = self._call(driver.cuModuleGetFunction, module, turnaround.KERNEL.encode())
+        self._turn_around_module = module
+
+        def run(state: turnaround.TurnAround) -> None:
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(state))
+            grid, block = (state.rows, 1, 1), (turnaround.THREADS, 1, 1)
+            self._call(driver.cuLaunchKernel, kernel, *grid, *block, 0, self._stream, ctypes.addressof(arguments), 0)
+
+        return run
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A driver call in this device's context, which each thread has to enter for itself."""
+        self._driver.cuCtxSetCurrent(self._context)
+        return self._checked(function(*arguments))
+
+    def _checked(self, answer: tuple[Any, ...]) -> Any:
+        code, *values = answer
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            _, text = self._driver.cuGetErrorString(code)
+            said = text.decode() if isinstance(text, bytes) else code.name
+            raise TargetError(f"CUDA says: {said} ({code.name})", "check nvidia-smi, and start again")
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+class _Owned:
+    """What a finalizer can watch."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _free(driver: Any, context: Any, function: Callable[..., Any], handle: Any) -> None:
+    driver.cuCtxSetCurrent(context)
+    function(handle)

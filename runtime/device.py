@@ -1,0 +1,86 @@
+"""What the runtime asks of a device, and the CPU as one, on which engines made for a GPU can be checked.
+
+Everything that is asked happens in one order, that of the device's stream; only `allocate` and waiting involve the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+ALIGNMENT = 256  # bytes; CUDA allocates at multiples of it, and TensorRT asks for them
+HostArray = np.ndarray[Any, np.dtype[Any]]
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Memory of a device, freed with the last reference to it."""
+
+    pointer: int  # a multiple of ALIGNMENT
+    keeper: Any
+
+
+class Device(Protocol):
+    """One device. Host arrays are contiguous."""
+
+    name: str  # as ONNX Runtime calls it
+    stream: int  # a cudaStream_t; 0 where there is none
+
+    def allocate(self, nbytes: int) -> Block:
+        """Zeros.
+
+        Raises:
+            CapacityError: not this much memory is left.
+        """
+
+    def send(self, pointer: int, array: HostArray) -> None:
+        """From the host; `array` may be changed as soon as this returns."""
+
+    def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """Zeros on the host, which `fetch` fills without the host waiting."""
+
+    def fetch(self, pointer: int, array: HostArray) -> Call:
+        """To an array of `mirror`; returns what waits for it."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Within the device."""
+
+    def captured(self, calls: Call) -> Call:
+        """What `calls` asks of the device, to be asked again in one go; not done now. The caller keeps what they refer to."""
+
+
+class HostDevice:
+    """The CPU as a device: memory is the host's, a captured call is the call."""
+
+    name, stream = "cpu", 0
+
+    def allocate(self, nbytes: int) -> Block:
+        """As `Device.allocate`."""
+        memory = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+        return Block(pointer=memory.ctypes.data + -memory.ctypes.data % ALIGNMENT, keeper=memory)
+
+    def send(self, pointer: int, array: HostArray) -> None:
+        """As `Device.send`."""
+        ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
+
+    def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """As `Device.mirror`."""
+        return np.zeros(shape, dtype)
+
+    def fetch(self, pointer: int, array: HostArray) -> Call:
+        """As `Device.fetch`."""
+        ctypes.memmove(array.ctypes.data, pointer, array.nbytes)
+        return lambda: None
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """As `Device.copy`."""
+        ctypes.memmove(target, source, nbytes)
+
+    def captured(self, calls: Call) -> Call:
+        """As `Device.captured`."""
+        return calls

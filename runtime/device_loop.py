@@ -1,0 +1,123 @@
+"""Decode steps that follow each other on a device: tokens are chosen there, and the host looks at them a few steps later.
+
+A step is the route's engines and the turn-around (plugins/turnaround), which makes the next step's inputs. The first time a
+route is taken its calls are made one by one; from the second time on they are one captured graph, a launch a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from skipdecode import bindings as names
+from skipdecode.decoder import Decoder, Route
+from skipdecode.device import Call, HostArray
+from skipdecode.kv_buffer import IntArray
+from skipdecode.memory import DeviceArray, DeviceMemory
+from skipdecode.plugins import turnaround
+from skipdecode.sampling import Sampling
+
+CHECK_EVERY = 4  # steps between two looks at the tokens; as many again are under way while the host looks
+_NO_TOKEN = -1
+
+
+class DeviceLoop:
+    """The steps of one decoder, for any number of generations of its rows.
+
+    Args:
+        turn_around: on the device that the decoder's memory is of.
+        stop_count: most token ids that end a row.
+        max_steps: most tokens of a row in a generation.
+        graphs: whether routes are captured.
+    """
+
+    def __init__(self, decoder: Decoder, turn_around: turnaround.Run, *, stop_count: int, max_steps: int, graphs: bool) -> None:
+        assert isinstance(decoder.memory, DeviceMemory)
+        self.decoder, self.max_steps = decoder, max_steps
+        self._turn_around, self._capture, self._device = turn_around, graphs, decoder.memory.device
+        rows = len(decoder.kv.lengths)
+        self._row_ids: IntArray = np.zeros(rows, dtype=np.int64)
+        self._stop_ids: IntArray = np.zeros(stop_count, dtype=np.int64)
+        self._sampling = np.zeros(ctypes.sizeof(turnaround.Sampling), dtype=np.uint8)
+        counters = [np.zeros(rows, dtype=np.int32) for _ in range(2)]
+        arrays: list[HostArray] = [self._row_ids, self._stop_ids, self._sampling, *counters]
+        twins = [decoder.memory.twin(array) for array in arrays]
+        self._sends = [send for _, send in twins]
+        row_ids, stop_ids, sampling, steps, finished = self._arrays = [twin for twin, _ in twins]
+        self._tokens, self._bound_tokens, _ = decoder.memory.result((max_steps, rows), np.int64)
+        self._state = turnaround.TurnAround(
+            rows=rows, vocabulary=decoder.logits.shape[1], max_steps=max_steps, stop_count=stop_count,
+            logits=_pointer(decoder, names.LOGITS), sampling=sampling.pointer, row_ids=row_ids.pointer, stop_ids=stop_ids.pointer,
+            steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
+            position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._bound_tokens.pointer,
+        )  # fmt: skip
+        self._taken: set[int] = set()  # routes, by their ids; the decoder keeps them
+        self._graphs: dict[int, Call] = {}
+
+    def tokens(
+        self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]
+    ) -> Iterator[tuple[IntArray, int | None]]:
+        """Each step's tokens [B] int64 and layers, the prompts' first (None): rows that met a stop id repeat it.
+
+        Args:
+            prompts: as `Decoder.prefill`'s.
+            new: tokens a row, at most `max_steps`.
+            row_ids: [B] int64, the user's row numbers.
+        """
+        self._begin(sampling, row_ids, stop_ids)
+        self.decoder.enqueue_prefill(prompts)
+        self.decoder.send_lengths(-1)  # the turn-around counts one on
+        self._turn_around(self._state)
+        waiting = deque([self._fetch(0, [None])])
+        enqueued = 1
+        while waiting:
+            if enqueued < new and len(waiting) < 2:
+                layers: list[int | None] = [self._step() for _ in range(min(CHECK_EVERY, new - enqueued))]
+                waiting.append(self._fetch(enqueued, layers))
+                enqueued += len(layers)
+                continue
+            first, layers, wait = waiting.popleft()
+            wait()
+            for step, count in enumerate(layers, start=first):
+                yield self._tokens[step].copy(), count
+
+    def _begin(self, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
+        self._row_ids[:] = row_ids
+        self._stop_ids[:] = [*stop_ids, *[_NO_TOKEN] * (len(self._stop_ids) - len(stop_ids))]
+        self._sampling[:] = np.frombuffer(bytes(turnaround.Sampling.of(sampling)), dtype=np.uint8)
+        for send in self._sends:  # counters are zero on the host
+            send()
+
+    def _step(self) -> int:
+        """Put the next step on the device's stream; returns how many layers its deepest row computes."""
+        route = self.decoder.route()
+        graph = self._graphs.get(id(route))
+        if graph is None and self._capture and id(route) in self._taken:
+            # not at the first time: engines allocate and choose kernels then, which a capture does not allow
+            graph = self._graphs[id(route)] = self._device.captured(lambda: self._run(route))
+        if graph is None:
+            self._run(route)
+            self._taken.add(id(route))
+        else:
+            graph()
+        self.decoder.advance()
+        return route.deepest
+
+    def _run(self, route: Route) -> None:
+        for call in route.calls:
+            call()
+        self._turn_around(self._state)
+
+    def _fetch(self, first: int, layers: list[int | None]) -> tuple[int, list[int | None], Call]:
+        """Have the tokens of as many steps as `layers` from `first` on brought to the host."""
+        part = slice(first, first + len(layers))
+        return first, layers, self._device.fetch(self._bound_tokens[part].pointer, self._tokens[part])
+
+
+def _pointer(decoder: Decoder, name: str) -> int:
+    array = decoder.bound[name]
+    assert isinstance(array, DeviceArray)
+    return array.pointer

@@ -1,0 +1,199 @@
+"""Engines that are TensorRT plans: execution contexts on one stream, which share one block of scratch memory."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skipdecode import bindings as names
+from skipdecode.device import ALIGNMENT, Block, Call, Device
+from skipdecode.errors import BundleError, TargetError
+from skipdecode.memory import Array, DeviceArray
+
+LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
+
+
+def library(target: str) -> Any:
+    """The Python package of a TensorRT target.
+
+    Raises:
+        TargetError: not installed.
+    """
+    package = LIBRARIES[target]
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
+        raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+
+
+def log_of(trt: Any) -> Any:
+    """A logger that keeps what the library says; its base class is known only once the library is."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+            self.verbose: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            kinds = {trt.ILogger.Severity.WARNING: self.warnings, trt.ILogger.Severity.VERBOSE: self.verbose}
+            errors = severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR)
+            (self.errors if errors else kinds.get(severity, self.verbose)).append(message)
+
+        def first_error(self) -> str:
+            # without a GPU every error is followed by one of the driver, which is not the reason
+            reasons = [message for message in self.errors if "Cuda Runtime" not in message]
+            return (reasons or self.errors or ["no reason given"])[0][:300]
+
+    return Log()
+
+
+class PlanRuntime:
+    """What the engines of one target share: library, log, stream, scratch memory."""
+
+    def __init__(self, target: str, device: Device) -> None:
+        self.trt = library(target)
+        self.log = log_of(self.trt)
+        self.runtime = self.trt.Runtime(self.log)
+        self.device = device
+        self.scratch_bytes = 0  # of the engine that takes most
+        self._scratch: Block | None = None
+
+    def scratch(self) -> Block:
+        """Memory for any one engine: they run one after another. To be called when all engines are loaded."""
+        if self._scratch is None:
+            self._scratch = self.device.allocate(self.scratch_bytes)
+        return self._scratch
+
+    def refused(self, remedy: str) -> TargetError:
+        """The error to raise when the library says no."""
+        return TargetError(f"{self.trt.__name__} cannot run a plan ({self.log.first_error()})", remedy)
+
+
+class TensorRTEngine:
+    """A plan, ready to be bound.
+
+    Raises:
+        BundleError: the library refuses the file, or would not update a KV buffer in place.
+    """
+
+    def __init__(self, path: Path, shared: PlanRuntime) -> None:
+        self._shared, self._path = shared, path
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+            self._engine = shared.runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise BundleError(
+                f"cannot be loaded ({shared.log.first_error()})", "export the model again with the same --target", where=str(path)
+            )
+        engine, modes = self._engine, shared.trt.TensorIOMode
+        found = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)
+        for name in set(found) - self.input_names:
+            past = name.replace(names.PRESENT_KEY, names.PAST_KEY).replace(names.PRESENT_VALUE, names.PAST_VALUE)
+            if past != name and engine.get_aliased_input_tensor(name) != past:
+                raise BundleError(f"{name} is not updated in place", "export the model again", where=str(path))
+        profiles = range(engine.num_optimization_profiles)
+        needs = [engine.get_device_memory_size_for_profile_v2(profile) for profile in profiles]
+        shared.scratch_bytes = max(shared.scratch_bytes, *needs)
+        self._ranges = [{name: _range(engine, name, profile) for name in self.input_names} for profile in profiles]
+        self._contexts: dict[Any, _Context] = {}
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
+        """As `Engine.bind`; what is bound lies on the device.
+
+        TensorRT asks for aligned addresses, and may write an output before it has read every input. So what lies elsewhere
+        goes through a copy that is aligned, and an output at an input's address is written apart and copied to it; but for KV
+        buffers, which TensorRT knows to update in place.
+        """
+        device, before, after = self._shared.device, [], []
+        places: dict[str, DeviceArray] = {}
+        for name, array in inputs.items():
+            if name in self.input_names:
+                assert isinstance(array, DeviceArray)
+                places[name] = array if _in_place(name) else self._aligned(array)
+                if places[name] is not array:
+                    before.append(_copy(device, array, places[name]))
+        taken = {array.pointer for array in inputs.values() if isinstance(array, DeviceArray)}
+        for name, array in outputs.items():
+            assert isinstance(array, DeviceArray)
+            places[name] = array if _in_place(name) else self._aligned(array, apart=array.pointer in taken)
+            if places[name] is not array:
+                after.append(_copy(device, places[name], array))
+        shapes = {name: places[name].shape for name in self.input_names}
+        context = self._context(shapes)
+
+        def run() -> None:
+            for call in before:
+                call()
+            context.run(places, shapes)
+            for call in after:
+                call()
+
+        return run
+
+    def _aligned(self, array: DeviceArray, *, apart: bool = False) -> DeviceArray:
+        if array.pointer % ALIGNMENT == 0 and not apart:
+            return array
+        return array.moved(self._shared.device.allocate(array.nbytes))
+
+    def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> _Context:
+        """A context for these shapes: of its own for a decode step, so that a graph can hold it; else one for all prompts."""
+        fits = [
+            index for index, ranges in enumerate(self._ranges)
+            if all(_within(shapes[name], *ranges[name]) for name in self.input_names)
+        ]  # fmt: skip
+        assert fits, f"{self._path.name} has no profile for {shapes}"
+        steady = fits[0] == 0
+        key = (fits[0], tuple(sorted(shapes.items())) if steady else None)
+        if key not in self._contexts:
+            self._contexts[key] = _Context(self._engine, self._shared, fits[0], steady=steady)
+        return self._contexts[key]
+
+
+class _Context:
+    """An execution context, and what it was told last."""
+
+    def __init__(self, engine: Any, shared: PlanRuntime, profile: int, *, steady: bool) -> None:
+        trt, self._shared = shared.trt, shared
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if steady and hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX compiles kernels here
+            # a graph would keep the fallback kernel that the lazy way starts with
+            config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        self._context = engine.create_execution_context(config)
+        if self._context is None:
+            raise shared.refused("free its memory, or send fewer rows")
+        self._context.set_optimization_profile_async(profile, shared.device.stream)
+        scratch = shared.scratch()
+        self._context.set_device_memory(scratch.pointer, shared.scratch_bytes)
+        self._told: Mapping[str, DeviceArray] | None = None
+
+    def run(self, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        if self._told is not places:
+            accepted = [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
+            accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
+            self._told = places if all(accepted) else None
+        if self._told is None or not self._context.execute_async_v3(self._shared.device.stream):
+            raise self._shared.refused("check nvidia-smi, and start again")
+
+
+def _in_place(name: str) -> bool:
+    return name.startswith((names.PAST_KEY, names.PAST_VALUE, names.PRESENT_KEY, names.PRESENT_VALUE))
+
+
+def _copy(device: Device, source: DeviceArray, target: DeviceArray) -> Call:
+    return lambda: device.copy(target.pointer, source.pointer, source.nbytes)
+
+
+def _range(engine: Any, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    least, _, most = engine.get_tensor_profile_shape(name, profile)
+    return tuple(least), tuple(most)
+
+
+def _within(shape: tuple[int, ...], least: tuple[int, ...], most: tuple[int, ...]) -> bool:
+    return len(shape) == len(least) and all(low <= size <= high for size, low, high in zip(shape, least, most, strict=True))

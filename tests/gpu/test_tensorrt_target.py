@@ -1,0 +1,63 @@
+"""Plans on a GPU that TensorRT-RTX serves: what tests/runtime/engines checks with a stand-in for the library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import skipdecode
+from skipdecode.cuda import CudaDevice
+from skipdecode.errors import TargetError
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.exporter.targets import parse_targets
+from skipdecode.generate import Generator
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
+NEW = 14
+
+
+@pytest.fixture(scope="module")
+def target() -> str:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed (pip install tensorrt-rtx)")
+    name = f"tensorrt-rtx:{CudaDevice().capability}"
+    try:
+        parse_targets([name])
+    except TargetError as error:
+        pytest.skip(f"this GPU is none of TensorRT-RTX's: {error}")
+    return name
+
+
+@pytest.fixture(scope="module", params=Anchor, ids=str)
+def generator(zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Generator:
+    out: Path = tmp_path_factory.mktemp("plans") / "bundle"
+    line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=request.param)
+    export(
+        ExportRequest(
+            model=str(zoo.checkpoint("llama")), out=out, schedule=line, max_batch=4, max_length=MAX_LENGTH, targets=(target,)
+        )
+    )
+    return skipdecode.load(out, target="tensorrt-rtx")
+
+
+def test_every_variant_agrees_with_the_reference(generator: Generator, zoo: Zoo) -> None:
+    schedule, model = generator.manifest.schedule, zoo.model("llama").half().float()
+    expected = [greedy_tokens(model, schedule, prompt, NEW) for prompt in PROMPTS]
+    decoder = generator.decoder([len(prompt) for prompt in PROMPTS], NEW)
+    decoder.prefill(PROMPTS)
+    for step in range(NEW):
+        if step:
+            decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
+        for row, (_, logits) in enumerate(expected):
+            wanted = logits[step].numpy()
+            assert np.abs(decoder.logits[row] - wanted).max() <= 0.02 * np.abs(wanted).max(), (row, step)
+
+
+def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:
+    made = [generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True) for _ in range(4)]
+    assert len({str([row.token_ids for row in each.sequences]) for each in made}) == 1

@@ -1,0 +1,41 @@
+"""Bundles for GPUs, and what takes a GPU's place."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.plugins import turnaround
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+
+
+@pytest.fixture(scope="session")
+def turnaround_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The turn-around's host version."""
+    return turnaround.build(tmp_path_factory.mktemp("host") / "turnaround.so", device=False)
+
+
+@pytest.fixture(scope="session")
+def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Anchor], Path]:
+    """A grouped-query model for ONNX Runtime's CUDA provider and TensorRT; where absolute, rows of a batch differ in depth."""
+    folder = tmp_path_factory.mktemp("gpu")
+
+    @functools.cache
+    def made(anchor: Anchor) -> Path:
+        line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=anchor)
+        export(
+            ExportRequest(
+                model=str(zoo.checkpoint("llama")), out=folder / str(anchor), schedule=line, dtype="fp16", max_batch=4,
+                max_length=MAX_LENGTH, targets=("cuda", "tensorrt-rtx:sm89"),
+            )
+        )  # fmt: skip
+        return folder / str(anchor)
+
+    return made

@@ -1,0 +1,40 @@
+"""GPU targets on the CPU: the runtime's own code, `HostDevice` in the GPU's place."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+import skipdecode
+from skipdecode import generate
+from skipdecode import manifest as manifests
+from skipdecode.device import HostDevice
+from skipdecode.engines import tensorrt
+from skipdecode.engines.ort import use_threads
+from skipdecode.plugins import turnaround
+from skipdecode.targets import load_device_engines, plan_engines
+from tests.standin.tensorrt import library
+
+
+def turn_around(host: ctypes.CDLL) -> turnaround.Run:
+    """The turn-around's host version."""
+    return lambda state: host.skd_turnaround_host(ctypes.byref(state))
+
+
+def load(bundle: Path, target: str, run: turnaround.Run | None, patch: pytest.MonkeyPatch) -> generate.Generator:
+    """As `skipdecode.load` on a machine with a GPU; `run` None: tokens are chosen on the host."""
+    made = manifests.read(bundle)
+    wanted = next(each for each in made.targets if each.name == target)
+    use_threads(None)
+    device = HostDevice()
+    if target == "cuda":
+        engines = load_device_engines(made, bundle, wanted, device, run)
+    else:
+        stands_in = library(bundle, lambda stream, work: work())
+        patch.setattr(tensorrt, "library", lambda target: stands_in)
+        shared = tensorrt.PlanRuntime(target, device)
+        engines = plan_engines(made, bundle, wanted, device, run, lambda path: tensorrt.TensorRTEngine(path, shared))
+    patch.setattr(generate, "load_engines", lambda *_: engines)
+    return skipdecode.load(bundle, target=target)

@@ -1,0 +1,93 @@
+"""TensorRT's engines, the library's stand-in running the graphs that the plans were built from."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import skipdecode
+from skipdecode import targets
+from skipdecode.decoder import Decoder
+from skipdecode.device import HostDevice
+from skipdecode.engines import tensorrt
+from skipdecode.errors import BundleError, CapacityError, TargetError
+from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.schedule import Anchor
+from tests.conftest import LAYERS, Zoo
+from tests.runtime import device
+from tests.standin.tensorrt import library
+
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
+NEW = 14
+Bundles = Callable[[Anchor], Path]
+
+
+@pytest.mark.parametrize("anchor", Anchor, ids=str)
+def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
+    anchor: Anchor, gpu_bundle: Bundles, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = device.load(gpu_bundle(anchor), "tensorrt-rtx", None, monkeypatch)
+    made, model = generator.manifest, zoo.model("llama").half().float()
+    expected = [greedy_tokens(model, made.schedule, prompt, NEW) for prompt in PROMPTS]
+    decoder = Decoder(
+        generator._engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=3
+    )  # fmt: skip
+    decoder.prefill(PROMPTS)
+    for step in range(NEW):
+        if step:
+            decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
+        for row, (_, logits) in enumerate(expected):
+            wanted = logits[step].numpy()
+            assert np.abs(decoder.logits[row] - wanted).max() <= 0.02 * np.abs(wanted).max(), (row, step)
+
+
+def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stands_in = library(gpu_bundle(Anchor.GENERATED), lambda stream, work: work())
+    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    plan = tmp_path / "head.plan"
+    plan.write_bytes(b"no plan")
+    with pytest.raises(BundleError, match=r"head\.plan: cannot be loaded \(the plan is damaged\); export the model again"):
+        tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
+
+
+def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
+    gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = device.load(gpu_bundle(Anchor.ABSOLUTE), "tensorrt-rtx", None, monkeypatch)
+    generator._engines = dataclasses.replace(generator._engines, slots=(12,) * LAYERS)
+    with pytest.raises(CapacityError, match=r"buffers have 12 slots, this run takes 21; .* export the model with that schedule"):
+        generator.generate(PROMPTS, max_new_tokens=NEW, schedule="full")
+
+
+class _Gpu(HostDevice):
+    capability = "sm86"
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("1.0.0", r"the plans were built by tensorrt-rtx \S+, installed is 1\.0\.0; export .* --target tensorrt-rtx --force"),
+        (None, r"the plans are for sm89, this GPU is sm86; export the model again with --target tensorrt-rtx:sm86 --force"),
+    ],
+)
+def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
+    version: str | None, says: str, gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "CudaDevice", _Gpu)
+    if version:
+        monkeypatch.setattr(tensorrt.library("tensorrt-rtx"), "__version__", version)
+    with pytest.raises(TargetError, match=says) as caught:
+        skipdecode.load(gpu_bundle(Anchor.GENERATED), target="tensorrt-rtx")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_gpu_plans_are_refused_in_one_line(gpu_bundle: Bundles) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there may be a GPU here")
+    with pytest.raises(TargetError, match="there is no NVIDIA driver here; choose a machine with a GPU, or another --target"):
+        skipdecode.load(gpu_bundle(Anchor.GENERATED), target="tensorrt-rtx")

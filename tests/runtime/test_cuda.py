@@ -1,0 +1,77 @@
+"""The GPU's driver through NVIDIA's cuda-python, a stand-in for the driver below it: whole generations with plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.plugins import turnaround
+from skipdecode.schedule import Anchor
+from tests.runtime import device
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]
+REQUESTS: list[dict[str, Any]] = [
+    {"prompts": PROMPTS, "max_new_tokens": 14, "ignore_eos": True},
+    {"prompts": PROMPTS, "max_new_tokens": 14, "ignore_eos": True, "do_sample": True, "top_k": 20, "seed": 7},
+    {"prompts": PROMPTS[:1], "max_new_tokens": 9, "ignore_eos": True},
+    {"prompts": PROMPTS, "max_new_tokens": 14, "ignore_eos": True, "schedule": "full"},
+]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc, which brings cuda.h, is not on the PATH")
+    folder = tmp_path_factory.mktemp("driver")
+    command = ["nvcc", "-std=c++17", "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror"]
+    command += ["-Xlinker", "-soname=libcuda.so.1", "-x", "c++", str(ROOT / "tests/standin/libcuda.cc"), str(turnaround.SOURCE)]
+    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    return folder
+
+
+def _run(driver: Path, bundle: Path, requests: list[dict[str, Any]], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.standin.run", str(bundle), *options]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver)}
+    return subprocess.run(
+        command, input=json.dumps(requests), capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("anchor", Anchor, ids=str)
+def test_generations_are_those_of_the_loop_on_the_host(
+    anchor: Anchor, driver: Path, gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them repeated requests (graphs), other rows, another schedule."""
+    requests = [*REQUESTS, *REQUESTS[:2], *REQUESTS[:2]]
+    done = _run(driver, gpu_bundle(anchor), requests)
+    assert done.returncode == 0, done.stderr
+    host = device.load(gpu_bundle(anchor), "tensorrt-rtx", None, monkeypatch)
+    answers = json.loads(done.stdout)
+    assert answers["replayed"] > 0, "no step was a graph"
+    for answer, request in zip(answers["generations"], requests, strict=True):
+        expected = host.generate(**request)
+        assert answer["tokens"] == [row.token_ids for row in expected.sequences]
+        assert answer["layers"] == list(expected.layers)
+
+
+def test_without_graphs_the_steps_calls_are_made_one_by_one(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
+    with_graphs, without = (
+        json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2, *options).stdout) for options in ((), ("plain",))
+    )
+    assert with_graphs["generations"] == without["generations"] and without["replayed"] == 0
+
+
+def test_a_gpu_without_room_says_how_much_was_asked_for(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
+    done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], "full")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "MiB left for a buffer" in done.stderr and "--max-length" in done.stderr

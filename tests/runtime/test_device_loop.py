@@ -1,0 +1,89 @@
+"""The loop that leaves the host out, on the CPU in a GPU's place: it gives what the loop on the host gives."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.generate import Generator
+from skipdecode.generation import Generation
+from skipdecode.schedule import Anchor
+from tests.runtime import device
+
+PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]
+NEW = 14
+Load = Callable[[bool], Generator]
+
+
+@pytest.fixture(params=Anchor, ids=str)
+def anchor(request: pytest.FixtureRequest) -> Anchor:
+    chosen: Anchor = request.param
+    return chosen
+
+
+@pytest.fixture(params=["cuda", "tensorrt-rtx"])
+def load(
+    anchor: Anchor, gpu_bundle: Callable[[Anchor], Path], turnaround_library: ctypes.CDLL, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Load:  # fmt: skip
+    """By whether tokens are chosen on the device."""
+    run = device.turn_around(turnaround_library)
+    return lambda there: device.load(gpu_bundle(anchor), request.param, run if there else None, monkeypatch)
+
+
+def _ids(generation: Generation) -> list[list[int]]:
+    return [row.token_ids for row in generation.sequences]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"do_sample": True, "seed": 3}, {"do_sample": True, "top_k": 20, "top_p": 0.9, "seed": 4}], ids=str
+)
+def test_it_gives_the_tokens_and_layers_of_the_loop_on_the_host(how: dict[str, Any], load: Load) -> None:
+    given = {"max_new_tokens": NEW, "ignore_eos": True, **how}
+    host = load(False).generate(PROMPTS, **given)
+    generator = load(True)
+    for _ in range(2):  # the second time with what the first one captured
+        there = generator.generate(PROMPTS, **given)
+        assert _ids(there) == _ids(host) and there.layers == host.layers
+        assert len({tuple(ids) for ids in _ids(there)}) == len(PROMPTS)
+        assert 0 < there.timings.prefill_s < there.timings.prefill_s + there.timings.decode_s
+
+
+def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) -> None:
+    generator, host = load(True), load(False)
+    whole = _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True))
+    model = dataclasses.replace(generator.manifest.model, eos_token_ids=(whole[0][5],))
+    for each in (generator, host):
+        each.manifest = dataclasses.replace(each.manifest, model=model)
+    first, second = (each.generate(PROMPTS, max_new_tokens=NEW) for each in (generator, host))
+    assert _ids(first) == _ids(second) and first.layers == second.layers
+    ended = first.sequences[0]
+    assert ended.finish_reason == "stop" and ended.token_ids == whole[0][: whole[0].index(whole[0][5]) + 1]
+    alone = generator.generate(PROMPTS[0], max_new_tokens=NEW)
+    assert len(alone.layers) == len(ended.token_ids) - 1, "steps that were under way are not told"
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_buffers_and_graphs_are_kept_for_requests_that_they_hold(load: Load) -> None:
+    generator = load(True)
+
+    def loop() -> object:
+        return generator._kept_loop
+
+    expected = [_ids(load(False).generate(prompts, max_new_tokens=NEW, ignore_eos=True)) for prompts in (PROMPTS, PROMPTS[:2])]
+    assert _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)) == expected[0]
+    kept = loop()
+    shorter = generator.generate([prompt[:2] for prompt in PROMPTS], max_new_tokens=3, do_sample=True, seed=1)
+    assert loop() is kept and len(shorter.layers) == 2
+    assert _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)) == expected[0]
+    assert loop() is kept
+    assert _ids(generator.generate(PROMPTS[:2], max_new_tokens=NEW, ignore_eos=True)) == expected[1]
+    fewer_rows = loop()
+    assert fewer_rows is not kept
+    generator.generate(PROMPTS[:2], max_new_tokens=NEW + 1, schedule="full")
+    assert loop() is not fewer_rows

@@ -1,0 +1,165 @@
+// Stands in for NVIDIA's driver on machines without one: host memory as the GPU's, streams that are done at once, graphs that
+// replay what was enqueued while they were captured. Only what runtime/cuda.py calls is here. It computes nothing but the
+// turn-around (its host version), and says nothing about a GPU's speed or order; what it shows is that the calls fit together.
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../../plugins/turnaround/turnaround.h"
+
+using Work = std::function<void()>;
+struct CUgraph_st {
+  std::vector<Work> nodes;
+};
+struct CUgraphExec_st {
+  std::vector<Work> nodes;
+};
+struct CUstream_st {
+  CUgraph capture = nullptr;
+};
+
+namespace {
+
+constexpr size_t kMemory = size_t{1} << 30;  // bytes of the GPU
+thread_local bool entered = false;           // whether this thread made the context current
+std::map<uintptr_t, size_t> blocks;
+size_t taken = 0;
+int replayed = 0;
+
+CUresult Enqueue(CUstream stream, Work work) {
+  if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
+  if (stream->capture != nullptr)
+    stream->capture->nodes.push_back(std::move(work));
+  else
+    work();
+  return CUDA_SUCCESS;
+}
+
+CUresult Copy(uintptr_t to, uintptr_t from, size_t bytes, CUstream stream) {
+  return Enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
+}
+
+CUresult Allocate(uintptr_t* pointer, size_t bytes) {
+  if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
+  if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (bytes > kMemory - taken) return CUDA_ERROR_OUT_OF_MEMORY;
+  *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
+  std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may count on zeros
+  blocks[*pointer] = bytes;
+  taken += bytes;
+  return CUDA_SUCCESS;
+}
+
+CUresult Free(uintptr_t pointer) {
+  const auto found = blocks.find(pointer);
+  if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
+  taken -= found->second;
+  blocks.erase(found);
+  std::free(reinterpret_cast<void*>(pointer));
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+// For tests: how many graphs were launched; take all of the GPU's memory.
+int standin_replayed() { return replayed; }
+void standin_fill() { taken = kMemory; }
+
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
+  *value = name == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 8 : 9;
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+  return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
+}
+CUresult cuCtxSetCurrent(CUcontext) { return entered = true, CUDA_SUCCESS; }
+CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the driver would put it", CUDA_SUCCESS; }
+
+CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) { return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes); }
+CUresult cuMemFree(CUdeviceptr pointer) { return Free(pointer); }
+CUresult cuMemAllocHost(void** pointer, size_t bytes) { return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes); }
+CUresult cuMemFreeHost(void* pointer) { return Free(reinterpret_cast<uintptr_t>(pointer)); }
+CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = kMemory - taken, *total = kMemory, CUDA_SUCCESS; }
+CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
+  return Enqueue(stream, [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); });
+}
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;  // pageable memory cannot be captured
+  return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
+}
+CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  return Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
+}
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  return Copy(to, from, bytes, stream);
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned) { return *stream = new CUstream_st, CUDA_SUCCESS; }
+CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
+  return Enqueue(stream, [=] { call(data); });
+}
+CUresult cuEventCreate(CUevent* event, unsigned) { return *event = reinterpret_cast<CUevent>(new int), CUDA_SUCCESS; }
+CUresult cuEventRecord(CUevent, CUstream stream) { return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_ISOLATION : CUDA_SUCCESS; }
+CUresult cuEventSynchronize(CUevent) { return CUDA_SUCCESS; }
+CUresult cuEventDestroy(CUevent event) { return delete reinterpret_cast<int*>(event), CUDA_SUCCESS; }
+
+CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
+  return stream->capture = new CUgraph_st, entered ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+  *graph = stream->capture;
+  stream->capture = nullptr;
+  return CUDA_SUCCESS;
+}
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode*, size_t* count) { return *count = graph->nodes.size(), CUDA_SUCCESS; }
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
+  return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
+}
+CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
+CUresult cuGraphExecDestroy(CUgraphExec executable) { return delete executable, CUDA_SUCCESS; }
+CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+  ++replayed;
+  for (const Work& work : executable->nodes)
+    if (const CUresult code = Enqueue(stream, work)) return code;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  if (std::strstr(static_cast<const char*>(image), ".visible .entry skd_turnaround_kernel(") == nullptr)
+    return CUDA_ERROR_INVALID_PTX;
+  return *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  if (std::strcmp(name, "skd_turnaround_kernel") != 0) return CUDA_ERROR_NOT_FOUND;
+  return *function = reinterpret_cast<CUfunction>(1), CUDA_SUCCESS;
+}
+CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+                        CUstream stream, void** parameters, void**) {
+  const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
+  if (x != static_cast<unsigned>(state.rows) || threads != 512) return CUDA_ERROR_INVALID_VALUE;
+  return Enqueue(stream, [state] { skd_turnaround_host(&state); });
+}
+
+// cuda-python asks for every function of the driver by name; one that is not here is missing to it.
+CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
+  static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  *function = nullptr;
+  for (const char* suffix : {"", "_v2", "_v3"}) {
+    if (*function == nullptr) *function = dlsym(self, (std::string(name) + suffix).c_str());
+  }
+  if (found != nullptr) *found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+}

@@ -1,0 +1,162 @@
+"""Stands in for TensorRT's runtime where there is no GPU: a plan is run as the graph that it was built from, by ONNX Runtime.
+
+It has the interface that runtime/engines/tensorrt.py uses, and refuses what TensorRT's documentation forbids: a shape outside
+the profile, an address that is missing or not aligned, an output over an input that is not its alias, no scratch memory. What
+it cannot show is whether the real library takes the calls as documented.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import tensorrt_rtx as trt
+
+from skipdecode import manifest as manifests
+from skipdecode.decoder import PREFILL_CHUNK
+from skipdecode.device import HostDevice
+from skipdecode.engines.ort import OrtEngine, use_threads
+from skipdecode.exporter.tensorrt_target import lower
+from skipdecode.graph_passes.stitch import stitch
+from skipdecode.kv_buffer import static_slots
+
+TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
+SCRATCH = 4096
+Enqueue = Callable[[int, Callable[[], None]], None]  # stream, what is to be done on it
+
+
+def library(bundle: Path, enqueue: Enqueue) -> Any:
+    """What stands for the Python package `tensorrt_rtx`, for the plans of one bundle."""
+    use_threads(None)
+    made = manifests.read(bundle)
+    target = next(each for each in made.targets if each.name == "tensorrt-rtx")
+    model = made.model
+    slots = static_slots(made.schedule, made.limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
+    known: dict[bytes, tuple[Path, int]] = {}
+    for path in (target.embed, *target.segments, target.head):
+        name = Path(path).stem
+        layers = made.segments[int(name.removeprefix("segment_"))] if name.startswith("segment") else ()
+        graphs = [ir.load(bundle / "graphs" / f"layer_{layer:03d}.onnx") for layer in layers]
+        source = stitch(graphs, name=name) if graphs else ir.load(bundle / "graphs" / f"{name}.onnx")
+        lowered = bundle / "graphs" / f"lowered_{name}.onnx"
+        most = slots[layers[0]] if layers else PREFILL_CHUNK
+        ir.save(lower(source, most), lowered)
+        known[hashlib.sha256((bundle / path).read_bytes()).digest()] = lowered, most
+
+    class Runtime:
+        def __init__(self, log: Any) -> None:
+            self._log = log
+
+        def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
+            found = known.get(hashlib.sha256(plan).digest())
+            if found is None:
+                self._log.log(trt.ILogger.Severity.ERROR, "the plan is damaged")
+                return None
+            return Engine(*found, made.limits.max_batch, self._log, enqueue)
+
+    kept = ("__version__", "__name__", "ILogger", "TensorIOMode", "ExecutionContextAllocationStrategy")
+    kept += ("DynamicShapesKernelSpecializationStrategy",)
+    return SimpleNamespace(Runtime=Runtime, **{name: getattr(trt, name) for name in kept})
+
+
+class Engine:
+    """A plan with the exporter's two profiles (the head: one)."""
+
+    def __init__(self, source: Path, most_tokens: int, max_batch: int, log: Any, enqueue: Enqueue) -> None:
+        self.session = OrtEngine(source, device=HostDevice()).session
+        self.inputs = {value.name: value for value in self.session.get_inputs()}
+        self.outputs = {value.name: value for value in self.session.get_outputs()}
+        self.log, self.enqueue, self.name = log, enqueue, source.stem
+        most = min(PREFILL_CHUNK, most_tokens)
+        self._profiles = [{"B": (1, max_batch), "S": (1, 1)}, {"B": (1, 1), "S": (1, most)}]
+        self.num_optimization_profiles = 1 if source.stem.endswith("head") else 2
+        self.num_io_tensors = len(self.inputs) + len(self.outputs)
+
+    def get_tensor_name(self, index: int) -> str:
+        return [*self.inputs, *self.outputs][index]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return trt.TensorIOMode.INPUT if name in self.inputs else trt.TensorIOMode.OUTPUT
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        ranges = self._profiles[profile]
+        least, most = (tuple(ranges.get(size, (size, size))[bound] for size in self.inputs[name].shape) for bound in (0, 1))
+        return [least, least, most]
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return name.replace("present_", "past_") if name.startswith("present_") else None
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return SCRATCH * (profile + 1)
+
+    def create_runtime_config(self) -> Any:
+        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None,
+                               dynamic_shapes_kernel_specialization_strategy=None)  # fmt: skip
+
+    def create_execution_context(self, config: Any) -> Context:
+        return Context(self)
+
+
+class Context:
+    """What it is told, and whether that suffices."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._profile, self._scratch = engine, 0, 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self._profile = profile
+        self._shapes.clear()
+        return True
+
+    def set_device_memory(self, pointer: int, size: int) -> None:
+        assert pointer % 256 == 0
+        self._scratch = size
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        least, _, most = self._engine.get_tensor_profile_shape(name, self._profile)
+        if len(shape) != len(least) or not all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True)):
+            return self._refuse(f"{name}: {shape} is outside {least} .. {most}")
+        self._shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, pointer: int) -> bool:
+        if pointer % 256:
+            return self._refuse(f"{name}: {pointer:#x} is not aligned")
+        self._addresses[name] = pointer
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        engine, addresses = self._engine, dict(self._addresses)
+        missing = {*engine.inputs, *engine.outputs} - addresses.keys() | engine.inputs.keys() - self._shapes.keys()
+        if missing or self._scratch < engine.get_device_memory_size_for_profile_v2(self._profile):
+            return self._refuse(f"lacks {sorted(missing) or 'scratch memory'}")
+        aliases = {name: engine.get_aliased_input_tensor(name) for name in engine.outputs}
+        for name, alias in aliases.items():
+            others = [addresses[each] for each in engine.inputs if each != alias]
+            if addresses[name] in others or (alias and addresses[name] != addresses[alias]):
+                return self._refuse(f"{name} lies over an input")
+        binding = self._bound(addresses)
+        engine.enqueue(stream, lambda: engine.session.run_with_iobinding(binding))
+        return True
+
+    def _bound(self, addresses: dict[str, int]) -> Any:
+        engine, sizes = self._engine, {}
+        for name, value in engine.inputs.items():
+            sizes.update(zip(value.shape, self._shapes[name], strict=True))
+        binding = engine.session.io_binding()
+        for values, bind in ((engine.inputs, binding.bind_input), (engine.outputs, binding.bind_output)):
+            for name, value in values.items():
+                shape = [sizes.get(size, size) for size in value.shape]
+                bind(name, "cpu", 0, TYPES[value.type], shape, addresses[name])
+        return binding
+
+    def _refuse(self, why: str) -> bool:
+        self._engine.log.log(trt.ILogger.Severity.ERROR, f"{self._engine.name}: {why}")
+        return False
