@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 
+from skipdecode.exporter import graphs
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
@@ -78,6 +83,51 @@ class Zoo:
     def model(self, name: str) -> Any:
         """The torch model in evaluation mode."""
         return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint(name)).eval()
+
+
+def _traced_once(trace: Callable[..., Sequence[ir.Model]], folder: Path) -> Callable[..., tuple[ir.Model, ...]]:
+    """`trace`, which runs once a configuration and dtype and leaves its graphs in `folder`; each call reads its own ones."""
+
+    def traced(bones: graphs.Skeleton, weights: graphs.WeightFile) -> tuple[ir.Model, ...]:
+        config = {**bones.config.to_dict(), "_name_or_path": ""}  # which says where the checkpoint lies
+        kept = folder / f"{trace.__name__}-{hashlib.sha256(f'{bones.dtype} {config}'.encode()).hexdigest()}"
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                partial = kept.with_suffix(".partial")
+                partial.mkdir(exist_ok=True)  # a trace that failed leaves it
+                for index, graph in enumerate(trace(bones, weights)):
+                    ir.save(graph, partial / f"{index:03d}.onnx")
+                partial.rename(kept)
+        found = tuple(ir.load(path) for path in sorted(kept.iterdir()))
+        for graph in found:
+            graphs._refer(graph, bones, weights)
+        return found
+
+    return traced
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For torch, which is the oracle here: two of pytest's processes with two threads each on two cores wait for one another."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # the commands that tests start
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nine tenths of a tiny model's export is tracing, of a few models again and again: pytest's processes share the graphs.
+
+    What they share is what the exporter itself writes to a bundle's graphs/. Commands, processes of their own, trace anew.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "traces"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("layer_graphs", "outer_graphs"):
+            patch.setattr(f"skipdecode.exporter.export.{name}", _traced_once(getattr(graphs, name), folder))
+        yield
 
 
 @pytest.fixture(scope="session")

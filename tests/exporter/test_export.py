@@ -35,6 +35,9 @@ def test_the_commands_export_inspect_and_run(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "engines"
     done = _run("skip-export", zoo.checkpoint("llama"), "--schedule", "linear", "--speedup", 2, "--span", 8, "--out", out)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    same = ScheduleRequest(name="linear", speedup=2, span=8)
+    here = export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "here", schedule=same))
+    assert here.files == manifests.read(out).files, "the traces that tests keep are those of a process of its own"
     ran = _run("skip-run", out, "--token-ids", "5,6,7", "--token-ids", "9", "--max-new-tokens", 6, "--json")
     result = json.loads(ran.stdout)
     assert [row["prompt_ids"] for row in result["sequences"]] == [[5, 6, 7], [9]]

@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from skipdecode.errors import TargetError
-from skipdecode.exporter.graphs import layer_graphs, outer_graphs, skeleton
+from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
+from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.weights import checkpoint_source, write_weights
 from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import (
@@ -50,8 +51,8 @@ def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
             source = checkpoint_source(zoo.checkpoint(name), bones.parts.prefix.split(".")[0], files)
             weights = write_weights(tmp_path_factory.mktemp(name), bones.shapes, dtype, source, lambda count: None)
         if what == "layer":
-            return layer_graphs(bones, weights)[0]
-        return outer_graphs(bones, weights)[("embed", "head").index(what)]
+            return export.layer_graphs(bones, weights)[0]
+        return export.outer_graphs(bones, weights)[("embed", "head").index(what)]
 
     return made
 
