@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +33,23 @@ def _schedules(tmp_path: Path) -> list[Schedule]:
     return [full_depth(LAYERS), early_exit, *(build_schedule(request, LAYERS) for request in requests)]
 
 
+Reference = Callable[[str, Schedule, tuple[int, ...]], tuple[list[int], torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def reference(zoo: Zoo) -> Reference:
+    """By architecture, schedule and prompt: new tokens and their logits. Whole passes are slow, so both tests share them."""
+    model = functools.cache(zoo.model)
+    return functools.cache(lambda name, schedule, prompt: greedy_tokens(model(name), schedule, list(prompt), NEW))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_equal_the_reference_for_every_schedule_alone_and_in_a_ragged_batch(
-    name: str, zoo: Zoo, tmp_path: Path
+    name: str, zoo: Zoo, reference: Reference, tmp_path: Path
 ) -> None:
-    generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
+    generator = skipdecode.load(zoo.bundle(name))
     for schedule in _schedules(tmp_path):
-        expected = [greedy_tokens(model, schedule, prompt, NEW)[0] for prompt in RAGGED]
+        expected = [reference(name, schedule, tuple(prompt))[0] for prompt in RAGGED]
         batch = generator.generate(RAGGED, max_new_tokens=NEW, schedule=schedule, ignore_eos=True)
         assert [row.token_ids for row in batch.sequences] == expected, schedule
         alone = generator.generate(RAGGED[1], max_new_tokens=NEW, schedule=schedule, ignore_eos=True)
@@ -47,11 +59,13 @@ def test_greedy_tokens_equal_the_reference_for_every_schedule_alone_and_in_a_rag
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(name: str, zoo: Zoo, tmp_path: Path) -> None:
-    generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
+def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(
+    name: str, zoo: Zoo, reference: Reference, tmp_path: Path
+) -> None:
+    generator = skipdecode.load(zoo.bundle(name))
     prompt = RAGGED[1]
     for schedule in _schedules(tmp_path):
-        tokens, expected = greedy_tokens(model, schedule, prompt, NEW)
+        tokens, expected = reference(name, schedule, tuple(prompt))
         decoder = generator.decoder([len(prompt)], NEW, schedule)
         decoder.prefill([prompt])
         for step, row in enumerate(expected.numpy()):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skipdecode.exporter import reference_run
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.samples import Effort
@@ -31,3 +34,8 @@ def little_effort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for place in ("latency.DECODE", "latency.PREFILL", "workload.EFFORT"):
             patch.setattr(f"skipdecode.validation.{place}", Effort(rounds=1, seconds=0.0))
         yield
+
+
+def answer_here(request: dict[str, Any], out: Path) -> None:
+    """What `parity._ask` does, in this process: each of its own would load torch again."""
+    reference_run.answer(json.loads(json.dumps(request)), out)

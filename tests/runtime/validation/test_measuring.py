@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 import skipdecode
 from skipdecode.errors import CapacityError
-from skipdecode.exporter import reference_run
 from skipdecode.generate import Generator
 from skipdecode.validation import parity
 from skipdecode.validation.latency import measure_cell
@@ -17,6 +15,7 @@ from skipdecode.validation.parity import measure_parity
 from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload, read_requests
 from tests.conftest import CONFIGS, LAYERS, Zoo
+from tests.runtime.validation.conftest import answer_here
 
 
 def _step_bytes(generator: Generator) -> StepBytes:
@@ -89,8 +88,7 @@ def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = skipdecode.load(zoo.bundle(name))
-    # in this process: each of its own would load torch again
-    monkeypatch.setattr(parity, "_ask", lambda request, out: reference_run.answer(json.loads(json.dumps(request)), out))
+    monkeypatch.setattr(parity, "_ask", answer_here)
     rows = measure_parity(generator, str(zoo.checkpoint(name)))
     assert [row["name"] for row in rows] == [variant.name for variant in generator.manifest.variants]
     for row in rows:

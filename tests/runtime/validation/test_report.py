@@ -43,11 +43,11 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples, path = folder / "eval.jsonl", folder / "report.html"
     examples.write_text(json.dumps({"prompt": "name[The Mill] =>", "references": ["</script><b>The Mill", "A mill."]}))
     (folder / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
-    options = ["--reference", str(MODEL), "--eval", str(examples), "--workload", str(folder / "lengths.jsonl"), "--json"]
-    sizes = ["--batch", "1,2", "--context", "8,16", "--new-tokens", "24", "--slo", "bleu>=101", "--quiet"]
+    sizes = ["--workload", str(folder / "lengths.jsonl"), "--batch", "1,2", "--context", "8,16", "--new-tokens", "24", "--quiet"]
     with (folder / "old.json").open("w") as out, contextlib.redirect_stdout(out):
-        assert main([str(trained), *options, *sizes]) == 1
-    assert main([str(trained), *options[:-1], *sizes, "--baseline", str(folder / "old.json"), "--report", str(path)]) == 1
+        assert main([str(trained), *sizes, "--json"]) == 0
+    options = ["--reference", str(MODEL), "--eval", str(examples), "--slo", "bleu>=101", "--baseline", str(folder / "old.json")]
+    assert main([str(trained), *sizes, *options, "--report", str(path)]) == 1
     return path
 
 

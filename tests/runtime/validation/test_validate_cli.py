@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from skipdecode.cli.validate import main
+from skipdecode.validation import parity
 from skipdecode.validation import validate as validation
 from tests.conftest import Zoo
+from tests.runtime.validation.conftest import answer_here
 
 MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 QUICK = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]
@@ -29,7 +31,7 @@ def eval_file(tmp_path: Path) -> Path:
 
 
 def test_everything_at_once_gives_tables_json_and_exit_0(
-    trained: Path, eval_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, eval_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = tmp_path / "report.html"
     options = [
@@ -41,6 +43,7 @@ def test_everything_at_once_gives_tables_json_and_exit_0(
     assert "all holds" in page and "against the reference" in page and "BLEU lost" in page
     assert report.stat().st_size > 400_000
 
+    monkeypatch.setattr(parity, "_ask", answer_here)
     assert main([str(trained), *QUICK, *options[:8], "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     (target,) = result["targets"]
