@@ -4,58 +4,85 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_time import engine_time
 
 _STEPS, _WARM_UP = 32, 3  # of a peer at each turn; torch.compile compiles at the first two
+BLOCK = 16  # steps of a variant that follow each other
 
 
 class Ours:
-    """This runtime's engines for the CUDA provider; on the device `cpu` the same engines, to see that they run."""
+    """This runtime on a target of a bundle; on the device `cpu` the cuda engines, to see that they run."""
 
-    def __init__(self, bundle: Path, device: str, gb_per_s: float) -> None:
+    def __init__(self, bundle: Path, target: str, device: str) -> None:
         import torch  # noqa: F401  its CUDA libraries are what ONNX Runtime finds
 
         from skipdecode import manifest
-        from skipdecode.engines.ort import use_threads
-        from skipdecode.targets import load_device_engines
+        from skipdecode.targets import load_engines
         from skipdecode.validation.step_bytes import StepBytes
 
         self.manifest = manifest.read(bundle)
-        target = next(target for target in self.manifest.targets if target.name == "cuda")
+        chosen = next(each for each in self.manifest.targets if each.name == target)
+        self._engines = (
+            load_engines(self.manifest, bundle, chosen, None, None) if device == "cuda" else self._on_cpu(bundle, chosen)
+        )
+        self._bytes = StepBytes(manifest=self.manifest, target=chosen)
+
+    def _on_cpu(self, bundle: Path, target: Any) -> Any:
+        import ctypes
+
+        from skipdecode.device import HostDevice
+        from skipdecode.engines.ort import use_threads
+        from skipdecode.plugins import turnaround
+        from skipdecode.targets import load_device_engines
+
         use_threads(None)
-        self._engines = load_device_engines(self.manifest, bundle, target, device)
-        self._bytes, self._gb_per_s = StepBytes(manifest=self.manifest, target=target), gb_per_s
+        library = turnaround.build(bundle.parent / "turnaround.so", device=False)
+        run = lambda state: library.skd_turnaround_host(ctypes.byref(state))  # noqa: E731
+        return load_device_engines(self.manifest, bundle, target, HostDevice(), run)
 
-    def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Any = None) -> Any:
-        """As `Generator.decoder`."""
+    def cell(self, batch: int, context: int, rounds: int) -> dict[str, Any]:
+        """Prompts of `context` tokens, then `BLOCK` steps of each variant on top, again and again: ms of each, medians' source.
+
+        A step is what a run does: the captured graph of embedding, segments, head and turn-around. The host enqueues a block
+        and waits for its end; `host_us` is what enqueuing a step takes it.
+        """
         from skipdecode.decoder import Decoder
+        from skipdecode.device_loop import DeviceLoop
+        from skipdecode.sampling import Sampling
+        from skipdecode.schedule import Schedule
 
-        return Decoder(self._engines, self.manifest.model, schedule or self.manifest.schedule, prompt_lengths, new)
-
-    def cell(self, batch: int, context: int) -> dict[str, Any]:
-        """As skip-validate measures it."""
-        from skipdecode.validation.latency import measure_cell
-
-        return measure_cell(self, self._bytes, batch, context, self._gb_per_s)  # type: ignore[arg-type]
-
-    def outside_engines_us(self, batch: int, context: int) -> dict[str, float]:
-        """Median microseconds of a full-depth step that are not spent in an engine call."""
-        from skipdecode.schedule import full_depth
-
-        outside, tokens = [], np.full(batch, 5)
-        with engine_time() as counted:
-            decoder = self.decoder([context] * batch, _STEPS, full_depth(self.manifest.model.num_layers))
-            decoder.prefill([[5] * context] * batch)
-            for _ in range(_STEPS):
-                before, started = counted.seconds, time.perf_counter()
-                decoder.decode_step(tokens)
-                outside.append(1e6 * (time.perf_counter() - started - (counted.seconds - before)))
-        return {"median": statistics.median(outside)}
+        own = self.manifest.schedule
+        counts = sorted((variant.num_layers for variant in self.manifest.variants), reverse=True)
+        stairs = tuple(count for count in counts for _ in range(BLOCK))
+        tour = Schedule(name="table", num_layers=own.num_layers, warmup_layers=own.warmup_layers, layers=stairs)
+        decoder = Decoder(self._engines, self.manifest.model, tour, [context] * batch, len(stairs))
+        loop = DeviceLoop(decoder, self._engines.turn_around, stop_count=0, max_steps=len(stairs) + 1, graphs=True)
+        prefill_ms, steps, host = [], {count: [] for count in counts}, {count: [] for count in counts}  # type: ignore[var-annotated]
+        prompts = np.random.default_rng(0).integers(0, self.manifest.model.vocab_size, (batch, context)).tolist()
+        for round_ in range(rounds + 1):  # the first one captures
+            started = time.perf_counter()
+            loop.begin(prompts, Sampling(), np.arange(batch), ())
+            loop.wait()
+            if round_:
+                prefill_ms.append(1e3 * (time.perf_counter() - started))
+            for count in counts:
+                started = time.perf_counter()
+                for _ in range(BLOCK):
+                    loop.step()
+                enqueued = time.perf_counter()
+                loop.wait()
+                if round_:
+                    host[count].append(1e6 * (enqueued - started) / BLOCK)
+                    steps[count].append(1e3 * (time.perf_counter() - started) / BLOCK)
+        rows = [
+            {"name": f"v{count}", "layers": count, "ms": steps[count], "host_us": host[count],
+             "read_bytes": self._bytes.of(count, batch, context + BLOCK * counts.index(count) + BLOCK // 2)}
+            for count in counts
+        ]  # fmt: skip
+        return {"prefill_ms": prefill_ms, "variants": rows}
 
 
 class TorchSteps:
@@ -106,12 +133,25 @@ def copy_gb_per_s(device: str, mib: int) -> float:
 
 
 def device_facts() -> dict[str, Any] | str:
-    """The GPU's name and versions, or one line that says what is missing."""
-    import onnxruntime as ort
+    """The GPU's name, capability and versions, or one line that says what is missing."""
     import torch
 
     if not torch.cuda.is_available():
         return "torch finds no GPU; run this on a machine with one, with torch's CUDA build"
-    if "CUDAExecutionProvider" not in ort.get_available_providers():
-        return "the installed onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install onnxruntime-gpu"
-    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    major, minor = torch.cuda.get_device_capability()
+    return {"gpu": torch.cuda.get_device_name(), "capability": f"sm{major}{minor}", "cuda": torch.version.cuda}
+
+
+def refused(target: str) -> str | None:
+    """Why engines for `target` cannot be made and run here, in its own words; None: they can."""
+    from skipdecode.engines.ort import check_cuda
+    from skipdecode.errors import TargetError
+    from skipdecode.exporter.targets import parse_targets
+
+    try:
+        parse_targets([target])
+        if target == "cuda":
+            check_cuda()
+    except TargetError as error:
+        return str(error)
+    return None

@@ -67,15 +67,12 @@ class DeviceLoop:
             new: tokens a row, at most `max_steps`.
             row_ids: [B] int64, the user's row numbers.
         """
-        self._begin(sampling, row_ids, stop_ids)
-        self.decoder.enqueue_prefill(prompts)
-        self.decoder.send_lengths(-1)  # the turn-around counts one on
-        self._turn_around(self._state)
+        self.begin(prompts, sampling, row_ids, stop_ids)
         waiting = deque([self._fetch(0, [None])])
         enqueued = 1
         while waiting:
             if enqueued < new and len(waiting) < 2:
-                layers: list[int | None] = [self._step() for _ in range(min(CHECK_EVERY, new - enqueued))]
+                layers: list[int | None] = [self.step() for _ in range(min(CHECK_EVERY, new - enqueued))]
                 waiting.append(self._fetch(enqueued, layers))
                 enqueued += len(layers)
                 continue
@@ -84,14 +81,18 @@ class DeviceLoop:
             for step, count in enumerate(layers, start=first):
                 yield self._tokens[step].copy(), count
 
-    def _begin(self, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
+    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
+        """Put the prompts and the choice of their tokens on the device's stream; arguments as `tokens`'."""
         self._row_ids[:] = row_ids
         self._stop_ids[:] = [*stop_ids, *[_NO_TOKEN] * (len(self._stop_ids) - len(stop_ids))]
         self._sampling[:] = np.frombuffer(bytes(turnaround.Sampling.of(sampling)), dtype=np.uint8)
         for send in self._sends:  # counters are zero on the host
             send()
+        self.decoder.enqueue_prefill(prompts)
+        self.decoder.send_lengths(-1)  # the turn-around counts one on
+        self._turn_around(self._state)
 
-    def _step(self) -> int:
+    def step(self) -> int:
         """Put the next step on the device's stream; returns how many layers its deepest row computes."""
         route = self.decoder.route()
         graph = self._graphs.get(id(route))
@@ -105,6 +106,10 @@ class DeviceLoop:
             graph()
         self.decoder.advance()
         return route.deepest
+
+    def wait(self) -> None:
+        """Wait for everything that was put on the device's stream."""
+        self._device.fetch(self._bound_tokens[:1].pointer, self._tokens[:1])()
 
     def _run(self, route: Route) -> None:
         for call in route.calls:

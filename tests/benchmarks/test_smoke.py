@@ -42,8 +42,9 @@ def test_cpp_measures_both_runtimes() -> None:
 def test_gpu_measures_every_variant_on_the_engines_that_gpus_get() -> None:
     figures = json.loads(_run("gpu.py").splitlines()[-1])["models"]["opt"]
     assert [(point["batch"], point["context"]) for point in figures["points"]] == [(1, 8), (2, 8)]
-    layers = [row["layers"] for row in figures["points"][0]["systems"] if "layers" in row]
+    layers = [row["layers"] for row in figures["points"][0]["systems"] if row["system"].startswith("skipdecode cuda")]
     assert layers == sorted(layers, reverse=True) and len(layers) > 2
+    assert all(point["price_of_segments"] > 0 and point["prefill_ms"]["cuda"] > 0 for point in figures["points"])
     assert all(row["decode_ms_per_step"] > 0 for row in figures["points"][1]["systems"])
 
 
