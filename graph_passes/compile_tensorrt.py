@@ -86,7 +86,7 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
         TargetError: the parser or the builder refused the graph, or took it in a way that gives wrong results.
     """
     trt = library(request.target)
-    log = tensorrt.log_of(trt)
+    log = tensorrt.log_of(trt, verbose=True)
     where = Path(request.plan).name
     try:
         builder = trt.Builder(log)

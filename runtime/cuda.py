@@ -62,7 +62,7 @@ class CudaDevice:
                 "send fewer rows, shorter prompts, or export with a smaller --max-length",
             )
         self._checked((code,))
-        block = Block(pointer=int(pointer), keeper=_Owned())
+        block = Block(pointer=int(pointer), nbytes=nbytes, keeper=_Owned())
         weakref.finalize(block.keeper, _free, driver, self._context, driver.cuMemFree, pointer)
         if nbytes:
             self._call(driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)

@@ -22,6 +22,7 @@ class Block:
     """Memory of a device, freed with the last reference to it."""
 
     pointer: int  # a multiple of ALIGNMENT
+    nbytes: int
     keeper: Any
 
 
@@ -62,7 +63,7 @@ class HostDevice:
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""
         memory = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
-        return Block(pointer=memory.ctypes.data + -memory.ctypes.data % ALIGNMENT, keeper=memory)
+        return Block(pointer=memory.ctypes.data + -memory.ctypes.data % ALIGNMENT, nbytes=nbytes, keeper=memory)
 
     def send(self, pointer: int, array: HostArray) -> None:
         """As `Device.send`."""

@@ -77,7 +77,8 @@ class OrtEngine:
         if trace is not None:
             trace.follow(self.session)
         self._name, self._trace = path.stem, trace
-        self._run_options = None if device is None else _without_waiting()
+        # a trace's times are of what has ended
+        self._run_options = None if device is None or trace is not None else _without_waiting()
         self.input_names = frozenset(value.name for value in self.session.get_inputs())
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:

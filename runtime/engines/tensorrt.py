@@ -30,8 +30,13 @@ def library(target: str) -> Any:
         raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
 
 
-def log_of(trt: Any) -> Any:
-    """A logger that keeps what the library says; its base class is known only once the library is."""
+def log_of(trt: Any, *, verbose: bool) -> Any:
+    """A logger that keeps what the library says; its base class is known only once the library is.
+
+    Args:
+        verbose: keep everything, as a builder's reader wants it; else the errors since they were last asked for.
+    """
+    severities = trt.ILogger.Severity
 
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -41,34 +46,45 @@ def log_of(trt: Any) -> Any:
             self.verbose: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
-            kinds = {trt.ILogger.Severity.WARNING: self.warnings, trt.ILogger.Severity.VERBOSE: self.verbose}
-            errors = severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR)
-            (self.errors if errors else kinds.get(severity, self.verbose)).append(message)
+            if severity in (severities.ERROR, severities.INTERNAL_ERROR):
+                self.errors.append(message)
+            elif verbose:
+                (self.warnings if severity == severities.WARNING else self.verbose).append(message)
 
         def first_error(self) -> str:
             # without a GPU every error is followed by one of the driver, which is not the reason
             reasons = [message for message in self.errors if "Cuda Runtime" not in message]
-            return (reasons or self.errors or ["no reason given"])[0][:300]
+            first = (reasons or self.errors or ["no reason given"])[0][:300]
+            self.errors.clear()
+            return first
 
     return Log()
 
 
 class PlanRuntime:
-    """What the engines of one target share: library, log, stream, scratch memory."""
+    """What the engines of one target share, which run one after another: library, log, stream, memory of no lasting use."""
 
     def __init__(self, target: str, device: Device) -> None:
         self.trt = library(target)
-        self.log = log_of(self.trt)
+        self.log = log_of(self.trt, verbose=False)
         self.runtime = self.trt.Runtime(self.log)
         self.device = device
         self.scratch_bytes = 0  # of the engine that takes most
         self._scratch: Block | None = None
+        self._apart: dict[str, Block] = {}
 
     def scratch(self) -> Block:
-        """Memory for any one engine: they run one after another. To be called when all engines are loaded."""
+        """What any one engine computes in. To be called when all engines are loaded."""
         if self._scratch is None:
             self._scratch = self.device.allocate(self.scratch_bytes)
         return self._scratch
+
+    def apart(self, name: str, nbytes: int) -> Block:
+        """Memory for any one engine's input or output of this name, at least `nbytes`; the caller keeps it."""
+        known = self._apart.get(name)
+        if known is None or known.nbytes < nbytes:
+            known = self._apart[name] = self.device.allocate(nbytes)
+        return known
 
     def refused(self, remedy: str) -> TargetError:
         """The error to raise when the library says no."""
@@ -115,13 +131,13 @@ class TensorRTEngine:
         for name, array in inputs.items():
             if name in self.input_names:
                 assert isinstance(array, DeviceArray)
-                places[name] = array if _in_place(name) else self._aligned(array)
+                places[name] = array if _in_place(name) else self._aligned(name, array)
                 if places[name] is not array:
                     before.append(_copy(device, array, places[name]))
         taken = {array.pointer for array in inputs.values() if isinstance(array, DeviceArray)}
         for name, array in outputs.items():
             assert isinstance(array, DeviceArray)
-            places[name] = array if _in_place(name) else self._aligned(array, apart=array.pointer in taken)
+            places[name] = array if _in_place(name) else self._aligned(name, array, apart=array.pointer in taken)
             if places[name] is not array:
                 after.append(_copy(device, places[name], array))
         shapes = {name: places[name].shape for name in self.input_names}
@@ -136,10 +152,10 @@ class TensorRTEngine:
 
         return run
 
-    def _aligned(self, array: DeviceArray, *, apart: bool = False) -> DeviceArray:
+    def _aligned(self, name: str, array: DeviceArray, *, apart: bool = False) -> DeviceArray:
         if array.pointer % ALIGNMENT == 0 and not apart:
             return array
-        return array.moved(self._shared.device.allocate(array.nbytes))
+        return array.moved(self._shared.apart(name, array.nbytes))
 
     def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> _Context:
         """A context for these shapes: of its own for a decode step, so that a graph can hold it; else one for all prompts."""
