@@ -50,7 +50,7 @@ class Generator:
         if check_hashes:
             manifests.check_hashes(self.manifest, bundle)
         self.target = choose_target(self.manifest, bundle, target)
-        self._engines = load_engines(self.manifest, bundle, self.target, threads, trace)
+        self.engines = load_engines(self.manifest, bundle, self.target, threads, trace)
         self.tokenizer = Tokenizer.of(bundle)
         self.load_s = time.perf_counter() - started
         self._prefill_s = 0.0
@@ -117,7 +117,7 @@ class Generator:
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
         ordered = [rows[row] for row in order]
-        on_host = self._engines.turn_around is None or self._trace is not None  # a trace wants each step waited for
+        on_host = self.engines.turn_around is None or self._trace is not None  # a trace wants each step waited for
         tokens = self._host_tokens if on_host else self._device_tokens
         prompts = [row.prompt_ids for row in ordered]
         for step, (chosen_tokens, layers) in enumerate(tokens(prompts, max_new_tokens, sampling, order, chosen, stop_ids)):
@@ -165,9 +165,9 @@ class Generator:
             if fits and new <= kept.max_steps:
                 return kept
         kept = self._kept_loop = None  # its memory is free before more is taken
-        assert self._engines.turn_around is not None
+        assert self.engines.turn_around is not None
         self._kept_loop = DeviceLoop(
-            self.decoder(prompt_lengths, new, schedule), self._engines.turn_around,
+            self.decoder(prompt_lengths, new, schedule), self.engines.turn_around,
             stop_count=len(self.manifest.model.eos_token_ids), max_steps=new, graphs=self._cuda_graphs,
         )  # fmt: skip
         return self._kept_loop
@@ -175,7 +175,7 @@ class Generator:
     def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
         """A decoder of this bundle's engines, to go step by step; `Decoder`'s arguments, schedule None for the bundle's."""
         chosen = self._schedule(schedule)
-        return Decoder(self._engines, self.manifest.model, chosen, prompt_lengths, new, self._prefill_chunk)
+        return Decoder(self.engines, self.manifest.model, chosen, prompt_lengths, new, self._prefill_chunk)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of each prompt.

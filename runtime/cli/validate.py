@@ -132,6 +132,12 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
                     f"does not hold: {target['name']} {variant['name']} differs from the reference by "
                     f"{variant['relative_error']:.2g} of the largest logit"
                 )
+        for row in target.get("plans") or ():
+            if not row["holds"]:
+                yield (
+                    f"does not hold: {target['name']} {row['name']} ({row['pass']}): {row['output']} differs from ONNX "
+                    f"Runtime's by {row['relative_error']:.2g} of its largest value"
+                )
     for row in result["slo"]:
         if not row["holds"]:
             yield f"does not hold: {row['slo']} on {row['target']}: measured {row['value']:.4g}"

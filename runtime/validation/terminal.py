@@ -42,6 +42,8 @@ def _heading(result: dict[str, Any]) -> str:
 def _tables(target: dict[str, Any]) -> Iterator[Table]:
     if target["parity"]:
         yield _parity(target)
+    if target["plans"]:
+        yield _plans(target)
     yield _latency(target)
     yield _workloads(target)
     if target["quality"]:
@@ -66,6 +68,14 @@ def _parity(target: dict[str, Any]) -> Table:
             row["name"], f"{row['max_logit_error']:.2e}", f"{row['mean_logit_error']:.2e}", f"{row['relative_error']:.1e}",
             "none" if first is None else str(first), f"{kv:.1e}", verdict,
         )  # fmt: skip
+    return table
+
+
+def _plans(target: dict[str, Any]) -> Table:
+    table = _table(f"{target['name']}: plans against ONNX Runtime", "engine", "pass", "worst output", "of largest", "")
+    for row in target["plans"]:
+        verdict = "holds" if row["holds"] else "DOES NOT HOLD"
+        table.add_row(row["name"], row["pass"], row["output"], f"{row['relative_error']:.1e}", verdict)
     return table
 
 

@@ -21,6 +21,7 @@ from skipdecode.validation.journal import Journal
 from skipdecode.validation.latency import measure_cell
 from skipdecode.validation.machine import ReadBandwidth, machine_facts, resident_bytes
 from skipdecode.validation.parity import check_reference, measure_parity
+from skipdecode.validation.plans import measure_plans
 from skipdecode.validation.quality import Example, answer, check_examples, schedule_for, score
 from skipdecode.validation.slo import Slo, judge
 from skipdecode.validation.step_bytes import StepBytes
@@ -78,7 +79,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     ran = [target for target in result["targets"] if target["runs"]]
     result["slo"] = [{"target": target["name"], **row} for target in ran for row in judge(list(request.slos), target)]
     result["baseline"] = compare(result, request.baseline) if request.baseline else None
-    parities = [variant["holds"] for target in ran for variant in target["parity"] or ()]
+    parities = [row["holds"] for target in ran for row in (*(target["parity"] or ()), *(target["plans"] or ()))]
     judged = [row["holds"] for row in result["slo"]]
     result["holds"] = result["integrity"]["holds"] and False not in parities and all(judged)
     journal.finish()
@@ -156,6 +157,7 @@ def _measure_target(
     step_bytes = StepBytes(manifest=generator.manifest, target=generator.target)
     memory = once("memory", lambda: {"resident_bytes": resident_bytes(), "load_s": generator.load_s})
     parity = once("parity", lambda: measure_parity(generator, request.reference or "")) if request.reference else None
+    plans = once("plans", lambda: measure_plans(generator)) if generator.engines.slots else None
     threads = request.threads or len(os.sched_getaffinity(0))
     gb_per_s = once("read bandwidth", lambda: ReadBandwidth(threads).gb_per_s())
     latency = [
@@ -169,7 +171,7 @@ def _measure_target(
     ]
     return {
         "name": name, "runs": True, "weights": generator.target.weights, "threads": threads, "memory": memory,
-        "read_gb_per_s": gb_per_s, "parity": parity, "latency": latency, "workloads": workloads,
+        "read_gb_per_s": gb_per_s, "parity": parity, "plans": plans, "latency": latency, "workloads": workloads,
         "quality": _measure_quality(generator, request, once) if request.examples else None,
     }  # fmt: skip
 

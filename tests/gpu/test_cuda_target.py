@@ -10,6 +10,8 @@ import pytest
 
 import skipdecode
 from skipdecode.cli import validate
+from skipdecode.engines.ort import check_cuda
+from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
@@ -25,6 +27,14 @@ def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> Path:
     given = {"schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("cpu", "cuda"), **changes}
     export(ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given))  # type: ignore[arg-type]
     return out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def provider() -> None:
+    try:
+        check_cuda()
+    except TargetError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -209,6 +209,12 @@ function parity(target) {
       row.relative_error.toExponential(1), row.first_token_that_differs ?? "none", worst(row).toExponential(1), verdict(row.holds)]));
 }
 
+function plans(target) {
+  if (!target.plans) return null;
+  return table(["engine", "pass", "worst output against ONNX Runtime", "of its largest value", ""],
+    target.plans.map((row) => [row.name, row.pass, row.output, row.relative_error.toExponential(1), verdict(row.holds)]));
+}
+
 function workloads(target) {
   const ms = (summary, key) => summary ? number(summary[key]) : "";
   return table(["batch", "first token ms", "token ms p50", "p90", "p99", "tokens/s", "at full depth", "decode gain", "end to end"],
@@ -237,7 +243,7 @@ function section(target) {
   if (!target.runs) return [element("h2", {}, `Target ${target.name}`), element("p", {class: "soft"}, `Does not run here: ${target.why}`)];
   const grid = element("div", {class: "grid"}, target.workloads[0].positions.length ? positions(target) : null, latency(target), prefill(target), roofline(target));
   return [
-    element("h2", {}, `${title}Is it right?`), parity(target),
+    element("h2", {}, `${title}Is it right?`), parity(target), ...[plans(target)].filter(Boolean),
     element("h2", {}, `${title}Is it fast enough?`), workloads(target), grid,
     element("h2", {}, `${title}Is it good?`),
     ...(target.quality ? quality(target) : [element("p", {class: "soft"}, "Not scored: add --eval FILE.jsonl.")]),

@@ -35,7 +35,7 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     made, model = generator.manifest, zoo.model("llama").half().float()
     expected = [greedy_tokens(model, made.schedule, prompt, NEW) for prompt in PROMPTS]
     decoder = Decoder(
-        generator._engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=3
+        generator.engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=3
     )  # fmt: skip
     decoder.prefill(PROMPTS)
     for step in range(NEW):
@@ -59,7 +59,7 @@ def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
     gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = device.load(gpu_bundle(Anchor.ABSOLUTE), "tensorrt-rtx", None, monkeypatch)
-    generator._engines = dataclasses.replace(generator._engines, slots=(12,) * LAYERS)
+    generator.engines = dataclasses.replace(generator.engines, slots=(12,) * LAYERS)
     with pytest.raises(CapacityError, match=r"buffers have 12 slots, this run takes 21; .* export the model with that schedule"):
         generator.generate(PROMPTS, max_new_tokens=NEW, schedule="full")
 

@@ -1,0 +1,144 @@
+"""TensorRT's plans against ONNX Runtime, engine by engine, compared by polygraphy: needs no torch and no checkpoint.
+
+ONNX Runtime computes the bundle's standard graphs on the CPU, in their own dtype, on the same random inputs as the plan on the
+GPU: a prompt's pass from empty, and a decode step on top of random keys and values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from skipdecode import bindings as names
+from skipdecode.device import HostDevice
+from skipdecode.engines import Engine
+from skipdecode.engines.ort import OrtEngine, use_threads
+from skipdecode.errors import TargetError
+from skipdecode.generate import Generator
+from skipdecode.manifest import Model
+from skipdecode.memory import Array, DeviceMemory
+
+TOLERANCE = 0.02  # of an output's largest value: fp16 summed in another order
+_PROMPT = 24  # tokens
+_GRAPHS = "graphs"
+
+Feed = dict[str, np.ndarray[Any, Any]]
+Infer = Callable[[Feed], Feed]
+
+
+def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
+    """For each engine and pass, lowest first: the largest error of its outputs. None: nothing here to compare with.
+
+    Raises:
+        TargetError: polygraphy is not installed.
+    """
+    manifest, engines, memory = generator.manifest, generator.engines, generator.engines.memory
+    graphs = generator.path / _GRAPHS
+    if not graphs.is_dir() or manifest.dtype != "float16":  # a slim bundle; ONNX Runtime has no bf16 on a CPU
+        return None
+    assert isinstance(memory, DeviceMemory) and engines.slots is not None
+    use_threads(None)
+    device = HostDevice()
+    on_cpu = DeviceMemory(device, manifest.dtype)
+    rows = []
+    for index, (layers, plan) in enumerate(engines.segments):
+        sources = [OrtEngine(graphs / f"layer_{layer:03d}.onnx", device=device) for layer in layers]
+        for title, tokens, valid in (("prompt", min(_PROMPT, manifest.limits.max_length // 2), 0), ("step", 1, _PROMPT)):
+            feed = _feed(manifest.model, layers, engines.slots[layers[0]], tokens, valid)
+            sides = (_chain(sources, on_cpu), _chain([plan], memory))
+            rows.append({"name": f"segment_{index:03d}", "pass": title, **_compare(sides, feed)})
+    return rows
+
+
+def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: int) -> Feed:
+    """A row of `tokens` on top of `valid` ones; float16."""
+    rng = np.random.default_rng(0)
+
+    def floats(*shape: int) -> np.ndarray[Any, Any]:
+        return rng.normal(0, 1, shape).astype(np.float16)
+
+    valid = min(valid, slots - tokens)
+    feed: Feed = {
+        names.HIDDEN: floats(1, tokens, model.hidden_size),
+        names.POSITION_IDS: np.arange(valid, valid + tokens, dtype=np.int64)[None],
+    }
+    for layer in layers:
+        for name in (names.PAST_KEY, names.PAST_VALUE):
+            past = floats(1, model.num_kv_heads, slots, model.head_size)
+            past[:, :, valid:] = 0
+            feed[names.of_layer(name, layer)] = past
+    return feed
+
+
+def _chain(engines: Sequence[Engine], memory: DeviceMemory) -> Infer:
+    """What runs `engines` one on top of another: hidden state, keys and values afterwards, in fp32."""
+
+    def infer(feed: Feed) -> Feed:
+        arrays: dict[str, Array] = {name: memory.twin(array)[0] for name, array in feed.items()}
+        outputs = {_result(name): array for name, array in arrays.items() if name != names.POSITION_IDS}
+        for engine in engines:
+            engine.bind(arrays, _of(engine, outputs))()
+        return {name: memory.to_host(array) for name, array in outputs.items()}  # type: ignore[arg-type]
+
+    return infer
+
+
+def _result(name: str) -> str:
+    """The output that takes an input's place."""
+    if name == names.HIDDEN:
+        return names.HIDDEN_OUT
+    return name.replace(names.PAST_KEY, names.PRESENT_KEY).replace(names.PAST_VALUE, names.PRESENT_VALUE)
+
+
+def _of(engine: Engine, outputs: Mapping[str, Array]) -> dict[str, Array]:
+    known = {_result(name) for name in engine.input_names}
+    return {name: array for name, array in outputs.items() if name in known}
+
+
+def _compare(sides: tuple[Infer, Infer], feed: Feed) -> dict[str, Any]:
+    """polygraphy runs both on the same inputs and compares every output."""
+    comparator, runner = _polygraphy()
+    results = comparator.Comparator.run(
+        [runner("ONNX Runtime", sides[0], feed), runner("plan", sides[1], feed)], data_loader=[feed]
+    )
+    largest = {name: float(np.abs(array).max()) for name, array in results[0][1][0].items()}
+    tolerances = {name: TOLERANCE * value for name, value in largest.items()}
+    compared = comparator.Comparator.compare_accuracy(
+        results, compare_func=comparator.SimpleCompareFunc(atol=tolerances, rtol=0.0, check_error_stat="max")
+    )
+    ((_, (found,)),) = next(iter(compared)).items()
+    errors = {name: float(outcome.max_absdiff) / (largest[name] or 1.0) for name, outcome in found.items()}
+    worst = max(errors, key=errors.__getitem__)
+    return {"output": worst, "relative_error": errors[worst], "holds": bool(compared)}
+
+
+def _polygraphy() -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
+    try:
+        base, comparator = (importlib.import_module(f"polygraphy.{name}") for name in ("backend.base", "comparator"))
+        logger = importlib.import_module("polygraphy.logger").G_LOGGER
+    except ImportError as error:
+        raise TargetError("comparing plans needs the Python package polygraphy", "pip install polygraphy") from error
+    logger.module_severity = logger.CRITICAL + 1  # it would print a page for each output
+
+    class Runner(base.BaseRunner):  # type: ignore[misc, name-defined]
+        def __init__(self, name: str, infer: Infer, feed: Feed) -> None:
+            super().__init__(name=name)
+            self._infer, self._inputs = infer, feed
+
+        def get_input_metadata_impl(self) -> Any:
+            metadata = importlib.import_module("polygraphy.common").TensorMetadata()
+            for name, array in self._inputs.items():
+                metadata.add(name, array.dtype, array.shape)
+            return metadata
+
+        def infer_impl(self, feed_dict: Feed) -> Feed:
+            started = time.perf_counter()
+            outputs = self._infer(feed_dict)
+            self.inference_time = time.perf_counter() - started  # polygraphy asks for it
+            return outputs
+
+    return comparator, Runner

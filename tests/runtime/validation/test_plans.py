@@ -1,0 +1,64 @@
+"""Plans compared with ONNX Runtime's results, the library's stand-in running them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from safetensors.numpy import load_file
+
+from skipdecode.cli import validate
+from skipdecode.schedule import Anchor
+from skipdecode.validation.plans import measure_plans
+from tests.runtime import device
+
+QUICK = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6", "--target", "tensorrt-rtx"]
+
+
+def test_every_plan_agrees_in_a_prompts_pass_and_in_a_step(
+    gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = device.load(gpu_bundle(Anchor.ABSOLUTE), "tensorrt-rtx", None, monkeypatch)
+    assert validate.main([str(generator.path), *QUICK, "--json"]) == 0
+    (target,) = json.loads(capsys.readouterr().out)["targets"]
+    segments = len(generator.manifest.segments)
+    assert [row["pass"] for row in target["plans"]] == ["prompt", "step"] * segments
+    assert all(row["holds"] and row["relative_error"] < 0.02 for row in target["plans"])
+
+
+def test_a_plan_that_computes_something_else_is_found(
+    gpu_bundle: Callable[[Anchor], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(gpu_bundle(Anchor.GENERATED), bundle)
+    generator = device.load(bundle, "tensorrt-rtx", None, monkeypatch)
+    before = measure_plans(generator)
+    assert before is not None and all(row["holds"] for row in before)
+    # what the plans are compared with, not the plans: the standard graphs' weights
+    weights = bundle / "graphs" / "weights.safetensors"
+    name = next(name for name in load_file(weights) if "layers.1." in name and "v_proj.weight" in name)
+    graph = ir.load(bundle / "graphs" / "layer_001.onnx").graph
+    tensor = graph.initializers[name].const_value
+    assert isinstance(tensor, ir.ExternalTensor) and tensor.offset is not None
+    data = bytearray(weights.read_bytes())
+    half = np.frombuffer(data, np.float16, tensor.size, tensor.offset)
+    data[tensor.offset : tensor.offset + tensor.nbytes] = (half * np.float16(1.2)).tobytes()
+    (tmp_path / "changed").write_bytes(data)
+    (tmp_path / "changed").rename(weights)  # another file: what runs has the old one mapped
+    after = measure_plans(generator)
+    assert after is not None
+    broken = {row["name"] for row in after if not row["holds"]}
+    assert broken == {f"segment_{index:03d}" for index, layers in enumerate(generator.manifest.segments) if 1 in layers}
+
+
+def test_a_slim_bundle_has_nothing_to_compare_with(
+    gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generator = device.load(gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", None, monkeypatch)
+    generator.path = tmp_path
+    assert measure_plans(generator) is None
