@@ -24,6 +24,7 @@ from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from skipdecode.validation.step_bytes import StepBytes
+from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
@@ -47,28 +48,16 @@ def test_fp16_engines_agree_with_the_reference(name: str, zoo: Zoo, tmp_path: Pa
     _export(zoo, name, tmp_path / "b")
     made, engines = _on_cpu(tmp_path / "b")
     model = zoo.model(name).half().float()
-    expected = [greedy_tokens(model, made.schedule, prompt, NEW) for prompt in PROMPTS]
     decoder = Decoder(engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=4)
-    decoder.prefill(PROMPTS)
-    for step in range(NEW):
-        if step:
-            decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
-        for row, (_, logits) in enumerate(expected):
-            wanted = logits[step].numpy()
-            assert np.abs(decoder.logits[row] - wanted).max() <= 0.02 * np.abs(wanted).max(), (row, step)
+    assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
 
 
 def test_an_absolute_anchor_skips_in_the_prompt_too(zoo: Zoo, tmp_path: Path) -> None:
     line = ScheduleRequest(name="linear", max_layers=6, min_layers=2, span=5, anchor=Anchor.ABSOLUTE)
     _export(zoo, "llama", tmp_path / "b", schedule=line)
     made, engines = _on_cpu(tmp_path / "b")
-    tokens, logits = greedy_tokens(zoo.model("llama").half().float(), made.schedule, PROMPTS[0], NEW)
     decoder = Decoder(engines, made.model, made.schedule, [len(PROMPTS[0])], NEW)
-    decoder.prefill(PROMPTS[:1])
-    for step, row in enumerate(logits.numpy()):
-        if step:
-            decoder.decode_step(np.array([tokens[step - 1]]))
-        assert np.abs(decoder.logits[0] - row).max() <= 0.02 * np.abs(row).max(), step
+    assert_gives_the_references_logits(decoder, zoo.model("llama").half().float(), PROMPTS[:1], NEW, 0.02)
 
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.05), ("int4", 0.5)])

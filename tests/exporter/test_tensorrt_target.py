@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,6 +21,7 @@ from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import MAX_LENGTH, Zoo
 
 TARGET = "targets/tensorrt-rtx"
@@ -66,15 +66,9 @@ def test_the_same_graphs_run_on_cpu_and_agree_with_the_reference(both: Path, zoo
     generator, model = skipdecode.load(both), zoo.model("llama").half().float()
     assert generator.target.name == "cpu"
     prompt = [9, 8, 7, 6, 5]
-    schedule = generator.manifest.schedule
-    tokens, expected = greedy_tokens(model, schedule, prompt, 8)
+    tokens, _ = greedy_tokens(model, generator.manifest.schedule, prompt, 8)
     assert generator.generate(prompt, max_new_tokens=8, ignore_eos=True).sequences[0].token_ids == tokens
-    decoder = generator.decoder([len(prompt)], 8)
-    decoder.prefill([prompt])
-    for step, row in enumerate(expected.numpy()):
-        if step:
-            decoder.decode_step(np.array([tokens[step - 1]]))
-        assert np.abs(decoder.logits[0] - row).max() <= 1e-3 * np.abs(row).max(), step
+    assert_gives_the_references_logits(generator.decoder([len(prompt)], 8), model, [prompt], 8, 1e-3)
 
 
 def test_validate_checks_what_runs_and_says_what_does_not(both: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:

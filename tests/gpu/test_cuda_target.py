@@ -13,9 +13,9 @@ from skipdecode.cli import validate
 from skipdecode.engines.ort import check_cuda
 from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
@@ -50,16 +50,9 @@ def test_every_variant_agrees_with_the_reference(
 ) -> None:
     generator = skipdecode.load(_export(zoo, name, tmp_path / "b", dtype=dtype), target="cuda")
     chosen = generator.manifest.schedule if schedule is None else skipdecode.schedule.full_depth(LAYERS)
-    expected = [greedy_tokens(zoo.model(name), chosen, prompt, NEW) for prompt in PROMPTS]
-    order = sorted(range(len(PROMPTS)), key=lambda row: -len(PROMPTS[row]))
-    decoder = generator.decoder([len(PROMPTS[row]) for row in order], NEW, chosen)
-    decoder.prefill([PROMPTS[row] for row in order])
-    for step in range(NEW):
-        if step:
-            decoder.decode_step(np.array([expected[row][0][step - 1] for row in order]))
-        for place, row in enumerate(order):
-            wanted = expected[row][1][step].numpy()
-            assert np.abs(decoder.logits[place] - wanted).max() <= tolerance * np.abs(wanted).max(), (row, step)
+    prompts = sorted(PROMPTS, key=len, reverse=True)
+    decoder = generator.decoder([len(prompt) for prompt in prompts], NEW, chosen)
+    assert_gives_the_references_logits(decoder, zoo.model(name), prompts, NEW, tolerance)
 
 
 @pytest.mark.parametrize("sampled", [False, True])

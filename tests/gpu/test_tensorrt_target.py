@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import skipdecode
 from skipdecode.cuda import CudaDevice
 from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.exporter.targets import parse_targets
 from skipdecode.generate import Generator
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
@@ -46,16 +45,8 @@ def generator(zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, r
 
 
 def test_every_variant_agrees_with_the_reference(generator: Generator, zoo: Zoo) -> None:
-    schedule, model = generator.manifest.schedule, zoo.model("llama").half().float()
-    expected = [greedy_tokens(model, schedule, prompt, NEW) for prompt in PROMPTS]
     decoder = generator.decoder([len(prompt) for prompt in PROMPTS], NEW)
-    decoder.prefill(PROMPTS)
-    for step in range(NEW):
-        if step:
-            decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
-        for row, (_, logits) in enumerate(expected):
-            wanted = logits[step].numpy()
-            assert np.abs(decoder.logits[row] - wanted).max() <= 0.02 * np.abs(wanted).max(), (row, step)
+    assert_gives_the_references_logits(decoder, zoo.model("llama").half().float(), PROMPTS, NEW, 0.02)
 
 
 def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:

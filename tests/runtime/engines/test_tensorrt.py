@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import skipdecode
@@ -16,8 +15,8 @@ from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt
 from skipdecode.errors import BundleError, CapacityError, TargetError
-from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
+from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, Zoo
 from tests.runtime import device
 from tests.standin.tensorrt import library
@@ -33,17 +32,9 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
 ) -> None:
     generator = device.load(gpu_bundle(anchor), "tensorrt-rtx", None, monkeypatch)
     made, model = generator.manifest, zoo.model("llama").half().float()
-    expected = [greedy_tokens(model, made.schedule, prompt, NEW) for prompt in PROMPTS]
-    decoder = Decoder(
-        generator.engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=3
-    )  # fmt: skip
-    decoder.prefill(PROMPTS)
-    for step in range(NEW):
-        if step:
-            decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
-        for row, (_, logits) in enumerate(expected):
-            wanted = logits[step].numpy()
-            assert np.abs(decoder.logits[row] - wanted).max() <= 0.02 * np.abs(wanted).max(), (row, step)
+    lengths = [len(prompt) for prompt in PROMPTS]
+    decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
+    assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
 
 
 def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
