@@ -6,9 +6,10 @@ D head size, C slots of a layer's KV buffer, V vocabulary.
 embed    input_ids [B,S] int64, position_ids [B,S] int64  ->  hidden [B,S,H]
 segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D] of its layers
          ->  hidden_out [B,S,H], present_key.{l} and present_value.{l}, the same memory as the past ones
-         on cpu also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row)
+         of ONNX Runtime also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row, or
+         more; always on the host)
          in TensorRT plans C is static (kv_buffer.static_slots), floats are fp16 or bf16; a prompt's pass has B = 1
-head     hidden [B,S,H], last [B] int64 (which position of each row)  ->  logits [B,V]
+head     hidden [B,S,H], last [B] int64 (which position of each row)  ->  logits [B,V], fp32 on every target
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class TensorRTEngine:
     """A plan, ready to be bound.
 
     Raises:
-        BundleError: the library refuses the file, or would not update a KV buffer in place.
+        BundleError: the library refuses the file, or it is not as this version exports it: KV buffers in place, logits in fp32.
     """
 
     def __init__(self, path: Path, shared: PlanRuntime) -> None:
@@ -113,6 +113,8 @@ class TensorRTEngine:
             past = name.replace(names.PRESENT_KEY, names.PAST_KEY).replace(names.PRESENT_VALUE, names.PAST_VALUE)
             if past != name and engine.get_aliased_input_tensor(name) != past:
                 raise BundleError(f"{name} is not updated in place", "export the model again", where=str(path))
+            if name == names.LOGITS and engine.get_tensor_dtype(name) != shared.trt.DataType.FLOAT:
+                raise BundleError("gives logits in another dtype than fp32", "export the model again", where=str(path))
         profiles = range(engine.num_optimization_profiles)
         needs = [engine.get_device_memory_size_for_profile_v2(profile) for profile in profiles]
         shared.scratch_bytes = max(shared.scratch_bytes, *needs)
@@ -163,7 +165,8 @@ class TensorRTEngine:
             index for index, ranges in enumerate(self._ranges)
             if all(_within(shapes[name], *ranges[name]) for name in self.input_names)
         ]  # fmt: skip
-        assert fits, f"{self._path.name} has no profile for {shapes}"
+        if not fits:
+            raise BundleError(f"has no optimisation profile for {shapes}", "export the model again", where=str(self._path))
         steady = fits[0] == 0
         key = (fits[0], tuple(sorted(shapes.items())) if steady else None)
         if key not in self._contexts:

@@ -60,7 +60,7 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
             return Engine(*found, made.limits.max_batch, self._log, enqueue)
 
     kept = ("__version__", "__name__", "ILogger", "TensorIOMode", "ExecutionContextAllocationStrategy")
-    kept += ("DynamicShapesKernelSpecializationStrategy",)
+    kept += ("DynamicShapesKernelSpecializationStrategy", "DataType")
     return SimpleNamespace(Runtime=Runtime, **{name: getattr(trt, name) for name in kept})
 
 
@@ -87,6 +87,10 @@ class Engine:
         ranges = self._profiles[profile]
         least, most = (tuple(ranges.get(size, (size, size))[bound] for size in self.inputs[name].shape) for bound in (0, 1))
         return [least, least, most]
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        kinds = {np.float32: trt.DataType.FLOAT, np.float16: trt.DataType.HALF, np.int64: trt.DataType.INT64}
+        return kinds[TYPES[{**self.inputs, **self.outputs}[name].type]]
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return name.replace("present_", "past_") if name.startswith("present_") else None

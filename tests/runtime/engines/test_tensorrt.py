@@ -7,18 +7,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import skipdecode
+from skipdecode import bindings as names
 from skipdecode import targets
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt
 from skipdecode.errors import BundleError, CapacityError, TargetError
+from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, Zoo
 from tests.runtime import device
+from tests.standin import tensorrt as standin
 from tests.standin.tensorrt import library
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
@@ -44,6 +48,23 @@ def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeyp
     plan.write_bytes(b"no plan")
     with pytest.raises(BundleError, match=r"head\.plan: cannot be loaded \(the plan is damaged\); export the model again"):
         tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
+
+
+def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = gpu_bundle(Anchor.GENERATED)
+    stands_in = library(bundle, lambda stream, work: work())
+    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
+    memory, head = DeviceMemory(shared.device, "float16"), bundle / "targets" / "tensorrt-rtx" / "head.plan"
+    engine = tensorrt.TensorRTEngine(head, shared)
+    wide = {names.HIDDEN: memory.floats((5, 1, 64)), names.LAST: memory.twin(np.zeros(5, np.int64))[0]}
+    with pytest.raises(
+        BundleError, match=r"head\.plan: has no optimisation profile for .*\(5, 1, 64\).*; export the model again"
+    ):
+        engine.bind(wide, {names.LOGITS: memory.floats((5, 99))})
+    monkeypatch.setattr(standin.Engine, "get_tensor_dtype", lambda self, name: stands_in.DataType.HALF)
+    with pytest.raises(BundleError, match=r"head\.plan: gives logits in another dtype than fp32; export the model again"):
+        tensorrt.TensorRTEngine(head, shared)
 
 
 def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
