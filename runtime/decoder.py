@@ -144,7 +144,7 @@ class Decoder:
         """
         route = self.route()
         self._ids[:, 0] = tokens
-        self.send_lengths()
+        self.send_positions(self.kv.lengths)
         for call in route.calls:
             call()
         if self._receive is not None:
@@ -152,10 +152,10 @@ class Decoder:
         self.advance()
         return route.deepest
 
-    def send_lengths(self, offset: int = 0) -> None:
-        """Tell the engines each row's position: its length plus `offset`."""
-        self._positions[:, 0] = self._seqlens_k[:] = self.kv.lengths + offset
-        self._totals[:] = self.kv.lengths + 1
+    def send_positions(self, positions: IntArray) -> None:
+        """Tell the engines each row's position [B], which is the number of valid slots before it."""
+        self._positions[:, 0] = self._seqlens_k[:] = positions
+        self._totals[:] = positions + 1
         for send in self._sends:
             send()
 

@@ -89,7 +89,7 @@ class DeviceLoop:
         for send in self._sends:  # counters are zero on the host
             send()
         self.decoder.enqueue_prefill(prompts)
-        self.decoder.send_lengths(-1)  # the turn-around counts one on
+        self.decoder.send_positions(self.decoder.kv.lengths - 1)  # the turn-around counts one on
         self._turn_around(self._state)
 
     def step(self) -> int:
