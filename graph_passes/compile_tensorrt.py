@@ -14,7 +14,6 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -74,7 +73,7 @@ def library(target: str) -> Any:
         TargetError: it or polygraphy is not installed.
     """
     module = tensorrt.library(target)
-    if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `_polygraphy`
+    if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `tensorrt.polygraphy`
         raise TargetError(f"target {target} needs the Python package polygraphy", "pip install polygraphy", where="--target")
     return module
 
@@ -97,11 +96,11 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     if not parser.parse_from_file(request.source):
         raise TargetError(f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", where=where)
     _check_network(network, trt, where)
-    polygraphy, failure = _polygraphy(request.target)
+    polygraphy, exceptions = (tensorrt.polygraphy(request.target, name) for name in ("backend.trt", "exception"))
     config = _config(trt, polygraphy, builder, network, request)
     try:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
-    except failure as error:
+    except exceptions.PolygraphyException as error:
         raise TargetError(f"{request.target} could not build it: {log.first_error()}", where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
@@ -125,15 +124,6 @@ def build_in_process(request: PlanRequest) -> None:
     if done.returncode:
         reason = "was killed, probably for want of memory" if done.returncode < 0 else f"failed: {done.stderr.strip()[-300:]}"
         raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
-
-
-def _polygraphy(target: str) -> tuple[Any, type[Exception]]:
-    """polygraphy's face of a TensorRT library, and what it raises. Its first import in a process decides which library."""
-    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(target == "tensorrt-rtx"))
-    backend = importlib.import_module("polygraphy.backend.trt")
-    logger = importlib.import_module("polygraphy.logger").G_LOGGER
-    logger.module_severity = logger.CRITICAL + 1  # what matters of it is in its own log
-    return backend, importlib.import_module("polygraphy.exception").PolygraphyException
 
 
 def _check_network(network: Any, trt: Any, where: str) -> None:

@@ -248,7 +248,7 @@ class Decoder:
                 names.SEQLENS_K: piece.seqlens_k,
                 names.TOTAL_SEQUENCE_LENGTH: piece.total,
             }
-            _bind_segment(engine, layers, inputs, part, buffers)()
+            bind_segment(engine, layers, inputs, part, buffers)()
 
     def _climb(self, index: int, start: int) -> Call:
         """Segment `index` on rows `start ..`, bound when first needed."""
@@ -264,7 +264,7 @@ class Decoder:
                 names.TOTAL_SEQUENCE_LENGTH: total,
             }
             buffers = [self.kv.rows(layer, slice(start, None)) for layer in layers]
-            self._climbs[index, start] = _bind_segment(engine, layers, inputs, hidden, buffers)
+            self._climbs[index, start] = bind_segment(engine, layers, inputs, hidden, buffers)
         return self._climbs[index, start]
 
 
@@ -279,7 +279,7 @@ def _passes(lengths: Sequence[int], most: int) -> Iterator[slice]:
     yield slice(first, len(lengths))
 
 
-def _bind_segment(
+def bind_segment(
     engine: Engine,
     layers: tuple[int, ...],
     inputs: Mapping[str, Array],

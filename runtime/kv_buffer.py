@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from skipdecode.device import ALIGNMENT
-from skipdecode.manifest import Model
+from skipdecode.manifest import Manifest, Model, Target
 from skipdecode.memory import Memory
 from skipdecode.schedule import Anchor, Schedule
 
@@ -44,6 +44,12 @@ def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[
     needed = slots_per_layer(schedule, 0, max_length) if absolute else (max_length,) * schedule.num_layers
     step = ALIGNMENT // math.gcd(ALIGNMENT, slot_bytes)
     return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in needed)
+
+
+def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
+    """`static_slots` of a bundle's plans."""
+    model = manifest.model
+    return static_slots(manifest.schedule, manifest.limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
 
 
 class KVBuffer:

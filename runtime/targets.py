@@ -15,7 +15,7 @@ from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, tensorrt
 from skipdecode.engines.ort import OrtEngine, check_cuda, check_library, use_threads
 from skipdecode.errors import BundleError, TargetError
-from skipdecode.kv_buffer import static_slots
+from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.plugins.turnaround import Run
@@ -33,7 +33,7 @@ def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
     """
     known = [target.name for target in manifest.targets]
     if name is None:
-        name = next(iter(known), _FIRST) if _FIRST not in known else _FIRST
+        name = _FIRST if _FIRST in known or not known else known[0]
     if name not in known:
         raise TargetError(
             f"target {name!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
@@ -114,11 +114,9 @@ def plan_engines(
         engine: loads one of the target's files.
     """
     embed, segments, head = _load(manifest, bundle, target, engine, threads=1)
-    model, limits = manifest.model, manifest.limits
-    slots = static_slots(manifest.schedule, limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
     return Engines(
-        embed=embed, segments=segments, head=head, memory=DeviceMemory(device, manifest.dtype), slots=slots,
-        most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around,
+        embed=embed, segments=segments, head=head, memory=DeviceMemory(device, manifest.dtype),
+        slots=plan_slots(manifest, target), most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around,
     )  # fmt: skip
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +102,9 @@ def ptx_heading() -> str:
 
 
 def _compile(command: list[str]) -> None:
+    import shutil  # here, because every start of the runtime imports this module, and compiles nothing
+    import subprocess
+
     if shutil.which(command[0]) is None:
         raise TargetError(
             f"the turn-around needs {command[0]}, which is not on the PATH", "install it", where="plugins/turnaround"

@@ -14,8 +14,6 @@ from skipdecode.plugins import turnaround
 class Engine(Protocol):
     """A compiled segment, embedding or head."""
 
-    input_names: frozenset[str]
-
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
         """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
 

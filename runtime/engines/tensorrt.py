@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,22 @@ def library(target: str) -> Any:
     except ImportError as error:
         remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
         raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+
+
+def polygraphy(target: str, module: str) -> Any:
+    """A module of polygraphy for a TensorRT library; its first import in a process decides which library that is.
+
+    Raises:
+        TargetError: not installed.
+    """
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(target == "tensorrt-rtx"))
+    try:
+        logger = importlib.import_module("polygraphy.logger").G_LOGGER
+    except ImportError as error:
+        remedy = "pip install polygraphy"
+        raise TargetError(f"target {target} needs the Python package polygraphy", remedy, where="--target") from error
+    logger.module_severity = logger.CRITICAL + 1  # what matters of it is told by its caller
+    return importlib.import_module(f"polygraphy.{module}")
 
 
 def log_of(trt: Any, *, verbose: bool) -> Any:

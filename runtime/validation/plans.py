@@ -6,18 +6,17 @@ GPU: a prompt's pass from empty, and a decode step on top of random keys and val
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from skipdecode import bindings as names
+from skipdecode.decoder import bind_segment
 from skipdecode.device import HostDevice
-from skipdecode.engines import Engine
+from skipdecode.engines import Engine, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
-from skipdecode.errors import TargetError
 from skipdecode.generate import Generator
 from skipdecode.manifest import Model
 from skipdecode.memory import Array, DeviceMemory
@@ -46,11 +45,11 @@ def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
     on_cpu = DeviceMemory(device, manifest.dtype)
     rows = []
     for index, (layers, plan) in enumerate(engines.segments):
-        sources = [OrtEngine(graphs / f"layer_{layer:03d}.onnx", device=device) for layer in layers]
+        sources = [((layer,), OrtEngine(graphs / f"layer_{layer:03d}.onnx", device=device)) for layer in layers]
         for title, tokens, valid in (("prompt", min(_PROMPT, manifest.limits.max_length // 2), 0), ("step", 1, _PROMPT)):
             feed = _feed(manifest.model, layers, engines.slots[layers[0]], tokens, valid)
-            sides = (_chain(sources, on_cpu), _chain([plan], memory))
-            rows.append({"name": f"segment_{index:03d}", "pass": title, **_compare(sides, feed)})
+            sides = (_chain(sources, on_cpu), _chain([(layers, plan)], memory))
+            rows.append({"name": f"segment_{index:03d}", "pass": title, **_compare(generator.target.name, sides, feed)})
     return rows
 
 
@@ -74,34 +73,29 @@ def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: i
     return feed
 
 
-def _chain(engines: Sequence[Engine], memory: DeviceMemory) -> Infer:
-    """What runs `engines` one on top of another: hidden state, keys and values afterwards, in fp32."""
+def _chain(engines: Sequence[tuple[tuple[int, ...], Engine]], memory: DeviceMemory) -> Infer:
+    """What runs engines of these layers one on top of another: hidden state, keys and values afterwards, in fp32."""
 
     def infer(feed: Feed) -> Feed:
-        arrays: dict[str, Array] = {name: memory.twin(array)[0] for name, array in feed.items()}
-        outputs = {_result(name): array for name, array in arrays.items() if name != names.POSITION_IDS}
-        for engine in engines:
-            engine.bind(arrays, _of(engine, outputs))()
-        return {name: memory.to_host(array) for name, array in outputs.items()}  # type: ignore[arg-type]
+        arrays = {name: memory.twin(array)[0] for name, array in feed.items()}
+        hidden = arrays[names.HIDDEN]
+        inputs: dict[str, Array] = {names.HIDDEN: hidden, names.POSITION_IDS: arrays[names.POSITION_IDS]}
+        outputs = {names.HIDDEN_OUT: hidden}
+        for layers, engine in engines:
+            buffers = [
+                (arrays[names.of_layer(names.PAST_KEY, at)], arrays[names.of_layer(names.PAST_VALUE, at)]) for at in layers
+            ]
+            bind_segment(engine, layers, inputs, hidden, buffers)()
+            for layer, (key, value) in zip(layers, buffers, strict=True):
+                outputs |= {names.of_layer(names.PRESENT_KEY, layer): key, names.of_layer(names.PRESENT_VALUE, layer): value}
+        return {name: memory.to_host(array) for name, array in outputs.items()}
 
     return infer
 
 
-def _result(name: str) -> str:
-    """The output that takes an input's place."""
-    if name == names.HIDDEN:
-        return names.HIDDEN_OUT
-    return name.replace(names.PAST_KEY, names.PRESENT_KEY).replace(names.PAST_VALUE, names.PRESENT_VALUE)
-
-
-def _of(engine: Engine, outputs: Mapping[str, Array]) -> dict[str, Array]:
-    known = {_result(name) for name in engine.input_names}
-    return {name: array for name, array in outputs.items() if name in known}
-
-
-def _compare(sides: tuple[Infer, Infer], feed: Feed) -> dict[str, Any]:
+def _compare(target: str, sides: tuple[Infer, Infer], feed: Feed) -> dict[str, Any]:
     """polygraphy runs both on the same inputs and compares every output."""
-    comparator, runner = _polygraphy()
+    comparator, runner = _polygraphy(target)
     results = comparator.Comparator.run(
         [runner("ONNX Runtime", sides[0], feed), runner("plan", sides[1], feed)], data_loader=[feed]
     )
@@ -116,13 +110,8 @@ def _compare(sides: tuple[Infer, Infer], feed: Feed) -> dict[str, Any]:
     return {"output": worst, "relative_error": errors[worst], "holds": bool(compared)}
 
 
-def _polygraphy() -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
-    try:
-        base, comparator = (importlib.import_module(f"polygraphy.{name}") for name in ("backend.base", "comparator"))
-        logger = importlib.import_module("polygraphy.logger").G_LOGGER
-    except ImportError as error:
-        raise TargetError("comparing plans needs the Python package polygraphy", "pip install polygraphy") from error
-    logger.module_severity = logger.CRITICAL + 1  # it would print a page for each output
+def _polygraphy(target: str) -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
+    base, comparator = (tensorrt.polygraphy(target, name) for name in ("backend.base", "comparator"))
 
     class Runner(base.BaseRunner):  # type: ignore[misc, name-defined]
         def __init__(self, name: str, infer: Infer, feed: Feed) -> None:
@@ -130,7 +119,7 @@ def _polygraphy() -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
             self._infer, self._inputs = infer, feed
 
         def get_input_metadata_impl(self) -> Any:
-            metadata = importlib.import_module("polygraphy.common").TensorMetadata()
+            metadata = tensorrt.polygraphy(target, "common").TensorMetadata()
             for name, array in self._inputs.items():
                 metadata.add(name, array.dtype, array.shape)
             return metadata

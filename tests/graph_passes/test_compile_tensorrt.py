@@ -13,6 +13,7 @@ import tensorrt_rtx as trt
 import torch
 import transformers
 
+from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
 from skipdecode.exporter.graphs import skeleton
@@ -108,7 +109,7 @@ def test_what_the_builder_may_spend_is_told_to_it() -> None:
     log = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    polygraphy, _ = compile_tensorrt._polygraphy("tensorrt-rtx")
+    polygraphy = tensorrt.polygraphy("tensorrt-rtx", "backend.trt")
     found = []
     for options in (BuilderOptions(), BuilderOptions(workspace_mib=64, optimization_level=1)):
         request = PlanRequest(target="tensorrt-rtx", source="", plan="", profiles=(), options=options)

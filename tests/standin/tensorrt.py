@@ -23,7 +23,7 @@ from skipdecode.device import HostDevice
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.exporter.tensorrt_target import lower
 from skipdecode.graph_passes.stitch import stitch
-from skipdecode.kv_buffer import static_slots
+from skipdecode.kv_buffer import plan_slots
 
 TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 SCRATCH = 4096
@@ -35,8 +35,7 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
     use_threads(None)
     made = manifests.read(bundle)
     target = next(each for each in made.targets if each.name == "tensorrt-rtx")
-    model = made.model
-    slots = static_slots(made.schedule, made.limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
+    slots = plan_slots(made, target)
     known: dict[bytes, tuple[Path, int]] = {}
     for path in (target.embed, *target.segments, target.head):
         name = Path(path).stem
