@@ -20,7 +20,7 @@ from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines
 from skipdecode.text import Tokenizer
-from skipdecode.trace import Trace, span
+from skipdecode.trace import Trace, traced
 
 
 class Generator:
@@ -116,61 +116,68 @@ class Generator:
         self._check(rows, max_new_tokens)
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
-        ordered = [rows[row] for row in order]
         on_host = self.engines.turn_around is None or self._trace is not None  # a trace wants each step waited for
         tokens = self._host_tokens if on_host else self._device_tokens
-        prompts = [row.prompt_ids for row in ordered]
-        for step, (chosen_tokens, layers) in enumerate(tokens(prompts, max_new_tokens, sampling, order, chosen, stop_ids)):
-            for row, token in zip(ordered, chosen_tokens.tolist(), strict=True):
-                _append(row, token, stop_ids, max_new_tokens)
-            yield Step(token_ids=tuple(_newest(row, step) for row in rows), layers=layers)
-            if all(row.finish_reason for row in rows):
+        places, left = order.tolist(), len(rows)
+        prompts = [rows[place].prompt_ids for place in places]
+        for found, layers in tokens(prompts, max_new_tokens, sampling, order, chosen, stop_ids):
+            newest: list[int | None] = [None] * len(rows)
+            for place, token in zip(places, found, strict=True):
+                if rows[place].finish_reason is None:
+                    newest[place] = token
+                    left -= _append(rows[place], token, stop_ids, max_new_tokens)
+            yield Step(tuple(newest), layers)
+            if not left:
                 return
 
     def _host_tokens(
         self, prompts: list[list[int]], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, _: Sequence[int]
-    ) -> Iterator[tuple[IntArray, int | None]]:
+    ) -> Iterator[tuple[list[int], int | None]]:
         """Each step's tokens, chosen on the host, and its layers; None: the prompts'."""
         started = time.perf_counter()
         decoder = self.decoder([len(prompt) for prompt in prompts], new, schedule)
-        with span(self._trace, "prefill"):
-            decoder.prefill(prompts)
+        traced(self._trace, "prefill", decoder.prefill)(prompts)
         self._prefill_s = time.perf_counter() - started
-        layers: int | None = None
-        tokens: IntArray = np.zeros(0, dtype=np.int64)
-        for step in range(new):
-            if step:
-                with span(self._trace, "decode step") as facts:
-                    facts["layers"] = layers = decoder.decode_step(tokens)
-            with span(self._trace, "choose tokens"):
-                tokens = choose_tokens(decoder.logits, sampling, order, step)
+        decode_step = traced(self._trace, "decode step", decoder.decode_step, result="layers")
+        choose = traced(self._trace, "choose tokens", choose_tokens)
+        tokens = choose(decoder.logits, sampling, order, 0).tolist()
+        yield tokens, None
+        for step in range(1, new):
+            layers = decode_step(tokens)
+            tokens = choose(decoder.logits, sampling, order, step).tolist()
             yield tokens, layers
 
     def _device_tokens(
         self, prompts: list[list[int]], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, stop_ids: Sequence[int]
-    ) -> Iterator[tuple[IntArray, int | None]]:
+    ) -> Iterator[tuple[list[int], int | None]]:
         """The same, chosen on the device."""
         started = time.perf_counter()
         loop = self._loop([len(prompt) for prompt in prompts], new, schedule)
         for tokens, layers in loop.tokens(prompts, new, sampling, order, stop_ids):
             if layers is None:
                 self._prefill_s = time.perf_counter() - started
-            yield tokens, layers
+            yield tokens.tolist(), layers
 
-    def _loop(self, prompt_lengths: list[int], new: int, schedule: Schedule) -> DeviceLoop:
+    def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
         """The last loop, with its buffers and graphs, where it has room for this; else a new one."""
         kept, rows, longest = self._kept_loop, len(prompt_lengths), max(prompt_lengths)
         if kept is not None and (len(kept.decoder.kv.lengths), kept.decoder.schedule) == (rows, schedule):
             fits = all(map(ge, kept.decoder.slots, kept.decoder.slots_for(longest, new)))
             if fits and new <= kept.max_steps:
                 return kept
+        if kept is not None:
+            kept.wait()  # steps that nobody waited for, after a row's end
         kept = self._kept_loop = None  # its memory is free before more is taken
+        self._kept_loop = self.device_loop(prompt_lengths, new, schedule)
+        return self._kept_loop
+
+    def device_loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
+        """A decoder's steps on the device, where the engines' turn-around is; `Decoder`'s arguments."""
         assert self.engines.turn_around is not None
-        self._kept_loop = DeviceLoop(
+        return DeviceLoop(
             self.decoder(prompt_lengths, new, schedule), self.engines.turn_around,
             stop_count=len(self.manifest.model.eos_token_ids), max_steps=new, graphs=self._cuda_graphs,
         )  # fmt: skip
-        return self._kept_loop
 
     def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
         """A decoder of this bundle's engines, to go step by step; `Decoder`'s arguments, schedule None for the bundle's."""
@@ -269,15 +276,11 @@ def load(
     )  # fmt: skip
 
 
-def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> None:
-    if row.finish_reason is not None:
-        return
+def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> bool:
+    """Whether the row ends with it."""
     row.token_ids.append(token)
     if token in stop_ids:
         row.finish_reason = "stop"
     elif len(row.token_ids) == max_new_tokens:
         row.finish_reason = "length"
-
-
-def _newest(row: Row, step: int) -> int | None:
-    return row.token_ids[step] if step < len(row.token_ids) else None
+    return row.finish_reason is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Streamer(Protocol):
@@ -15,8 +15,7 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """What one pass gave: the prefill's tokens first, then one step after another."""
 
     token_ids: tuple[int | None, ...]  # a row each; None for rows that have ended

@@ -10,15 +10,18 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from skipdecode.errors import CapacityError
 
 if TYPE_CHECKING:
     import onnxruntime as ort
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Trace:
@@ -91,6 +94,16 @@ class Trace:
         )
 
 
-def span(trace: Trace | None, name: str) -> AbstractContextManager[dict[str, Any]]:
-    """A span of `trace`, or nothing where there is none."""
-    return trace.span(name) if trace is not None else nullcontext({})
+def traced(trace: Trace | None, name: str, call: Callable[P, T], result: str | None = None) -> Callable[P, T]:
+    """`call`, each time in a span of `trace`, which tells what it gave as `result`; itself where there is no trace."""
+    if trace is None:
+        return call
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with trace.span(name) as facts:
+            given = call(*args, **kwargs)
+            if result is not None:
+                facts[result] = given
+        return given
+
+    return run
