@@ -42,6 +42,8 @@ class CudaDevice:
         self._context = self._checked(driver.cuDevicePrimaryCtxRetain(self._device))
         self._stream = self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
+        self._events: list[Any] = []  # that nobody waits for: made once, recorded again and again
+        self._event_flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
     @property
     def capability(self) -> str:
@@ -74,7 +76,7 @@ class CudaDevice:
             self._call(self._driver.cuMemcpyHtoDAsync, pointer, array.ctypes.data, array.nbytes, self._stream)
 
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """As `Device.mirror`: pinned."""
+        """As `Device.mirror`: pinned, which under unified addressing is mapped too."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         pointer = self._call(self._driver.cuMemAllocHost, nbytes)
         memory = (ctypes.c_byte * nbytes).from_address(int(pointer))
@@ -85,16 +87,15 @@ class CudaDevice:
 
     def fetch(self, pointer: int, array: HostArray) -> Call:
         """As `Device.fetch`."""
+        self._call(self._driver.cuMemcpyDtoHAsync, array.ctypes.data, pointer, array.nbytes, self._stream)
+        return self.mark()
+
+    def mark(self) -> Call:
+        """As `Device.mark`: an event."""
         driver = self._driver
-        self._call(driver.cuMemcpyDtoHAsync, array.ctypes.data, pointer, array.nbytes, self._stream)
-        event = self._call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        event = self._events.pop() if self._events else self._call(driver.cuEventCreate, self._event_flags)
         self._call(driver.cuEventRecord, event, self._stream)
-
-        def wait() -> None:
-            self._call(driver.cuEventSynchronize, event)
-            self._call(driver.cuEventDestroy, event)
-
-        return wait
+        return _Mark(lambda: self._call(driver.cuEventSynchronize, event), event, self._events)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """As `Device.copy`."""
@@ -160,6 +161,21 @@ class _Owned:
     """What a finalizer can watch."""
 
     __slots__ = ("__weakref__",)
+
+
+class _Mark:
+    """Waits for an event, and gives it back when nobody can wait for it any more."""
+
+    __slots__ = ("_event", "_free_events", "_wait")
+
+    def __init__(self, wait: Call, event: Any, free_events: list[Any]) -> None:
+        self._wait, self._event, self._free_events = wait, event, free_events
+
+    def __call__(self) -> None:
+        self._wait()
+
+    def __del__(self) -> None:
+        self._free_events.append(self._event)
 
 
 def _free(driver: Any, context: Any, function: Callable[..., Any], handle: Any) -> None:

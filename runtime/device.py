@@ -43,10 +43,13 @@ class Device(Protocol):
         """From the host; `array` may be changed as soon as this returns."""
 
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """Zeros on the host, which `fetch` fills without the host waiting."""
+        """Zeros on the host, at an address that is also the device's to read and write."""
 
     def fetch(self, pointer: int, array: HostArray) -> Call:
         """To an array of `mirror`; returns what waits for it."""
+
+    def mark(self) -> Call:
+        """What waits until everything that was asked so far is done."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Within the device."""
@@ -76,6 +79,10 @@ class HostDevice:
     def fetch(self, pointer: int, array: HostArray) -> Call:
         """As `Device.fetch`."""
         ctypes.memmove(array.ctypes.data, pointer, array.nbytes)
+        return self.mark()
+
+    def mark(self) -> Call:
+        """As `Device.mark`."""
         return lambda: None
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

@@ -1,7 +1,8 @@
 """Decode steps that follow each other on a device: tokens are chosen there, and the host looks at them a few steps later.
 
-A step is the route's engines and the turn-around (plugins/turnaround), which makes the next step's inputs. The first time a
-route is taken its calls are made one by one; from the second time on they are one captured graph, a launch a step.
+A step is the route's engines and the turn-around (plugins/turnaround), which makes the next step's inputs and writes the tokens
+where the host reads them. The first time a route is taken its calls are made one by one; from the second time on they are one
+captured graph, a launch a step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from skipdecode.memory import DeviceArray, DeviceMemory
 from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling
 
-CHECK_EVERY = 4  # steps between two looks at the tokens; as many again are under way while the host looks
+AHEAD = 4  # steps under way while the host looks at the tokens of the one before them
 _NO_TOKEN = -1
 
 
@@ -47,12 +48,12 @@ class DeviceLoop:
         twins = [decoder.memory.twin(array) for array in arrays]
         self._sends = [send for _, send in twins]
         row_ids, stop_ids, sampling, steps, finished = self._arrays = [twin for twin, _ in twins]
-        self._tokens, self._bound_tokens, _ = decoder.memory.result((max_steps, rows), np.int64)
+        self._tokens = self._device.mirror((max_steps, rows), np.int64)
         self._state = turnaround.TurnAround(
             rows=rows, vocabulary=decoder.logits.shape[1], max_steps=max_steps, stop_count=stop_count,
             logits=_pointer(decoder, names.LOGITS), sampling=sampling.pointer, row_ids=row_ids.pointer, stop_ids=stop_ids.pointer,
             steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
-            position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._bound_tokens.pointer,
+            position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._tokens.ctypes.data,
         )  # fmt: skip
         self._taken: set[int] = set()  # routes, by their ids; the decoder keeps them
         self._graphs: dict[int, Call] = {}
@@ -68,18 +69,13 @@ class DeviceLoop:
             row_ids: [B] int64, the user's row numbers.
         """
         self.begin(prompts, sampling, row_ids, stop_ids)
-        waiting = deque([self._fetch(0, [None])])
-        enqueued = 1
-        while waiting:
-            if enqueued < new and len(waiting) < 2:
-                layers: list[int | None] = [self.step() for _ in range(min(CHECK_EVERY, new - enqueued))]
-                waiting.append(self._fetch(enqueued, layers))
-                enqueued += len(layers)
-                continue
-            first, layers, wait = waiting.popleft()
+        under_way: deque[tuple[int | None, Call]] = deque([(None, self._device.mark())])
+        for step in range(new):
+            while len(under_way) <= AHEAD and step + len(under_way) < new:
+                under_way.append((self.step(), self._device.mark()))
+            layers, wait = under_way.popleft()
             wait()
-            for step, count in enumerate(layers, start=first):
-                yield self._tokens[step].copy(), count
+            yield self._tokens[step].copy(), layers
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
         """Put the prompts and the choice of their tokens on the device's stream; arguments as `tokens`'."""
@@ -107,19 +103,21 @@ class DeviceLoop:
         self.decoder.advance()
         return route.deepest
 
+    def rewind(self, position: int, length: int) -> None:
+        """Make the next step the one at `position`, on rows of `length` valid tokens: for measuring steps again."""
+        for send in self._sends:
+            send()
+        self.decoder.rewind(position, length)
+        self.decoder.send_positions(self.decoder.kv.lengths)
+
     def wait(self) -> None:
         """Wait for everything that was put on the device's stream."""
-        self._device.fetch(self._bound_tokens[:1].pointer, self._tokens[:1])()
+        self._device.mark()()
 
     def _run(self, route: Route) -> None:
         for call in route.calls:
             call()
         self._turn_around(self._state)
-
-    def _fetch(self, first: int, layers: list[int | None]) -> tuple[int, list[int | None], Call]:
-        """Have the tokens of as many steps as `layers` from `first` on brought to the host."""
-        part = slice(first, first + len(layers))
-        return first, layers, self._device.fetch(self._bound_tokens[part].pointer, self._tokens[part])
 
 
 def _pointer(decoder: Decoder, name: str) -> int:

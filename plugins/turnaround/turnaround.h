@@ -1,10 +1,10 @@
 // The turn-around between two decode steps, on the device: from a step's logits to the next step's inputs, without the host.
 //
-// Every pointer of SkdTurnaround is memory that the caller keeps, on the device for skd_turnaround_launch and on the host for
-// skd_turnaround_host. One launch reads the logits and, for each row: chooses a token (as runtime/sampling.py does), stores it,
-// makes it the next input, advances the row's position and length by one, and marks the row when the token is a stop id. A row
-// that has finished repeats its last token. Addresses and sizes stay the same from step to step, so a launch can be captured in a
-// CUDA graph.
+// Every pointer of SkdTurnaround is memory that the caller keeps, the device's (or mapped to it, as pinned host memory is) for
+// skd_turnaround_launch and the host's for skd_turnaround_host. One launch reads the logits and, for each row: chooses a token
+// (as runtime/sampling.py does), stores it, makes it the next input, advances the row's position and length by one, and marks
+// the row when the token is a stop id. A row that has finished repeats its last token. Addresses and sizes stay the same from
+// step to step, so a launch can be captured in a CUDA graph.
 #ifndef SKIPDECODE_TURNAROUND_H
 #define SKIPDECODE_TURNAROUND_H
 

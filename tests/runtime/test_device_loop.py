@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from skipdecode.device_loop import AHEAD
 from skipdecode.generate import Generator
 from skipdecode.generation import Generation
-from skipdecode.schedule import Anchor
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import Anchor, full_depth
+from tests.conftest import LAYERS
 from tests.runtime import device
 
 PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]
@@ -66,6 +70,31 @@ def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) 
     assert ended.finish_reason == "stop" and ended.token_ids == whole[0][: whole[0].index(whole[0][5]) + 1]
     alone = generator.generate(PROMPTS[0], max_new_tokens=NEW)
     assert len(alone.layers) == len(ended.token_ids) - 1, "steps that were under way are not told"
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_a_token_comes_while_the_next_steps_are_under_way(load: Load) -> None:
+    loop = load(True).device_loop([2], NEW, full_depth(LAYERS))
+    under_way = []
+    for step, _ in enumerate(loop.tokens([PROMPTS[0]], NEW, Sampling(), np.arange(1), ())):
+        under_way.append(int(loop.decoder.kv.lengths[0]) - len(PROMPTS[0]) - step)
+    assert under_way == [AHEAD] * (NEW - AHEAD) + list(range(AHEAD))[::-1]
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_steps_can_be_measured_again_at_any_position(load: Load) -> None:
+    loop = load(True).device_loop([2], NEW, full_depth(LAYERS))
+
+    def chosen() -> list[int]:
+        return [int(tokens[0]) for tokens, _ in loop.tokens([PROMPTS[0]], NEW, Sampling(), np.arange(1), ())]
+
+    first = chosen()
+    loop.rewind(3, 5)
+    for _ in range(4):
+        assert loop.step() == LAYERS
+    loop.wait()
+    assert loop.decoder.kv.lengths.tolist() == [9]
+    assert chosen() == first
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)

@@ -32,6 +32,7 @@ thread_local bool entered = false;           // whether this thread made the con
 std::map<uintptr_t, size_t> blocks;
 size_t taken = 0;
 int replayed = 0;
+int events = 0;  // that were made
 
 CUresult Enqueue(CUstream stream, Work work) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
@@ -70,8 +71,9 @@ CUresult Free(uintptr_t pointer) {
 
 extern "C" {
 
-// For tests: how many graphs were launched; take all of the GPU's memory.
+// For tests: how many graphs were launched, how many events made; take all of the GPU's memory.
 int standin_replayed() { return replayed; }
+int standin_events() { return events; }
 void standin_fill() { taken = kMemory; }
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
@@ -110,10 +112,9 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) { return *stream = new CUstr
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, [=] { call(data); });
 }
-CUresult cuEventCreate(CUevent* event, unsigned) { return *event = reinterpret_cast<CUevent>(new int), CUDA_SUCCESS; }
+CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = reinterpret_cast<CUevent>(new int), CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent, CUstream stream) { return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_ISOLATION : CUDA_SUCCESS; }
 CUresult cuEventSynchronize(CUevent) { return CUDA_SUCCESS; }
-CUresult cuEventDestroy(CUevent event) { return delete reinterpret_cast<int*>(event), CUDA_SUCCESS; }
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
   return stream->capture = new CUgraph_st, entered ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;

@@ -1,7 +1,7 @@
 """`python -m tests.standin.run BUNDLE [plain] [full]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
 
 On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, and how many steps
-were launched as a graph. `plain`: without graphs; `full`: on a GPU whose memory is taken.
+were launched as a graph, how many events were made. `plain`: without graphs; `full`: on a GPU whose memory is taken.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     for request in json.load(sys.stdin):
         made = generator.generate(request.pop("prompts"), **request)
         answers.append({"tokens": [row.token_ids for row in made.sequences], "layers": made.layers})
-    json.dump({"generations": answers, "replayed": _driver.standin_replayed()}, sys.stdout)
+    json.dump({"generations": answers, "replayed": _driver.standin_replayed(), "events": _driver.standin_events()}, sys.stdout)
 
 
 if __name__ == "__main__":
