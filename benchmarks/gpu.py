@@ -4,8 +4,8 @@ One run: each variant of a bundle that computes all layers, a half, a third, a q
 1x to 5x compute on average), on ONNX Runtime and, where it serves the GPU, on TensorRT-RTX, against transformers on a static
 cache, eager and with its step through torch.compile (CUDA graphs). Rows x valid positions: 1, 8, 32 x 128, 1024. Each system in
 its own process, taking turns. A step is one CUDA graph that ends with the choice of its tokens. Also told: bytes a step over the
-copy bandwidth that torch measures, the gain that the bytes promise, the host's time a step, the price of segments (the first
-model as one engine against the chain of its segments), what is not measured and why.
+bandwidth that a copy within the GPU reaches, the gain that the bytes promise, the host's time a step, the price of segments (the
+first model as one engine against the chain of its segments), what is not measured and why.
 
 examples:
   gpu.py                                  (both models; 8 minutes on an H200 are what it should take)
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_systems import Ours, TorchSteps, copy_gb_per_s, device_facts, refused
+from gpu_systems import Ours, TorchSteps, bandwidth, device_facts, refused
 from machine import facts, write_results
 from models import make_checkpoint
 from plot import plot
@@ -66,7 +66,7 @@ def main() -> int:
 def _measure_model(name: str, folder: Path, targets: list[str], options: argparse.Namespace) -> dict[str, Any]:
     bundle, device = folder / "bundle", "cpu" if options.smoke else "cuda"
     export_s = in_process(_export, name, folder, bundle, targets, options.smoke)
-    gb_per_s = in_process(copy_gb_per_s, device, 16 if options.smoke else 2048)
+    gb_per_s = in_process(bandwidth, device)
     kinds = [target.split(":")[0] for target in targets]
     ours = {kind: Worker(Ours, bundle, kind, device) for kind in kinds}
     peers = {"transformers static cache": Worker(TorchSteps, bundle, device, False)}

@@ -52,37 +52,33 @@ class Ours:
         from skipdecode.decoder import Decoder
         from skipdecode.device_loop import DeviceLoop
         from skipdecode.sampling import Sampling
-        from skipdecode.schedule import Schedule
+        from skipdecode.validation.latency import time_block, tour
 
-        own = self.manifest.schedule
         counts = sorted((variant.num_layers for variant in self.manifest.variants), reverse=True)
-        stairs = tuple(count for count in counts for _ in range(BLOCK))
-        tour = Schedule(name="table", num_layers=own.num_layers, warmup_layers=own.warmup_layers, layers=stairs)
-        decoder = Decoder(self._engines, self.manifest.model, tour, [context] * batch, len(stairs))
-        loop = DeviceLoop(decoder, self._engines.turn_around, stop_count=0, max_steps=len(stairs) + 1, graphs=True)
-        prefill_ms, steps, host = [], {count: [] for count in counts}, {count: [] for count in counts}  # type: ignore[var-annotated]
+        stairs = tour(self.manifest.schedule, counts, BLOCK)
+        decoder = Decoder(self._engines, self.manifest.model, stairs, [context] * batch, BLOCK)
+        loop = DeviceLoop(decoder, self._engines.turn_around, stop_count=0, max_steps=BLOCK, graphs=True)
+        prefill_ms: list[float] = []
+        blocks: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
         prompts = np.random.default_rng(0).integers(0, self.manifest.model.vocab_size, (batch, context)).tolist()
-        for round_ in range(rounds + 1):  # the first one captures
+        for _ in range(rounds + 1):
             started = time.perf_counter()
             loop.begin(prompts, Sampling(), np.arange(batch), ())
             loop.wait()
-            if round_:
-                prefill_ms.append(1e3 * (time.perf_counter() - started))
-            for count in counts:
-                started = time.perf_counter()
-                for _ in range(BLOCK):
-                    loop.step()
-                enqueued = time.perf_counter()
-                loop.wait()
-                if round_:
-                    host[count].append(1e6 * (enqueued - started) / BLOCK)
-                    steps[count].append(1e3 * (time.perf_counter() - started) / BLOCK)
+            prefill_ms.append(1e3 * (time.perf_counter() - started))
+            for index, count in enumerate(counts):
+                blocks[count].append(time_block(loop, BLOCK * index, context, BLOCK))
         rows = [
-            {"name": f"v{count}", "layers": count, "ms": steps[count], "host_us": host[count],
-             "read_bytes": self._bytes.of(count, batch, context + BLOCK * counts.index(count) + BLOCK // 2)}
+            {
+                "name": f"v{count}",
+                "layers": count,
+                "ms": [ms for ms, _ in blocks[count][1:]],
+                "host_us": [us for _, us in blocks[count][1:]],
+                "read_bytes": self._bytes.of(count, batch, context + BLOCK // 2),
+            }
             for count in counts
-        ]  # fmt: skip
-        return {"prefill_ms": prefill_ms, "variants": rows}
+        ]  # fmt: skip  the first round captures
+        return {"prefill_ms": prefill_ms[1:], "variants": rows}
 
 
 class TorchSteps:
@@ -115,21 +111,13 @@ class TorchSteps:
         return statistics.median(times[_WARM_UP:])
 
 
-def copy_gb_per_s(device: str, mib: int) -> float:
-    """Bytes read and written a second by torch's copy of `mib` MiB, the best of ten."""
-    import torch
+def bandwidth(device: str) -> float:
+    """GB/s that a copy within the device reads and writes."""
+    from skipdecode.cuda import CudaDevice
+    from skipdecode.device import HostDevice
+    from skipdecode.validation.machine import copy_gb_per_s
 
-    source = torch.zeros(mib << 20, dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), 0.0
-    for _ in range(10):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * source.nbytes / (time.perf_counter() - started) / 1e9)
-    return best
+    return copy_gb_per_s(CudaDevice(), mib=2048) if device == "cuda" else copy_gb_per_s(HostDevice(), mib=16)
 
 
 def device_facts() -> dict[str, Any] | str:

@@ -1,4 +1,4 @@
-"""What the figures were measured on: CPU, memory, versions, and the read bandwidth that bounds a decode step."""
+"""What the figures were measured on: CPU, memory, versions, and the bandwidth that bounds a decode step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from skipdecode.device import Device
+
+_COPIES = 10
 
 
 def machine_facts(libraries: Sequence[str]) -> dict[str, Any]:
@@ -51,6 +55,24 @@ class ReadBandwidth:
                 list(pool.map(_read, self._parts))
                 best = min(best, time.perf_counter() - started)
         return self._bytes / best / 1e9
+
+
+def copy_gb_per_s(device: Device, mib: int = 256, passes: int = 5) -> float:
+    """Bytes read and written a second by copies of `mib` MiB within the device, ten that follow each other; the best of some.
+
+    Raises:
+        CapacityError: the device has no room for them.
+    """
+    source, target = (device.allocate(mib << 20) for _ in range(2))
+    best = float("inf")
+    for _ in range(passes):
+        device.mark()()
+        started = time.perf_counter()
+        for _ in range(_COPIES):
+            device.copy(target.pointer, source.pointer, source.nbytes)
+        device.mark()()
+        best = min(best, time.perf_counter() - started)
+    return 2 * _COPIES * source.nbytes / best / 1e9
 
 
 def _read(part: np.ndarray[Any, np.dtype[np.float32]]) -> float:

@@ -82,7 +82,7 @@ def _plans(target: dict[str, Any]) -> Table:
 def _latency(target: dict[str, Any]) -> Table:
     """Full depth and the variant with the fewest layers; the report has them all."""
     table = _table(
-        f"{target['name']}: decode step, read bandwidth {target['read_gb_per_s']:.1f} GB/s",
+        f"{target['name']}: decode step, memory bandwidth {target['read_gb_per_s']:.1f} GB/s",
         "batch", "context", "prefill ms", "variant", "ms", "±", "of bound", "gain", "promised",
     )  # fmt: skip
     for cell in target["latency"]:

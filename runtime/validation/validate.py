@@ -16,10 +16,11 @@ from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import facts
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.generate import Generator
+from skipdecode.memory import DeviceMemory
 from skipdecode.validation.baseline import compare
 from skipdecode.validation.journal import Journal
-from skipdecode.validation.latency import measure_cell
-from skipdecode.validation.machine import ReadBandwidth, machine_facts, resident_bytes
+from skipdecode.validation.latency import measure_cell, most_context
+from skipdecode.validation.machine import ReadBandwidth, copy_gb_per_s, machine_facts, resident_bytes
 from skipdecode.validation.parity import check_reference, measure_parity
 from skipdecode.validation.plans import measure_plans
 from skipdecode.validation.quality import Example, answer, check_examples, schedule_for, score
@@ -60,9 +61,10 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
         SkipDecodeError: bad input, before anything long starts.
     """
     manifest = manifests.read(request.bundle)
-    request = _filled(request, manifest)
     generators = _load(request, manifest)
-    _check(request, manifest, next(generator for generator in generators.values() if isinstance(generator, Generator)))
+    loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
+    request = _filled(request, manifest, min(map(most_context, loaded)))
+    _check(request, manifest, loaded[0])
     machine = machine_facts(_LIBRARIES)
     journal = Journal(_identity(request, machine))
     if journal.resumed:
@@ -86,11 +88,10 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     return result
 
 
-def _filled(request: ValidateRequest, manifest: manifests.Manifest) -> ValidateRequest:
-    """Defaults that fit the bundle; what was given is checked against it."""
+def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -> ValidateRequest:
+    """Defaults that fit the bundle; what was given is checked against it. `most`: valid tokens of a context."""
     limits, span = manifest.limits, manifest.schedule.span
     batches = request.batches or tuple(sorted({min(batch, limits.max_batch) for batch in (1, 4)}))
-    most = limits.max_length - len(manifest.variants)
     contexts = request.contexts or tuple(sorted({max(1, min(context, most)) for context in (32, 512)}))
     for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, most)):
         for value in values:
@@ -159,7 +160,7 @@ def _measure_target(
     parity = once("parity", lambda: measure_parity(generator, request.reference or "")) if request.reference else None
     plans = once("plans", lambda: measure_plans(generator)) if generator.engines.slots else None
     threads = request.threads or len(os.sched_getaffinity(0))
-    gb_per_s = once("read bandwidth", lambda: ReadBandwidth(threads).gb_per_s())
+    gb_per_s = once("memory bandwidth", lambda: _gb_per_s(generator, threads))
     latency = [
         once(f"batch {rows}, context {context}", partial(measure_cell, generator, step_bytes, rows, context, gb_per_s))
         for rows in request.batches
@@ -174,6 +175,11 @@ def _measure_target(
         "read_gb_per_s": gb_per_s, "parity": parity, "plans": plans, "latency": latency, "workloads": workloads,
         "quality": _measure_quality(generator, request, once) if request.examples else None,
     }  # fmt: skip
+
+
+def _gb_per_s(generator: Generator, threads: int) -> float:
+    memory = generator.engines.memory
+    return copy_gb_per_s(memory.device) if isinstance(memory, DeviceMemory) else ReadBandwidth(threads).gb_per_s()
 
 
 def _measure_quality(

@@ -154,7 +154,7 @@ function roofline(target) {
     ],
   });
   return chart("roofline", "Roofline: how far from the memory bound",
-    `The dashed line is the measured read bandwidth, ${number(target.read_gb_per_s, 1)} GB/s: no step can lie below it unless its weights stay in the processor's caches.`, drawing);
+    `The dashed line is the measured memory bandwidth, ${number(target.read_gb_per_s, 1)} GB/s: no step can lie below it unless its weights stay in the processor's caches.`, drawing);
 }
 
 function quality(target) {

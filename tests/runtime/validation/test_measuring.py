@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import skipdecode
+from skipdecode.device import HostDevice
+from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
+from skipdecode.schedule import Anchor
 from skipdecode.validation import parity
-from skipdecode.validation.latency import measure_cell
+from skipdecode.validation.latency import measure_cell, most_context
+from skipdecode.validation.machine import copy_gb_per_s
 from skipdecode.validation.parity import measure_parity
 from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload, read_requests
-from tests.conftest import CONFIGS, LAYERS, Zoo
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
+from tests.runtime import device
 from tests.runtime.validation.conftest import answer_here
 
 
@@ -42,6 +49,40 @@ def test_a_cell_has_every_variant_most_layers_first(zoo: Zoo) -> None:
     promised = [row["promised_gain"] for row in cell["variants"]]
     assert promised == sorted(promised)
     assert all(row["ms"]["median"] > 0 for row in cell["variants"])
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx"])
+@pytest.mark.parametrize("anchor", Anchor, ids=str)
+def test_on_a_device_a_variants_steps_follow_each_other_as_in_a_run(
+    target: str, anchor: Anchor, gpu_bundle: Callable[[Anchor], Path], turnaround_library: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    generator = device.load(gpu_bundle(anchor), target, device.turn_around(turnaround_library), monkeypatch)
+    step_bytes, asked = _step_bytes(generator), []
+    monkeypatch.setattr(
+        DeviceLoop, "step", lambda loop, step=DeviceLoop.step: asked.append(loop.decoder.kv.lengths[0]) or step(loop)
+    )
+    context = most_context(generator)
+    cell = measure_cell(generator, step_bytes, batch=2, context=context, gb_per_s=10.0)
+    steps = max(asked) - context + 1
+    assert asked == list(range(context, context + steps)) * (len(asked) // steps), "on top of the context each time"
+    assert steps == 16 and context + steps <= MAX_LENGTH
+    full = cell["variants"][0]
+    assert full["read_bytes"] == step_bytes.of(LAYERS, 2, context + steps // 2)
+    assert all(row["ms"]["median"] > 0 for row in cell["variants"])
+
+
+def test_a_devices_bandwidth_is_what_its_copies_read_and_write() -> None:
+    class Counting(HostDevice):
+        copied = 0
+
+        def copy(self, target: int, source: int, nbytes: int) -> None:
+            self.copied += nbytes
+            super().copy(target, source, nbytes)
+
+    counting = Counting()
+    assert 0.01 < copy_gb_per_s(counting, mib=1, passes=2) < 1000
+    assert counting.copied == 20 << 20
 
 
 def test_a_workload_tells_every_position_with_its_layers(zoo: Zoo) -> None:
