@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
+from skipdecode import bindings as names
+from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features
 from skipdecode.cuda import CudaDevice
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.device import Device
-from skipdecode.engines import Engine, Engines, tensorrt
+from skipdecode.engines import Engine, Engines, Sharing, tensorrt
+from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.engines.ort import OrtEngine, check_cuda, check_library, use_threads
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.kv_buffer import plan_slots
-from skipdecode.manifest import Manifest, Target
+from skipdecode.manifest import MANIFEST, Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.plugins.turnaround import Run
 from skipdecode.process_memory import loading
@@ -100,9 +106,15 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target) -> Engines:
             f"the plans are for {target.machine}, this GPU is {device.capability}",
             f"export the model again with --target {target.name}:{device.capability} --force", where=str(bundle),
         )  # fmt: skip
-    shared = tensorrt.PlanRuntime(target.name, device)
+    shared = tensorrt.PlanRuntime(target.name, device, KernelCache(_kernels_of(bundle)))
     run = device.turn_around()
     return plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared))
+
+
+def _kernels_of(bundle: Path) -> Path:
+    """The file of the kernels that its plans' library compiled here."""
+    identity = hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()[:24]
+    return cache_folder("kernels") / f"{identity}.bin"
 
 
 def plan_engines(

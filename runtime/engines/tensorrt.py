@@ -11,6 +11,7 @@ from typing import Any
 
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT, Block, Call, Device
+from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.memory import Array, DeviceArray
 
@@ -81,8 +82,9 @@ def log_of(trt: Any, *, verbose: bool) -> Any:
 class PlanRuntime:
     """What the engines of one target share, which run one after another: library, log, stream, memory of no lasting use."""
 
-    def __init__(self, target: str, device: Device) -> None:
+    def __init__(self, target: str, device: Device, kernels: KernelCache | None = None) -> None:
         self.trt = library(target)
+        self.kernels = kernels
         self.log = log_of(self.trt, verbose=False)
         self.runtime = self.trt.Runtime(self.log)
         self.device = device
@@ -198,9 +200,11 @@ class _Context:
         trt, self._shared = shared.trt, shared
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if steady and hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX compiles kernels here
-            # a graph would keep the fallback kernel that the lazy way starts with
-            config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX, which compiles kernels here
+            if steady:  # a graph would keep the fallback kernel that the lazy way starts with
+                config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            if shared.kernels is not None:
+                shared.kernels.attach(config)
         self._context = engine.create_execution_context(config)
         if self._context is None:
             raise shared.refused("free its memory, or send fewer rows")

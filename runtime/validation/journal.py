@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from skipdecode.cache_folder import cache_folder
 
 
 class Journal:
@@ -19,8 +20,7 @@ class Journal:
 
     def __init__(self, identity: dict[str, Any]) -> None:
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.path = cache / "skipdecode" / "validate" / f"{key}.jsonl"
+        self.path = cache_folder("validate") / f"{key}.jsonl"
         self._done: dict[str, Any] = dict(_read(self.path))
         self.resumed = len(self._done)
 

@@ -98,8 +98,10 @@ class Engine:
         return SCRATCH * (profile + 1)
 
     def create_runtime_config(self) -> Any:
-        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None,
-                               dynamic_shapes_kernel_specialization_strategy=None)  # fmt: skip
+        return SimpleNamespace(
+            set_execution_context_allocation_strategy=lambda strategy: None, create_runtime_cache=Kernels,
+            dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=lambda kernels: kernels.used.append(self.name),
+        )  # fmt: skip
 
     def create_execution_context(self, config: Any) -> Context:
         return Context(self)
@@ -111,6 +113,22 @@ class Context:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._profile, self._scratch = engine, 0, 0
         self._shapes: dict[str, tuple[int, ...]] = {}
+class Kernels:
+    """A runtime cache: whose engines it was given to, in place of their kernels."""
+
+    def __init__(self) -> None:
+        self.used: list[str] = []
+
+    def serialize(self) -> memoryview:
+        return memoryview(" ".join(["kernels of", *sorted(set(self.used))]).encode())
+
+    def deserialize(self, blob: bytes) -> bool:
+        if not blob.startswith(b"kernels of "):
+            return False
+        self.used += blob.decode().split()[2:]
+        return True
+
+
         self._addresses: dict[str, int] = {}
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:

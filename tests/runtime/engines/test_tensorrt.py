@@ -16,6 +16,7 @@ from skipdecode import targets
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt
+from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
@@ -77,6 +78,36 @@ def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
 
 
 class _Gpu(HostDevice):
+def test_compiled_kernels_are_shared_by_all_engines_and_kept_for_the_next_start(
+    gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, file = gpu_bundle(Anchor.GENERATED), tmp_path / "cache" / "kernels.bin"
+    stands_in = library(bundle, lambda stream, work: work())
+    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    made = skipdecode.manifest.read(bundle)
+    target = made.targets[1]
+
+    def run(path: Path) -> None:
+        shared = tensorrt.PlanRuntime(target.name, HostDevice(), KernelCache(path))
+        engines = targets.plan_engines(
+            made, bundle, target, shared.device, None, lambda path: tensorrt.TensorRTEngine(path, shared)
+        )
+        Decoder(engines, made.model, made.schedule, [2], NEW).prefill([[5, 6]])
+
+    run(file)
+    written = file.read_bytes()
+    assert len(written.split()) == 2 + len(made.segments) + 2, "segments, embedding and head"
+    before = file.stat().st_ino
+    run(file)
+    assert file.stat().st_ino == before, "nothing new"
+    file.write_bytes(b"of another GPU")
+    run(file)
+    assert file.read_bytes() == written
+    assert [path.name for path in file.parent.iterdir()] == ["kernels.bin"]
+    (tmp_path / "file").write_bytes(b"")
+    run(tmp_path / "file" / "kernels.bin")  # no folder, no cache, no harm
+
+
     capability = "sm86"
 
 
