@@ -69,7 +69,7 @@ def compile_cpu(
     return manifest.Target(
         name="cpu", weights=quantization.name if quantization else "fp32",
         library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(), cpu_features=cpu_features(),
-        embed=embed, segments=tuple(segments), head=head,
+        embed=embed, segments=tuple(segments), head=head, tied_weight=None,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
 

@@ -14,13 +14,14 @@ import onnxruntime
 
 from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
-from skipdecode.exporter.layout import Report, save_engine, weight_bytes
+from skipdecode.exporter.layout import TIED, Report, save_engine, save_tied, weight_bytes
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.graph_passes.uniform_norm import UniformNormPass
 
 FOLDER = "targets/cuda"
@@ -40,17 +41,19 @@ def compile_cuda(
     Args:
         quantization: of all weights that are multiplied. The embedding stays as it is: a GPU reads a row of it a token.
     """
+    tied = None if quantization else graphs.tied
+    tying = [TiedWeightPass(tied)] if tied else []
     quantizing = [QuantizeWeightsPass(quantization)] if quantization else []
     lowering = [UniformNormPass(), NarrowRotaryPass(), LowerAttentionPass(max_length=limits.max_length)]
     sizes: dict[str, int] = {}
 
-    def compiled(graph: ir.Model, name: str, passes: Sequence[ir.passes.PassBase], shares: Path | None = None) -> str:
+    def compiled(graph: ir.Model, name: str, passes: Sequence[ir.passes.PassBase]) -> str:
         lowered = graph.clone()
         for each in passes:
             each(lowered)
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = weight_bytes(lowered.graph)
-        save_engine(lowered, partial / path, shares=shares)
+        save_engine(lowered, partial / path)
         return path
 
     (partial / FOLDER).mkdir(parents=True)
@@ -58,10 +61,13 @@ def compile_cuda(
     for name, graph in segment_graphs(graphs, plan, "cuda", report):
         segments.append(compiled(graph, name, [*lowering, PackQKVPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
-    head = compiled(graphs.head, "head", [UniformNormPass(), *quantizing, FloatLogitsPass()])
+    head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *quantizing, FloatLogitsPass()])
+    tied_file = f"{FOLDER}/{TIED}" if tied else None
+    if tied:
+        sizes[head] += save_tied(tied, graphs.head, partial / FOLDER / TIED)
     return manifest.Target(
         name="cuda", weights=quantization.name if quantization else graphs.weights,
         library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
-        embed=compiled(graphs.embed, "embed", [], shares=partial / head), segments=tuple(segments), head=head,
+        embed=compiled(graphs.embed, "embed", tying), segments=tuple(segments), head=head, tied_weight=tied_file,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip

@@ -63,6 +63,13 @@ class StandardGraphs:
         """What a manifest calls their dtype."""
         return {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}.get(self.head.graph.outputs[0].dtype, "fp32")  # type: ignore[arg-type]
 
+    @property
+    def tied(self) -> str | None:
+        """The matrix [V,E] that embedding and head share; None: each has its own."""
+        theirs = self.head.graph.initializers
+        shared = [name for name, value in self.embed.graph.initializers.items() if name in theirs and is_parameter(value)]
+        return shared[0] if shared else None
+
 
 def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Report) -> Iterator[tuple[str, ir.Model]]:
     """Each segment's name and graph, told as it is about to be compiled for `target`."""

@@ -8,9 +8,12 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
+from skipdecode import bindings
 from skipdecode.graph_passes.mapped import release_pages
 
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
+
+TIED = "tied.bin"  # a target's folder: what embedding and head share there
 
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 
@@ -46,6 +49,18 @@ def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) ->
             own.append(value)
     move_to_file(own, path.with_suffix(".bin"))
     ir.save(lowered, path)
+
+
+def save_tied(tied: str, head: ir.Model, path: Path) -> int:
+    """Write what embedding and head share as their input `tied_weight` is, row by row; returns its bytes."""
+    weight = head.graph.initializers[tied].const_value
+    assert isinstance(weight, ir.ExternalTensor)
+    rows = weight.shape.numpy()[0]
+    with path.open("wb") as file:
+        weight.tofile(file)
+        file.truncate(weight.nbytes // rows * bindings.tied_rows(rows))  # the rows behind the last one are zero
+    release_pages(weight)
+    return path.stat().st_size
 
 
 def move_to_file(values: Iterable[ir.Value], file: Path) -> None:

@@ -17,7 +17,7 @@ from skipdecode import bindings, manifest
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
-from skipdecode.exporter.layout import GRAPHS, Report, weight_bytes
+from skipdecode.exporter.layout import GRAPHS, TIED, Report, save_tied, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process, library
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
@@ -27,6 +27,7 @@ from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
+from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.kv_buffer import static_slots
 from skipdecode.schedule import Schedule
 
@@ -98,7 +99,7 @@ def compile_tensorrt(
     sizes: dict[str, int] = {}
     waiting: list[PlanRequest] = []
     for engine in _engines(graphs, plan, limits, schedule):
-        lowered = lower(engine.graph, engine.slots)
+        lowered = lower(engine.graph, engine.slots, graphs.tied)
         path = f"{folder}/{engine.name}.plan"
         sizes[path] = weight_bytes(lowered.graph)
         source = partial / GRAPHS / f"lowered_{engine.name}.onnx"  # beside the weights that it refers to
@@ -118,10 +119,13 @@ def compile_tensorrt(
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
     segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(len(plan.segments)))
     head = f"{folder}/head.plan"
+    tied = f"{folder}/{TIED}" if graphs.tied else None
+    if graphs.tied:
+        sizes[head] += save_tied(graphs.tied, graphs.head, partial / folder / TIED)
     return manifest.Target(
         name=request.name, weights=graphs.weights, library=trt.__name__,
         library_version=trt.__version__, machine=" ".join(request.capabilities) or _MACHINES[request.name], cpu_features=(),
-        embed=f"{folder}/embed.plan", segments=segments, head=head,
+        embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
 
@@ -148,11 +152,13 @@ def _prompt_profile(tokens: int) -> Profile:
     return Profile(batch=(1, 1, 1), tokens=(1, min(128, tokens), tokens))
 
 
-def lower(graph: ir.Model, slots: int) -> ir.Model:
-    """What the library is given of a standard graph, whose KV buffers have `slots`."""
+def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
+    """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: as `StandardGraphs.tied`."""
     lowered = graph.clone()
-    passes = [StaticSlotsPass(slots=slots), NonUnitScalePass(), DropUnusedInputsPass()]
-    ir.passes.Sequential(*passes, *([FloatLogitsPass()] if graph.graph.name == "head" else []))(lowered)
+    passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), NonUnitScalePass(), DropUnusedInputsPass()]
+    passes += [TiedWeightPass(tied)] if tied else []
+    passes += [FloatLogitsPass()] if graph.graph.name == "head" else []
+    ir.passes.Sequential(*passes)(lowered)
     return lowered
 
 

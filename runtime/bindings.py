@@ -10,6 +10,8 @@ segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{
          more; always on the host)
          in TensorRT plans C is static (kv_buffer.static_slots), floats are fp16 or bf16; a prompt's pass has B = 1
 head     hidden [B,S,H], last [B] int64 (which position of each row)  ->  logits [B,V], fp32 on every target
+         on a device, a tied embedding and head are both given tied_weight [V',E] in fp16 or bf16: E the embedding's width,
+         V' = tied_rows(V), rows from V on zero
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ SEQLENS_K = "seqlens_k"
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
 LAST = "last"
 LOGITS = "logits"
+TIED_WEIGHT = "tied_weight"
 PAST_KEY, PAST_VALUE, PRESENT_KEY, PRESENT_VALUE = "past_key", "past_value", "present_key", "present_value"
+
+
+def tied_rows(vocab_size: int) -> int:
+    """Rows of a tied weight, a multiple of 8: of an odd number TensorRT-RTX makes a padded copy in each step."""
+    return -(-vocab_size // 8) * 8
 
 
 def of_layer(name: str, layer: int) -> str:

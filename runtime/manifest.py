@@ -67,6 +67,7 @@ class Target:
     embed: str
     segments: tuple[str, ...]  # one engine a segment
     head: str
+    tied_weight: str | None  # [V,E], which embedding and head are both given; None: engines that have their own
     segment_weight_bytes: tuple[int, ...]  # of each segment's weights, which a decode step through it reads once
     head_weight_bytes: int
 
@@ -128,9 +129,8 @@ class Manifest:
         for variant in self.variants:
             self._check_variant(variant)
         known = {file.path for file in self.files}
-        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head)] + [
-            v.graph for v in self.variants if v.graph
-        ]
+        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head, t.tied_weight) if path]
+        used += [v.graph for v in self.variants if v.graph]
         for path in [*known, *used]:
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or "\\" in path or path not in known:

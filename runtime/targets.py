@@ -89,8 +89,8 @@ def load_device_engines(
     def engine(path: Path) -> OrtEngine:
         return OrtEngine(path, trace, device=device)
 
-    embed, segments, head = _load(manifest, bundle, target, engine, threads=_cores())
     memory = DeviceMemory(device, manifest.dtype)
+    embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=memory, turn_around=turn_around)
 
 
@@ -125,14 +125,33 @@ def plan_engines(
     Args:
         engine: loads one of the target's files.
     """
-    embed, segments, head = _load(manifest, bundle, target, engine, threads=1)
+    memory = DeviceMemory(device, manifest.dtype)
+    embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=1)
     return Engines(
-        embed=embed, segments=segments, head=head, memory=DeviceMemory(device, manifest.dtype),
-        slots=plan_slots(manifest, target), most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around,
+        embed=embed, segments=segments, head=head, memory=memory, slots=plan_slots(manifest, target),
+        most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around,
     )  # fmt: skip
 
 
 Loaded = tuple[Engine, tuple[tuple[tuple[int, ...], Engine], ...], Engine]
+
+
+def _load_on_device(
+    manifest: Manifest, bundle: Path, target: Target, memory: DeviceMemory, engine: Callable[[Path], Engine], *, threads: int
+) -> Loaded:
+    """As `_load`, with what embedding and head share on the device once."""
+    embed, segments, head = _load(manifest, bundle, target, engine, threads=threads)
+    if target.tied_weight is None:
+        return embed, segments, head
+    rows = names.tied_rows(manifest.model.vocab_size)
+    try:
+        stored = np.memmap(bundle / target.tied_weight, dtype=np.uint16, mode="r").reshape(rows, -1)
+    except ValueError as error:
+        raise BundleError("has no whole rows", "export the model again", where=str(bundle / target.tied_weight)) from error
+    weight = memory.floats(stored.shape)
+    memory.device.send(weight.pointer, stored)
+    shared = {names.TIED_WEIGHT: weight}
+    return Sharing(engine=embed, weights=shared), segments, Sharing(engine=head, weights=shared)
 
 
 def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], Engine], *, threads: int) -> Loaded:

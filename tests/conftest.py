@@ -41,7 +41,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**_GATED, **_IDS),
     "llama": lambda: transformers.LlamaConfig(**_GROUPED, **_IDS),
     "mistral": lambda: transformers.MistralConfig(**_GROUPED, **_IDS, sliding_window=None),
-    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS),
+    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS, tie_word_embeddings=True),  # as the small ones are
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, **_IDS, head_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, **_IDS, head_dim=16),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16),

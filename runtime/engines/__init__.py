@@ -22,6 +22,18 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """An engine some of whose weights are inputs, because another engine has them too."""
+
+    engine: Engine
+    weights: Mapping[str, Array]
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
+        """As `Engine.bind`, of all other inputs."""
+        return self.engine.bind({**inputs, **self.weights}, outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
     """The loaded engines of one target."""
 

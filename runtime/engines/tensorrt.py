@@ -231,6 +231,9 @@ def _copy(device: Device, source: DeviceArray, target: DeviceArray) -> Call:
 
 
 def _range(engine: Any, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    whole = tuple(engine.get_tensor_shape(name))
+    if -1 not in whole:
+        return whole, whole
     least, _, most = engine.get_tensor_profile_shape(name, profile)
     return tuple(least), tuple(most)
 

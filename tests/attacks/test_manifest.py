@@ -45,7 +45,7 @@ def make_manifest(schedule: Schedule, folder: Path) -> manifests.Manifest:
             manifests.Target(
                 name="cpu",
                 weights="fp32", library="onnxruntime", library_version="1", machine="x86_64", cpu_features=("avx2",),
-                embed="embed.onnx", segments=tuple(engines[2:]), head="head.onnx",
+                embed="embed.onnx", segments=tuple(engines[2:]), head="head.onnx", tied_weight=None,
                 segment_weight_bytes=(1 << 20,) * len(engines[2:]), head_weight_bytes=1 << 16,
             ),
         ),
@@ -148,6 +148,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "target_lacking_a_weight_size": (lambda d: d["targets"][0]["segment_weight_bytes"].pop(), "how many bytes of weights"),
     "target_with_no_weights": (lambda d: d["targets"][0].update(head_weight_bytes=0), "how many bytes of weights"),
     "target_lacking_an_engine": (lambda d: d["targets"][0]["segments"].pop(), "lack an engine"),
+    "tied_weight_that_is_no_file": (lambda d: d["targets"][0].update(tied_weight="../tied.bin"), "outside the bundle"),
     "engine_that_is_no_file": (lambda d: d["targets"][0].update(head="other.onnx"), "not among its files"),
     "absolute_path": (lambda d: d["files"][0].update(path="/etc/passwd"), "outside the bundle"),
     "path_that_climbs_out": (lambda d: d["files"][0].update(path="../x"), "outside the bundle"),

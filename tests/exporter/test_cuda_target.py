@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,13 +13,14 @@ import onnx_ir as ir
 import pytest
 
 import skipdecode
+from skipdecode import bindings
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
-from skipdecode.engines import Engines
+from skipdecode.engines import Engines, Sharing
 from skipdecode.engines import ort as engines_ort
-from skipdecode.errors import SkipDecodeError, TargetError
+from skipdecode.errors import BundleError, SkipDecodeError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
@@ -109,15 +112,36 @@ def both(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_tied_embedding_is_the_heads(both: Path) -> None:
-    tables = {
-        value.name: value.const_value.location
-        for value in ir.load(both / "targets/cuda/embed.onnx").graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor)
-    }
-    assert tables == {
-        "model.decoder.embed_tokens.weight": "head.bin", "model.decoder.embed_positions.weight": "embed.bin",
-    }  # fmt: skip
+def test_a_tied_embedding_and_head_are_given_one_matrix(both: Path, zoo: Zoo) -> None:
+    cuda = manifests.read(both).targets[1]
+    assert cuda.tied_weight is not None
+    wanted = zoo.model("opt").lm_head.weight.detach().half().numpy()
+    stored = np.fromfile(both / cuda.tied_weight, np.float16).reshape(104, -1)
+    assert stored[: len(wanted)].tobytes() == wanted.tobytes() and not stored[len(wanted) :].any()
+    for path in (cuda.embed, cuda.head):
+        graph = ir.load(both / path).graph
+        assert bindings.TIED_WEIGHT in [value.name for value in graph.inputs]
+        assert all(value.shape != wanted.shape for value in graph.initializers.values()), "it has a copy of its own"
+    _, engines = _on_cpu(both)
+    assert isinstance(engines.embed, Sharing) and isinstance(engines.head, Sharing)
+    assert engines.embed.weights[bindings.TIED_WEIGHT] is engines.head.weights[bindings.TIED_WEIGHT]
+    assert cuda.head_weight_bytes >= stored.nbytes
+
+
+def test_a_model_that_ties_nothing_and_quantised_weights_have_their_own(zoo: Zoo, tmp_path: Path) -> None:
+    assert _export(zoo, "llama", tmp_path / "llama").targets[0].tied_weight is None
+    assert _export(zoo, "opt", tmp_path / "opt", quantize="int8").targets[0].tied_weight is None
+
+
+def test_a_tied_weight_without_whole_rows_is_refused(both: Path, tmp_path: Path) -> None:
+    shutil.copytree(both, tmp_path / "b")
+    made = json.loads((tmp_path / "b" / "bundle.json").read_text())
+    (file,) = [file for file in made["files"] if file["path"] == made["targets"][1]["tied_weight"]]
+    file["size"] -= 2
+    (tmp_path / "b" / "bundle.json").write_text(json.dumps(made))
+    os.truncate(tmp_path / "b" / file["path"], file["size"])
+    with pytest.raises(BundleError, match=r"tied\.bin: has no whole rows; export the model again"):
+        _on_cpu(tmp_path / "b")
 
 
 def test_cpu_engines_beside_it_are_what_runs_unless_told_otherwise(both: Path, zoo: Zoo) -> None:

@@ -13,6 +13,7 @@ import tensorrt_rtx as trt
 import torch
 import transformers
 
+from skipdecode.bindings import TIED_WEIGHT
 from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
@@ -30,6 +31,7 @@ from skipdecode.graph_passes.compile_tensorrt import (
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
+from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from tests.conftest import CONFIGS, Zoo
 
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
@@ -92,6 +94,16 @@ def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in
 def test_embedding_and_head_build_too(name: str, part: Part, tmp_path: Path) -> None:
     for what in ("embed", "head"):
         assert build(part(name, what), tmp_path, DropUnusedInputsPass())
+
+
+def test_a_tied_weight_is_read_where_it_lies(part: Part, tmp_path: Path) -> None:
+    """Of a weight with 99 rows, an odd number, TensorRT-RTX 1.7.1 makes a padded copy in each step (a kernel `MoveConc`)."""
+    readers = {}
+    for what in ("embed", "head"):
+        layers = build(part("qwen2", what), tmp_path, DropUnusedInputsPass(), TiedWeightPass("model.embed_tokens.weight"))
+        readers[what] = [layer.name for layer in layers if TIED_WEIGHT in layer.inputs]
+    assert [len(found) for found in readers.values()] == [1, 1], readers
+    assert "Gath" in readers["embed"][0] and "Gemm" in readers["head"][0]
 
 
 def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:

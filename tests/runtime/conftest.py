@@ -24,7 +24,10 @@ def turnaround_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Anchor], Path]:
-    """A grouped-query model for ONNX Runtime's CUDA provider and TensorRT; where absolute, rows of a batch differ in depth."""
+    """A grouped-query model with a tied embedding and head for ONNX Runtime's CUDA provider and TensorRT.
+
+    Where absolute, rows of a batch differ in depth.
+    """
     folder = tmp_path_factory.mktemp("gpu")
 
     @functools.cache
@@ -32,7 +35,7 @@ def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=anchor)
         export(
             ExportRequest(
-                model=str(zoo.checkpoint("llama")), out=folder / str(anchor), schedule=line, dtype="fp16", max_batch=4,
+                model=str(zoo.checkpoint("qwen2")), out=folder / str(anchor), schedule=line, dtype="fp16", max_batch=4,
                 max_length=MAX_LENGTH, targets=("cuda", "tensorrt-rtx:sm89"),
             )
         )  # fmt: skip

@@ -21,6 +21,7 @@ from skipdecode import manifest as manifests
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.device import HostDevice
 from skipdecode.engines.ort import OrtEngine, use_threads
+from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.tensorrt_target import lower
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import plan_slots
@@ -36,6 +37,8 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
     made = manifests.read(bundle)
     target = next(each for each in made.targets if each.name == "tensorrt-rtx")
     slots = plan_slots(made, target)
+    outer = [ir.load(bundle / "graphs" / f"{name}.onnx") for name in ("embed", "head")]
+    tied = StandardGraphs(embed=outer[0], layers=(), head=outer[1]).tied
     known: dict[bytes, tuple[Path, int]] = {}
     for path in (target.embed, *target.segments, target.head):
         name = Path(path).stem
@@ -44,7 +47,7 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
         source = stitch(graphs, name=name) if graphs else ir.load(bundle / "graphs" / f"{name}.onnx")
         lowered = bundle / "graphs" / f"lowered_{name}.onnx"
         most = slots[layers[0]] if layers else PREFILL_CHUNK
-        ir.save(lower(source, most), lowered)
+        ir.save(lower(source, most, tied), lowered)
         known[hashlib.sha256((bundle / path).read_bytes()).digest()] = lowered, most
 
     class Runtime:
@@ -82,6 +85,9 @@ class Engine:
     def get_tensor_mode(self, name: str) -> Any:
         return trt.TensorIOMode.INPUT if name in self.inputs else trt.TensorIOMode.OUTPUT
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(size if isinstance(size, int) else -1 for size in self.inputs[name].shape)
+
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
         ranges = self._profiles[profile]
         least, most = (tuple(ranges.get(size, (size, size))[bound] for size in self.inputs[name].shape) for bound in (0, 1))
@@ -107,12 +113,6 @@ class Engine:
         return Context(self)
 
 
-class Context:
-    """What it is told, and whether that suffices."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._profile, self._scratch = engine, 0, 0
-        self._shapes: dict[str, tuple[int, ...]] = {}
 class Kernels:
     """A runtime cache: whose engines it was given to, in place of their kernels."""
 
@@ -129,6 +129,12 @@ class Kernels:
         return True
 
 
+class Context:
+    """What it is told, and whether that suffices."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._profile, self._scratch = engine, 0, 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <future>
 #include <optional>
 #include <utility>
@@ -76,6 +77,32 @@ std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files,
   return engines;
 }
 
+// A matrix of the engines' floats, in their memory.
+Block ReadWeight(const std::filesystem::path& path, const Memory& memory, size_t bytes) {
+  Block weight = memory.Allocate(bytes);
+  std::ifstream file(path, std::ios::binary);
+  std::vector<char> part(std::min(bytes, size_t{16} << 20));
+  for (size_t done = 0; done < bytes; done += part.size()) {
+    part.resize(std::min(part.size(), bytes - done));
+    if (!file.read(part.data(), static_cast<std::streamsize>(part.size()))) throw BundleError("cannot be read", path.string());
+    memory.Send(weight.get() + done, part.data(), part.size());
+  }
+  return weight;
+}
+
+// Gives both engines what they share, and returns its memory.
+Block ShareTiedWeight(const std::filesystem::path& path, int64_t vocabulary, const Memory& memory, Engine* embed, Engine* head) {
+  const size_t bytes = std::filesystem::file_size(path);
+  const int64_t rows = vocabulary + (8 - vocabulary % 8) % 8;  // as bindings.tied_rows
+  const size_t column = static_cast<size_t>(rows) * memory.float_size();
+  if (bytes == 0 || bytes % column != 0) throw BundleError("has no whole rows", path.string());
+  Block weight = ReadWeight(path, memory, bytes);
+  const Tensor shared = memory.Floats("tied_weight", weight.get(), {rows, static_cast<int64_t>(bytes / column)});
+  embed->Share(shared);
+  head->Share(shared);
+  return weight;
+}
+
 }  // namespace
 
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
@@ -92,17 +119,22 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
   std::vector<Engine> engines = LoadEngines(files, device, compiled);
+  const Memory memory(device, compiled ? "float32" : manifest.dtype);
+  Block tied_weight(nullptr, nullptr);
+  if (!compiled && target.tied_weight) {
+    tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model.vocab_size, memory, &engines[0], &engines[1]);
+  }
   std::vector<SegmentEngine> segments;
   segments.reserve(target.segments.size());
   for (size_t i = 0; i < target.segments.size(); ++i) {
     segments.push_back({manifest.segments[i], std::move(engines[i + 2])});
   }
-  Memory memory(device, compiled ? "float32" : manifest.dtype);
   ReleaseLoadingMemory(path);
   auto huge_pages = std::make_unique<HugePages>(compiled ? FullBlocks(before) : std::vector<Region>());
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(engines[0]), std::move(segments),
-                                               std::move(engines[1]), load_s.count(), std::move(huge_pages)});
+  return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(engines[0]),
+                                               std::move(segments), std::move(engines[1]), load_s.count(),
+                                               std::move(huge_pages)});
 }
 
 }  // namespace skd

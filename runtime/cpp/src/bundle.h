@@ -22,7 +22,8 @@ struct SegmentEngine {
 struct Bundle {
   std::filesystem::path path;
   Manifest manifest;
-  Memory memory;  // what its engines read and write
+  Memory memory;      // what its engines read and write
+  Block tied_weight;  // embedding and head share it, where there is one
   Engine embed;
   std::vector<SegmentEngine> segments;  // lowest first
   Engine head;

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #define ORT_API_MANUAL_INIT
@@ -56,6 +57,8 @@ class Engine {
   // `optimized`: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
   // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used.
   Engine(const std::filesystem::path& path, Device device, bool optimized);
+  // Bind this with all inputs from now on: a weight that another engine reads too. The caller keeps its memory.
+  void Share(Tensor weight) { shared_.push_back(std::move(weight)); }
   // Inputs that this engine does not read are left out. An output may be the same memory as an input.
   Binding Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const;
 
@@ -63,6 +66,7 @@ class Engine {
   friend class Binding;
   mutable Ort::Session session_;  // Run is const by ONNX Runtime's promise, not by its C++ type
   std::unordered_set<std::string> input_names_;
+  std::vector<Tensor> shared_;
 };
 
 // An engine bound to addresses.

@@ -116,7 +116,7 @@ Variant DecodeVariant(const Json& data, const std::string& where) {
 Target DecodeTarget(const Json& data, const std::string& where) {
   const Object o(data, where,
                  {"name", "weights", "library", "library_version", "machine", "cpu_features", "embed", "segments", "head",
-                  "segment_weight_bytes", "head_weight_bytes"});
+                  "tied_weight", "segment_weight_bytes", "head_weight_bytes"});
   return {o.Text("name"),
           o.Text("weights"),
           o.Text("library"),
@@ -126,6 +126,7 @@ Target DecodeTarget(const Json& data, const std::string& where) {
           o.Text("embed"),
           o.Texts("segments"),
           o.Text("head"),
+          o.TextOrNull("tied_weight"),
           o.Integers("segment_weight_bytes"),
           o.Integer("head_weight_bytes")};
 }
@@ -212,6 +213,7 @@ void CheckPaths(const Manifest& manifest) {
   for (const Target& target : manifest.targets) {
     paths.push_back(target.embed);
     paths.push_back(target.head);
+    if (target.tied_weight) paths.push_back(*target.tied_weight);
     paths.insert(paths.end(), target.segments.begin(), target.segments.end());
   }
   for (const Variant& variant : manifest.variants) {

@@ -36,6 +36,7 @@ struct Target {
   std::string embed;
   std::vector<std::string> segments;
   std::string head;
+  std::optional<std::string> tied_weight;
   std::vector<int64_t> segment_weight_bytes;
   int64_t head_weight_bytes;
 };

@@ -36,7 +36,7 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     anchor: Anchor, gpu_bundle: Bundles, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = device.load(gpu_bundle(anchor), "tensorrt-rtx", None, monkeypatch)
-    made, model = generator.manifest, zoo.model("llama").half().float()
+    made, model = generator.manifest, zoo.model("qwen2").half().float()
     lengths = [len(prompt) for prompt in PROMPTS]
     decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
@@ -59,6 +59,7 @@ def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monk
     memory, head = DeviceMemory(shared.device, "float16"), bundle / "targets" / "tensorrt-rtx" / "head.plan"
     engine = tensorrt.TensorRTEngine(head, shared)
     wide = {names.HIDDEN: memory.floats((5, 1, 64)), names.LAST: memory.twin(np.zeros(5, np.int64))[0]}
+    wide[names.TIED_WEIGHT] = memory.floats((104, 64))
     with pytest.raises(
         BundleError, match=r"head\.plan: has no optimisation profile for .*\(5, 1, 64\).*; export the model again"
     ):
@@ -77,7 +78,6 @@ def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
         generator.generate(PROMPTS, max_new_tokens=NEW, schedule="full")
 
 
-class _Gpu(HostDevice):
 def test_compiled_kernels_are_shared_by_all_engines_and_kept_for_the_next_start(
     gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +108,7 @@ def test_compiled_kernels_are_shared_by_all_engines_and_kept_for_the_next_start(
     run(tmp_path / "file" / "kernels.bin")  # no folder, no cache, no harm
 
 
+class _Gpu(HostDevice):
     capability = "sm86"
 
 
