@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -55,17 +56,22 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
 class KVBuffer:
     """Memory and lengths, nothing else.
 
+    All of it is one block: numpy asks for huge pages for large arrays alone, and a decode step reads every valid slot.
+
     Attributes:
         keys, values: a layer's [B, KVH, C, D] in the memory's float type, C its own number of slots; None where it needs none.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
-        def allocate(count: int) -> Any:
-            return memory.floats((rows, model.num_kv_heads, count, model.head_size)) if count else None
-
-        self.keys = [allocate(count) for count in slots]
-        self.values = [allocate(count) for count in slots]
+        shapes = [(rows, model.num_kv_heads, count, model.head_size) for count in slots for _ in ("keys", "values")]
+        ends = list(accumulate(map(math.prod, shapes), initial=0))
+        block = memory.floats((ends[-1],))
+        parts: list[Any] = [
+            block[start:end].reshape(*shape) if end > start else None
+            for start, end, shape in zip(ends, ends[1:], shapes, strict=False)
+        ]
+        self.keys, self.values = parts[::2], parts[1::2]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
 #include "process_memory.h"
 
 namespace {
@@ -91,6 +92,17 @@ TEST_CASE("memory that nobody uses, and memory of before, stay as they are") {
   const std::vector<skd::Region> blocks = skd::FullBlocks(before);
   CHECK(older.Shared(blocks) == 0);
   CHECK(unused.Shared(blocks) == 0);
+}
+
+TEST_CASE("a large block, as a KV buffer is, lies in huge pages from its first touch") {
+  if (!SystemHasHugePages()) {
+    WARN("this system has no transparent huge pages, or they are switched off");
+    return;
+  }
+  const size_t huge = HugeBytes();
+  const skd::Block block = skd::Memory(skd::Device::kCpu, "float32").Allocate(32 * kMiB);
+  std::memset(block.get(), 7, 32 * kMiB);
+  CHECK(HugeBytes() >= huge + 16 * kMiB);
 }
 
 TEST_CASE("huge pages can be given up at once") {

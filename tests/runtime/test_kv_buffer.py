@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,11 +47,32 @@ def test_static_slots_hold_every_run_of_the_longest_length_in_aligned_rows(
         assert most, "a prompt passes through layers that no decode step computes"
 
 
+MODEL = Model(
+    name="m", model_type="opt", num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, vocab_size=9,
+    num_parameters=1, eos_token_ids=(),
+)  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages to ask for")
+def test_a_large_buffer_asks_for_huge_pages_though_no_layer_is_large() -> None:
+    buffer = KVBuffer(MODEL, 8, (20_000,) * 3, HostMemory())
+    assert max(array.nbytes for array in buffer.keys) < 8 << 20 < buffer.nbytes
+    for array in (*buffer.keys, *buffer.values):
+        assert "hg" in _flags(array.ctypes.data + array.nbytes // 2)
+
+
+def _flags(address: int) -> list[str]:
+    """Of the mapping that the address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()
+    raise AssertionError("no such mapping")
+
+
 def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> None:
-    model = Model(
-        name="m", model_type="opt", num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, vocab_size=9,
-        num_parameters=1, eos_token_ids=(),
-    )  # fmt: skip
-    buffer = KVBuffer(model, 5, (7, 0, 4), HostMemory())
+    buffer = KVBuffer(MODEL, 5, (7, 0, 4), HostMemory())
     assert buffer.nbytes == 2 * 5 * 2 * 4 * 4 * (7 + 4)
     assert [buffer.has(layer) for layer in range(3)] == [True, False, True]

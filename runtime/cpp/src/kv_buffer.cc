@@ -21,17 +21,13 @@ KvBuffer::KvBuffer(const Memory& memory, const Model& model, const Schedule& sch
       rows_(rows),
       kv_heads_(model.num_kv_heads),
       head_size_(model.head_size),
-      slot_bytes_(model.head_size * static_cast<int64_t>(memory.float_size())) {
+      slot_bytes_(model.head_size * static_cast<int64_t>(memory.float_size())),
+      block_(nullptr, nullptr) {
   for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+    starts_.push_back(static_cast<int64_t>(bytes()));
     slots_.push_back(Slots(schedule, layer, prompt, new_tokens));
-    for (std::vector<Block>* blocks : {&keys_, &values_}) {
-      blocks->push_back(memory.Allocate(static_cast<size_t>(rows * RowBytes(layer))));
-    }
   }
-}
-
-std::byte* KvBuffer::At(std::vector<Block>& blocks, int64_t layer, int64_t row) {
-  return blocks[static_cast<size_t>(layer)].get() + row * RowBytes(layer);
+  block_ = memory.Allocate(bytes());
 }
 
 std::vector<int64_t> KvBuffer::Shape(int64_t layer, int64_t rows) const { return {rows, kv_heads_, SlotsOf(layer), head_size_}; }

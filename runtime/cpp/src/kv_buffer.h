@@ -19,8 +19,10 @@ class KvBuffer {
   // Whether any decode step computes `layer`.
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
   // The addresses of `row`, from which the later rows go on; `layer` must have slots.
-  std::byte* Key(int64_t layer, int64_t row) { return At(keys_, layer, row); }
-  std::byte* Value(int64_t layer, int64_t row) { return At(values_, layer, row); }
+  std::byte* Key(int64_t layer, int64_t row) {
+    return block_.get() + starts_[static_cast<size_t>(layer)] + row * RowBytes(layer);
+  }
+  std::byte* Value(int64_t layer, int64_t row) { return Key(layer, row) + rows_ * RowBytes(layer); }
   // [rows, KVH, C, D] of `rows` rows.
   std::vector<int64_t> Shape(int64_t layer, int64_t rows) const;
   // Copy the first `length` slots of a row over another row's.
@@ -30,12 +32,11 @@ class KvBuffer {
  private:
   int64_t SlotsOf(int64_t layer) const { return slots_[static_cast<size_t>(layer)]; }
   int64_t RowBytes(int64_t layer) const { return kv_heads_ * SlotsOf(layer) * slot_bytes_; }
-  std::byte* At(std::vector<Block>& blocks, int64_t layer, int64_t row);
 
   const Memory& memory_;
   int64_t rows_, kv_heads_, head_size_, slot_bytes_;
-  std::vector<int64_t> slots_;
-  std::vector<Block> keys_, values_;
+  std::vector<int64_t> slots_, starts_;  // a layer's bytes begin there: its keys, then its values
+  Block block_;
 };
 
 }  // namespace skd
