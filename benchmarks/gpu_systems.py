@@ -77,7 +77,7 @@ class Ours:
                 "read_bytes": self._bytes.of(count, batch, context + BLOCK // 2),
             }
             for count in counts
-        ]  # fmt: skip  the first round captures
+        ]  # without the first round, which captures
         return {"prefill_ms": prefill_ms[1:], "variants": rows}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,11 @@ class KVBuffer:
 
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
         shapes = [(rows, model.num_kv_heads, count, model.head_size) for count in slots for _ in ("keys", "values")]
-        ends = list(accumulate(map(math.prod, shapes), initial=0))
+        ends = list(accumulate(map(math.prod, shapes), initial=0))  # in numbers
         block = memory.floats((ends[-1],))
         parts: list[Any] = [
             block[start:end].reshape(*shape) if end > start else None
-            for start, end, shape in zip(ends, ends[1:], shapes, strict=False)
+            for (start, end), shape in zip(pairwise(ends), shapes, strict=True)
         ]
         self.keys, self.values = parts[::2], parts[1::2]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
