@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 _STEPS, _WARM_UP = 32, 3  # of a peer at each turn; torch.compile compiles at the first two
-BLOCK = 16  # steps of a variant that follow each other
 
 
 class Ours:
@@ -52,7 +51,7 @@ class Ours:
         from skipdecode.decoder import Decoder
         from skipdecode.device_loop import DeviceLoop
         from skipdecode.sampling import Sampling
-        from skipdecode.validation.latency import time_block, tour
+        from skipdecode.validation.latency import BLOCK, time_block, tour
 
         counts = sorted((variant.num_layers for variant in self.manifest.variants), reverse=True)
         stairs = tour(self.manifest.schedule, counts, BLOCK)

@@ -14,7 +14,7 @@ import onnxruntime
 
 from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
-from skipdecode.exporter.layout import TIED, Report, save_engine, save_tied, weight_bytes
+from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
@@ -62,12 +62,10 @@ def compile_cuda(
         segments.append(compiled(graph, name, [*lowering, PackQKVPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *quantizing, FloatLogitsPass()])
-    tied_file = f"{FOLDER}/{TIED}" if tied else None
-    if tied:
-        sizes[head] += save_tied(tied, graphs.head, partial / FOLDER / TIED)
+    tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)
     return manifest.Target(
         name="cuda", weights=quantization.name if quantization else graphs.weights,
         library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
-        embed=compiled(graphs.embed, "embed", tying), segments=tuple(segments), head=head, tied_weight=tied_file,
-        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
+        embed=compiled(graphs.embed, "embed", tying), segments=tuple(segments), head=head, tied_weight=tied_weight,
+        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip

@@ -13,8 +13,7 @@ from skipdecode.graph_passes.mapped import release_pages
 
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
 
-TIED = "tied.bin"  # a target's folder: what embedding and head share there
-
+_TIED = "tied.bin"  # a target's folder: what embedding and head share there
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 
 Report = Callable[[str, float], None]  # (what is being done, fraction that is done)
@@ -51,8 +50,15 @@ def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) ->
     ir.save(lowered, path)
 
 
-def save_tied(tied: str, head: ir.Model, path: Path) -> int:
-    """Write what embedding and head share as their input `tied_weight` is, row by row; returns its bytes."""
+def save_tied(tied: str | None, head: ir.Model, partial: Path, folder: str) -> tuple[str | None, int]:
+    """Write what embedding and head share as their input `tied_weight` is, row by row, into a target's folder.
+
+    Returns:
+        Its path in the bundle and its bytes; None and 0 where they share nothing.
+    """
+    if tied is None:
+        return None, 0
+    path = partial / folder / _TIED
     weight = head.graph.initializers[tied].const_value
     assert isinstance(weight, ir.ExternalTensor)
     rows = weight.shape.numpy()[0]
@@ -60,7 +66,7 @@ def save_tied(tied: str, head: ir.Model, path: Path) -> int:
         weight.tofile(file)
         file.truncate(weight.nbytes // rows * bindings.tied_rows(rows))  # the rows behind the last one are zero
     release_pages(weight)
-    return path.stat().st_size
+    return f"{folder}/{_TIED}", path.stat().st_size
 
 
 def move_to_file(values: Iterable[ir.Value], file: Path) -> None:

@@ -17,7 +17,7 @@ from skipdecode import bindings, manifest
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
-from skipdecode.exporter.layout import GRAPHS, TIED, Report, save_tied, weight_bytes
+from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process, library
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
@@ -119,14 +119,12 @@ def compile_tensorrt(
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
     segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(len(plan.segments)))
     head = f"{folder}/head.plan"
-    tied = f"{folder}/{TIED}" if graphs.tied else None
-    if graphs.tied:
-        sizes[head] += save_tied(graphs.tied, graphs.head, partial / folder / TIED)
+    tied_weight, tied_bytes = save_tied(graphs.tied, graphs.head, partial, folder)
     return manifest.Target(
         name=request.name, weights=graphs.weights, library=trt.__name__,
         library_version=trt.__version__, machine=" ".join(request.capabilities) or _MACHINES[request.name], cpu_features=(),
-        embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied,
-        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
+        embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied_weight,
+        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ class CudaDevice:
         driver = self._driver
         event = self._events.pop() if self._events else self._call(driver.cuEventCreate, self._event_flags)
         self._call(driver.cuEventRecord, event, self._stream)
-        return _Mark(lambda: self._call(driver.cuEventSynchronize, event), event, self._events)
+        return _Mark(self, event)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """As `Device.copy`."""
@@ -166,16 +166,16 @@ class _Owned:
 class _Mark:
     """Waits for an event, and gives it back when nobody can wait for it any more."""
 
-    __slots__ = ("_event", "_free_events", "_wait")
+    __slots__ = ("_device", "_event")
 
-    def __init__(self, wait: Call, event: Any, free_events: list[Any]) -> None:
-        self._wait, self._event, self._free_events = wait, event, free_events
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device, self._event = device, event
 
     def __call__(self) -> None:
-        self._wait()
+        self._device._call(self._device._driver.cuEventSynchronize, self._event)
 
     def __del__(self) -> None:
-        self._free_events.append(self._event)
+        self._device._events.append(self._event)
 
 
 def _free(driver: Any, context: Any, function: Callable[..., Any], handle: Any) -> None:

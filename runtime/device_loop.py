@@ -60,8 +60,8 @@ class DeviceLoop:
 
     def tokens(
         self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]
-    ) -> Iterator[tuple[IntArray, int | None]]:
-        """Each step's tokens [B] int64 and layers, the prompts' first (None): rows that met a stop id repeat it.
+    ) -> Iterator[tuple[list[int], int | None]]:
+        """Each step's tokens, one a row, and layers, the prompts' first (None): rows that met a stop id repeat it.
 
         Args:
             prompts: as `Decoder.prefill`'s.
@@ -75,7 +75,7 @@ class DeviceLoop:
                 under_way.append((self.step(), self._device.mark()))
             layers, wait = under_way.popleft()
             wait()
-            yield self._tokens[step].copy(), layers
+            yield self._tokens[step].tolist(), layers
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
         """Put the prompts and the choice of their tokens on the device's stream; arguments as `tokens`'."""

@@ -156,7 +156,7 @@ class Generator:
         for tokens, layers in loop.tokens(prompts, new, sampling, order, stop_ids):
             if layers is None:
                 self._prefill_s = time.perf_counter() - started
-            yield tokens.tolist(), layers
+            yield tokens, layers
 
     def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
         """The last loop, with its buffers and graphs, where it has room for this; else a new one."""

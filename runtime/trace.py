@@ -46,7 +46,7 @@ class Trace:
         self._sessions.append(session)
 
     @contextmanager
-    def span(self, name: str, kind: str = "loop") -> Iterator[dict[str, Any]]:
+    def span(self, name: str, kind: str) -> Iterator[dict[str, Any]]:
         """The time from entering to leaving; what is put into the dict that it gives stands beside it."""
         facts: dict[str, Any] = {}
         began = time.time_ns()
@@ -54,15 +54,6 @@ class Trace:
             yield facts
         finally:
             self._add(name, kind, began / 1e3, (time.time_ns() - began) / 1e3, facts)
-
-    def timed(self, name: str, call: Callable[[], None]) -> Callable[[], None]:
-        """`call`, each time in a span of its own."""
-
-        def run() -> None:
-            with self.span(name, "engine"):
-                call()
-
-        return run
 
     def write(self, path: Path) -> None:
         """Write the trace (Trace Event Format, JSON; times in microseconds) and end the engines' profiles.
@@ -94,13 +85,15 @@ class Trace:
         )
 
 
-def traced(trace: Trace | None, name: str, call: Callable[P, T], result: str | None = None) -> Callable[P, T]:
+def traced(
+    trace: Trace | None, name: str, call: Callable[P, T], *, kind: str = "loop", result: str | None = None
+) -> Callable[P, T]:
     """`call`, each time in a span of `trace`, which tells what it gave as `result`; itself where there is no trace."""
     if trace is None:
         return call
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with trace.span(name) as facts:
+        with trace.span(name, kind) as facts:
             given = call(*args, **kwargs)
             if result is not None:
                 facts[result] = given

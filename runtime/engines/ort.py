@@ -13,7 +13,7 @@ import onnxruntime as ort
 from skipdecode.device import Device
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.memory import Array
-from skipdecode.trace import Trace
+from skipdecode.trace import Trace, traced
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -97,7 +97,7 @@ class OrtEngine:
         def run() -> None:
             session.run_with_iobinding(binding, options)
 
-        return run if self._trace is None else self._trace.timed(self._name, run)
+        return traced(self._trace, self._name, run, kind="engine")
 
 
 def _place(array: Array) -> tuple[str, int, Any, list[int], int]:

@@ -22,7 +22,7 @@ from skipdecode.validation.step_bytes import StepBytes
 
 DECODE = Effort(rounds=10)
 PREFILL = Effort(rounds=3, spread=0.05, seconds=3.0)
-_BLOCK = 16  # steps
+BLOCK = 16  # steps of a device that follow each other
 
 
 def measure_cell(generator: Generator, step_bytes: StepBytes, batch: int, context: int, gb_per_s: float) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def most_context(generator: Generator) -> int:
 def _steps(generator: Generator) -> int:
     """On top of a context, in one measurement."""
     on_device = generator.engines.turn_around is not None
-    return max(2, min(_BLOCK, generator.manifest.limits.max_length // 2)) if on_device else 1
+    return max(2, min(BLOCK, generator.manifest.limits.max_length // 2)) if on_device else 1
 
 
 def time_block(loop: DeviceLoop, position: int, context: int, steps: int) -> tuple[float, float]:

@@ -93,7 +93,7 @@ Block ReadWeight(const std::filesystem::path& path, const Memory& memory, size_t
 // Gives both engines what they share, and returns its memory.
 Block ShareTiedWeight(const std::filesystem::path& path, int64_t vocabulary, const Memory& memory, Engine* embed, Engine* head) {
   const size_t bytes = std::filesystem::file_size(path);
-  const int64_t rows = vocabulary + (8 - vocabulary % 8) % 8;  // as bindings.tied_rows
+  const int64_t rows = (vocabulary + 7) / 8 * 8;  // as bindings.tied_rows
   const size_t column = static_cast<size_t>(rows) * memory.float_size();
   if (bytes == 0 || bytes % column != 0) throw BundleError("has no whole rows", path.string());
   Block weight = ReadWeight(path, memory, bytes);
