@@ -14,10 +14,16 @@ _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
     "gpt2": ("", "h", ("ln_f",), None),
     "gpt_neox": ("", "layers", ("final_layer_norm",), "rotary_emb"),
+    "phi": ("", "layers", ("final_layernorm",), "rotary_emb"),
     **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"), ("", "layers", ("norm",), "rotary_emb")
+        (
+            "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite",
+            "helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss",
+            "smollm3", "stablelm", "starcoder2",
+        ),
+        ("", "layers", ("norm",), "rotary_emb"),
     ),
-}
+}  # fmt: skip
 SUPPORTED = tuple(_PARTS)
 
 

@@ -109,7 +109,7 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     templates: dict[Any, ir.Model] = {}
     graphs = []
     for index, layer in enumerate(layers):
-        key = (kinds[index], tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+        key = (kinds[index], _structure(layer))
         if key not in templates:
             real = type(layer)(bones.config, layer_idx=index).to(bones.dtype)
             templates[key] = trace_layer(real, rotary, kinds[index], sizes, bones.dtype)
@@ -119,6 +119,21 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         _refer(graph, bones, weights)
         graphs.append(graph)
     return graphs
+
+
+def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
+    """What a layer's graph depends on beside its weights: shapes, and the numbers and switches that its modules keep.
+
+    Two layers may differ by those alone: GPT-2's divide their attention scores by their depth, SmolLM3's fourth ones rotate nothing.
+    """
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    settings = tuple(
+        (path, type(module), name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, tuple)) and name != "layer_idx" and not name.startswith("_")
+    )
+    return shapes, settings
 
 
 def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Model]:

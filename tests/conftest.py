@@ -47,6 +47,34 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16),
     "phi3": lambda: transformers.Phi3Config(**_GROUPED, **_IDS),
 }
+# The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
+_RELATIVES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"sliding_window": 64},
+    "ernie4_5": {"head_dim": 16},
+    "exaone4": {"sliding_window": 64},
+    "gemma": {"head_dim": 32},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "helium": {"head_dim": 16},
+    "ministral": {"head_dim": 16, "sliding_window": 64},
+    "nemotron": {"head_dim": 16},
+    "olmo": {"clip_qkv": 0.5},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 64},
+    "phi": {"qk_layernorm": True},
+    "seed_oss": {"head_dim": 16},
+    "smollm3": {},  # every fourth layer rotates nothing
+    "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
+    "starcoder2": {"sliding_window": None},
+}
+RELATIVES: dict[str, Callable[[], Any]] = {
+    name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})
+    for name, more in _RELATIVES.items()
+}
 
 
 class Zoo:
@@ -60,7 +88,7 @@ class Zoo:
         path = self._folder / name
         if not path.exists():
             torch.manual_seed(0)
-            config = CONFIGS[name]()
+            config = (CONFIGS | RELATIVES)[name]()
             config.initializer_range = 0.1
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():

@@ -1,0 +1,43 @@
+"""Which architectures can be exported, and that each of them was run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+import skipdecode
+from skipdecode.exporter.architectures import SUPPORTED
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+from tests.agreement import assert_gives_the_references_logits
+from tests.conftest import CONFIGS, LAYERS, RELATIVES, Zoo
+
+RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
+NEW = 6
+
+
+def test_no_architecture_is_taken_that_no_test_exports() -> None:
+    assert {make().model_type for make in (CONFIGS | RELATIVES).values()} == {*SUPPORTED}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_anchor(name: str, zoo: Zoo) -> None:
+    generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
+    for anchor in Anchor:
+        schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5, anchor=anchor), LAYERS)
+        decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, schedule)
+        assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
+
+
+def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) -> None:
+    """Some of GPT-2's descendants divide the attention scores of layer l by l + 1; every layer was once traced as the first."""
+    config = CONFIGS["gpt2"]()
+    config.n_layer, config.scale_attn_by_inverse_layer_idx, config.initializer_range = 2, True, 0.5
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "checkpoint")
+    export(ExportRequest(model=str(tmp_path / "checkpoint"), out=tmp_path / "bundle", schedule=ScheduleRequest(name="full")))
+    decoder = skipdecode.load(tmp_path / "bundle").decoder([len(RAGGED[0])], NEW)
+    assert_gives_the_references_logits(decoder, model, RAGGED[:1], NEW, 1e-3)
