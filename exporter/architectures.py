@@ -17,9 +17,9 @@ _PARTS = {
     "phi": ("", "layers", ("final_layernorm",), "rotary_emb"),
     **dict.fromkeys(
         (
-            "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite",
-            "helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss",
-            "smollm3", "stablelm", "starcoder2",
+            "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+            "granite", "helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+            "seed_oss", "smollm3", "stablelm", "starcoder2",
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -106,9 +106,10 @@ def check_supported(config: Any, max_length: int) -> None:
 def _check_rotary(config: Any, max_length: int) -> None:
     """Rotary scalings whose frequencies depend on the run's length are exact only below the original length."""
     rope = getattr(config, "rope_parameters", None) or {}
-    original = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") in ("dynamic", "longrope") and original and max_length > original:
-        raise ModelNotSupportedError(
-            f"{config.model_type} changes its rotary frequencies beyond {original} tokens, fewer than --max-length {max_length}",
-            f"export with --max-length {original} or less",
-        )
+    for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some have one a kind of layer
+        original = getattr(config, "original_max_position_embeddings", None) or scaling.get("original_max_position_embeddings")
+        if scaling.get("rope_type") in ("dynamic", "longrope") and original and max_length > original:
+            raise ModelNotSupportedError(
+                f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",
+                f"export with --max-length {original} or less",
+            )

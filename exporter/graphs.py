@@ -124,7 +124,7 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
     """What a layer's graph depends on beside its weights: shapes, and the numbers and switches that its modules keep.
 
-    Two layers may differ by those alone: GPT-2's divide their attention scores by their depth, SmolLM3's fourth ones rotate nothing.
+    Two layers may differ by those alone: GPT-2's may divide their scores by their depth, SmolLM3's fourth ones rotate nothing.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     settings = tuple(

@@ -11,12 +11,14 @@ import onnx_ir.passes.common as common
 from onnxscript import rewriter
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
-from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
+from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _rotary_embedding
 
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
+from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
 
-_TIDY = [*_no_op.rules.rules, *_collapse_slices.rules.rules]
+# without x + 0, which takes a norm's epsilon of 1e-8 for 0
+_TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_inference_rule, *_collapse_slices.rules.rules]
 
 
 def clean_trace(model: ir.Model) -> ir.passes.PassResult:
@@ -32,9 +34,11 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
             steps=2,
         ),
         common.CommonSubexpressionEliminationPass(),
+        rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         rewriter.RewritePass([_rotary_embedding.PartialRotaryEmbedding23Fusion.rule()]),
+        InterleavedRotaryPass(),
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),
         ConstantReshapePass(),

@@ -58,8 +58,11 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     num_heads, kv_heads = _static_dim(query, 1), _static_dim(past_key, 1)
     head_size = _static_dim(past_key, 3)
     table = _rotary_table(graph, query, new_key, max_length)
+    interleaved = 0
     if table is not None:
-        query, new_key = _value(_producer(query, "RotaryEmbedding"), 0), _value(_producer(new_key, "RotaryEmbedding"), 0)
+        rotated = _producer(query, "RotaryEmbedding"), _producer(new_key, "RotaryEmbedding")
+        query, new_key = (_value(rotary, 0) for rotary in rotated)
+        interleaved = rotated[0].attributes["interleaved"].as_int()
     out = _single_consumer(_single_consumer(node.outputs[0], "Transpose").outputs[0], "Reshape")
     rows = [
         _rows(graph, out, value, heads * head_size)
@@ -67,7 +70,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     ]
     attributes = {
         "num_heads": num_heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float(),
-        "do_rotary": int(table is not None),
+        "do_rotary": int(table is not None), "rotary_interleaved": interleaved,
     }  # fmt: skip
     if "softcap" in node.attributes:
         attributes["softcap"] = node.attributes["softcap"].as_float()

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 import skipdecode
-from skipdecode.exporter.architectures import SUPPORTED
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import SUPPORTED, check_supported
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
@@ -41,3 +42,11 @@ def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) ->
     export(ExportRequest(model=str(tmp_path / "checkpoint"), out=tmp_path / "bundle", schedule=ScheduleRequest(name="full")))
     decoder = skipdecode.load(tmp_path / "bundle").decoder([len(RAGGED[0])], NEW)
     assert_gives_the_references_logits(decoder, model, RAGGED[:1], NEW, 1e-3)
+
+
+def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:
+    config = CONFIGS["gemma3"]()
+    check_supported(config, 48)
+    config.rope_parameters["full_attention"] |= {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+    with pytest.raises(ModelNotSupportedError, match="beyond 16 tokens"):
+        check_supported(config, 48)

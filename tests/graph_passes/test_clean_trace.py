@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from skipdecode.graph_passes.clean_trace import clean_trace
 
@@ -38,6 +39,25 @@ def test_a_norm_in_pieces_becomes_one_operator() -> None:
     clean_trace(model)
     (node,) = model.graph
     assert node.op_type == "RMSNormalization"
+    assert [value.name for value in node.inputs] == ["x", "layer.norm.weight"]
+
+
+def test_an_epsilon_near_nothing_is_kept() -> None:
+    """Helium's is 1e-8, which the rewriter's rule for x + 0 takes for 0: a row of zeros would divide by it."""
+    model = with_weight(RMS_NORM.replace("0.00001", "0.00000001"), "layer.norm.weight", np.ones(8, np.float32))
+    clean_trace(model)
+    (node,) = model.graph
+    assert node.attributes["epsilon"].as_float() == pytest.approx(1e-8)
+
+
+def test_a_layer_norm_in_pieces_becomes_one_operator() -> None:
+    text = RMS_NORM.replace(
+        "square = Pow (x", "middle = ReduceMean <keepdims = 1> (x, last)  away = Sub (x, middle)  square = Pow (away"
+    )
+    model = with_weight(text.replace("Mul (x,", "Mul (away,"), "layer.norm.weight", np.ones(8, np.float32))
+    clean_trace(model)
+    (node,) = model.graph
+    assert node.op_type == "LayerNormalization"
     assert [value.name for value in node.inputs] == ["x", "layer.norm.weight"]
 
 

@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
+from tests.graph_passes import test_interleaved_rotary as interleaved
 from tests.graph_passes.running import run_model
 
 _HALF = "x1 = Slice (h, zero, four, three, one)  x2 = Slice (h, four, most, three, one)  minus = Neg (x2)"
@@ -21,16 +22,23 @@ g (float16[B,2,S,8] h, float[B,S,4] f) => (float16[B,2,S,8] y)
    a = Mul (h, cos4)  b = Mul (turned, sin4)  y = Add (a, b) }}"""
 
 
+NEIGHBOURS = interleaved.FORMS["tables twice"].replace("float[B,2,S,8]", "float16[B,2,S,8]")
+for _function, _name in (("Cos", "cosine"), ("Sin", "sine")):
+    NEIGHBOURS = NEIGHBOURS.replace(
+        f"{_name} = {_function} (angles)", f"{_name}32 = {_function} (angles)  {_name} = Cast <to = 10> ({_name}32)"
+    )
+
+
 def _model(text: str) -> ir.Model:
     model = ir.from_onnx_text(text)
-    for name, sizes in (("x1", ["B", 2, "S", 4]), ("x2", ["B", 2, "S", 4])):
-        value = next(out for node in model.graph for out in node.outputs if out.name == name)
-        value.shape, value.type = ir.Shape(sizes), ir.TensorType(ir.DataType.FLOAT16)
+    for value in (out for node in model.graph for out in node.outputs if out.name in ("x1", "x2")):
+        value.shape, value.type = ir.Shape(["B", 2, "S", 4]), ir.TensorType(ir.DataType.FLOAT16)
     return model
 
 
-def test_it_becomes_one_operator_with_the_same_result() -> None:
-    before, after = _model(ROTARY), _model(ROTARY)
+@pytest.mark.parametrize("text", [ROTARY, NEIGHBOURS], ids=["halves", "neighbours"])
+def test_it_becomes_one_operator_with_the_same_result(text: str) -> None:
+    before, after = _model(text), _model(text)
     assert NarrowRotaryPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cos", "Cast", "Sin", "Cast", "RotaryEmbedding"]
     rng = np.random.default_rng(0)
