@@ -80,8 +80,8 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: encoder-decoders, mixtures of experts, remote code, a sliding window or rotary scaling that
-            `max_length` tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: encoder-decoders, mixtures of experts, remote code, a rotary scaling that `max_length` tokens
+            would exceed, or an architecture that is not tested.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
@@ -91,16 +91,19 @@ def check_supported(config: Any, max_length: int) -> None:
         raise unsupported(config, "is a mixture of experts without a dense path")
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and max_length > window:
-        raise ModelNotSupportedError(
-            f"{config.model_type} attends to a sliding window of {window} tokens, and --max-length {max_length} exceeds it",
-            f"export with --max-length {window} or less",
-        )
     _check_rotary(config, max_length)
     longest = getattr(config, "max_position_embeddings", None)
     if longest and max_length > longest:
         raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+
+
+def attention_window(config: Any, layer: int) -> int | None:
+    """Tokens that a query of `layer` attends to, itself included (transformers' `sliding_window`); None: all before it."""
+    window: int | None = getattr(config, "sliding_window", None)
+    if not window or not getattr(config, "use_sliding_window", True):
+        return None
+    kinds = getattr(config, "layer_types", None)
+    return window if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
 def _check_rotary(config: Any, max_length: int) -> None:

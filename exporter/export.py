@@ -157,8 +157,8 @@ def _max_length(request: ExportRequest, config: Any) -> int:
                 f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length"
             )
         return request.max_length
-    known = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
-    return min([DEFAULT_MAX_LENGTH, *(int(length) for length in known if length)])
+    longest = getattr(config, "max_position_embeddings", None)
+    return min(DEFAULT_MAX_LENGTH, int(longest)) if longest else DEFAULT_MAX_LENGTH
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:

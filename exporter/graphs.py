@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import DecoderParts, decoder_parts
+from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts
 from skipdecode.exporter.attention import ATTENTION_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
@@ -112,7 +112,8 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         key = (kinds[index], _structure(layer))
         if key not in templates:
             real = type(layer)(bones.config, layer_idx=index).to(bones.dtype)
-            templates[key] = trace_layer(real, rotary, kinds[index], sizes, bones.dtype)
+            window = attention_window(bones.config, index)
+            templates[key] = trace_layer(real, rotary, kinds[index], window, sizes, bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
         graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]

@@ -38,17 +38,21 @@ class _Embed(torch.nn.Module):  # type: ignore[misc]
 class _Layer(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D] -> hidden, present_key, present_value."""
 
-    def __init__(self, layer: torch.nn.Module, rotary: torch.nn.Module | None, layer_type: str | None) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, rotary: torch.nn.Module | None, layer_type: str | None, window: int | None
+    ) -> None:
         super().__init__()
-        self.layer, self.rotary, self.layer_type = layer, rotary, layer_type
+        self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
 
     def forward(
         self, hidden: torch.Tensor, position_ids: torch.Tensor, past_key: torch.Tensor, past_value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         cache = ScatterCache(past_key, past_value, position_ids[:, 0])
         slots = torch.arange(past_key.shape[2])
-        visible = (slots[None, None, :] <= position_ids[:, :, None])[:, None]
-        arguments: dict[str, Any] = {"attention_mask": visible, "position_ids": position_ids, "use_cache": True}
+        visible = slots[None, None, :] <= position_ids[:, :, None]
+        if self.window is not None:
+            visible = visible & (slots[None, None, :] > position_ids[:, :, None] - self.window)
+        arguments: dict[str, Any] = {"attention_mask": visible[:, None], "position_ids": position_ids, "use_cache": True}
         if self.rotary is not None:
             by_type = (self.layer_type,) if "layer_type" in inspect.signature(self.rotary.forward).parameters else ()
             arguments["position_embeddings"] = self.rotary(hidden, position_ids, *by_type)
@@ -88,10 +92,11 @@ def trace_layer(
     layer: torch.nn.Module,
     rotary: torch.nn.Module | None,
     layer_type: str | None,
+    window: int | None,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> ir.Model:
-    """A layer's graph; `sizes` are H, KVH and D."""
+    """A layer's graph; `window`: tokens that a query sees, None: all; `sizes` are H, KVH and D."""
     hidden_size, kv_heads, head_size = sizes
     past = torch.zeros(_BATCH, kv_heads, _SLOTS, head_size, dtype=dtype)
     position_ids = torch.arange(_TOKENS)[None].repeat(_BATCH, 1)
@@ -99,7 +104,7 @@ def trace_layer(
     shapes: dict[str, Any] = {
         "hidden": {0: "B", 1: "S"}, "position_ids": {0: "B", 1: "S"}, "past_key": {0: "B", 2: "C"}, "past_value": {0: "B", 2: "C"}
     }  # fmt: skip
-    return _export(_Layer(layer, rotary, layer_type), inputs, shapes, ["hidden_out", "present_key", "present_value"])
+    return _export(_Layer(layer, rotary, layer_type, window), inputs, shapes, ["hidden_out", "present_key", "present_value"])
 
 
 def trace_head(

@@ -4,7 +4,8 @@
     -> GroupQueryAttention(query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache)
 
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
-holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines.
+holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
+shows a window of the last tokens becomes the operator's `local_window_size`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         "num_heads": num_heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float(),
         "do_rotary": int(table is not None), "rotary_interleaved": interleaved,
     }  # fmt: skip
+    window = _window(_value(node, 3))
+    if window is not None and window < max_length:
+        attributes["local_window_size"] = window
     if "softcap" in node.attributes:
         attributes["softcap"] = node.attributes["softcap"].as_float()
     lowered = ir.node(
@@ -108,6 +112,18 @@ def _static_dim(value: ir.Value, axis: int) -> int:
     size = value.shape[axis] if value.shape is not None else None
     assert isinstance(size, int), f"{value.name}: dimension {axis} is not static"
     return size
+
+
+def _window(visible: ir.Value) -> int | None:
+    """Of a mask `slot <= position and slot > position - window` the window, which counts the query itself; None: no window."""
+    mask = visible.producer()
+    both = _value(mask, 0).producer() if mask is not None and mask.op_type == "Unsqueeze" else None
+    if both is None or both.op_type != "And":
+        return None
+    oldest = _producer(_value(_producer(_value(both, 1), "Greater"), 1), "Sub")
+    window = _value(oldest, 1).const_value
+    assert window is not None, "a window that is not constant"
+    return int(window.numpy().item())
 
 
 def _length_inputs(graph: ir.Graph) -> list[ir.Value]:

@@ -44,7 +44,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS, tie_word_embeddings=True),  # as the small ones are
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, **_IDS, head_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, **_IDS, head_dim=16),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16, sliding_window=7),  # but in the last layer
     "phi3": lambda: transformers.Phi3Config(**_GROUPED, **_IDS),
 }
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
@@ -52,24 +52,24 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "cohere": {"use_qk_norm": True},
-    "cohere2": {"sliding_window": 64},
+    "cohere2": {"sliding_window": 5},
     "ernie4_5": {"head_dim": 16},
-    "exaone4": {"sliding_window": 64},
+    "exaone4": {"sliding_window": 5},
     "gemma": {"head_dim": 32},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "helium": {"head_dim": 16},
-    "ministral": {"head_dim": 16, "sliding_window": 64},
+    "ministral": {"head_dim": 16, "sliding_window": 5},
     "nemotron": {"head_dim": 32},
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
-    "olmo3": {"sliding_window": 64},
+    "olmo3": {"sliding_window": 5},
     "phi": {"qk_layernorm": True},
     "seed_oss": {"head_dim": 16},
     "smollm3": {},  # every fourth layer rotates nothing
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
-    "starcoder2": {"sliding_window": None},
+    "starcoder2": {"sliding_window": 5},
 }
 RELATIVES: dict[str, Callable[[], Any]] = {
     name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})

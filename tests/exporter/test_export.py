@@ -153,7 +153,6 @@ def test_what_cannot_be_exported_faithfully_is_refused_before_anything_is_writte
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"auto_map": {"AutoConfig": "x.Y"}}, "remote code"),
         ({"model_type": "mixtral"}, "mixture of experts"),
-        ({"model_type": "mistral", "sliding_window": 16}, "sliding window of 16 tokens"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}, "positions|rotary"),
     ):
         shutil.copyfile(zoo.checkpoint("llama") / "config.json", folder / "config.json")

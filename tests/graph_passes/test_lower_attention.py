@@ -29,9 +29,19 @@ layer (float[B,S,32] rows_q, float[B,S,16] rows_k, float[B,S,16] rows_v, int64[B
 }
 """
 
+WINDOW = 3
+_MASK = """query_slot = Unsqueeze (position_ids, two)  seen = LessOrEqual (slot, query_slot)
+    oldest = Sub (query_slot, window)  recent = Greater (slot, oldest)  both = And (seen, recent)  visible = Unsqueeze (both, one)
+    attended ="""
+WINDOWED = (
+    BEFORE.replace("bool[B,1,S,C] visible", "int64[1,1,C] slot")
+    .replace("attended =", _MASK)
+    .replace("<int64[4] heads", f"<int64[1] one = {{1}}, int64[1] two = {{2}}, int64 window = {{{WINDOW}}}, int64[4] heads")
+)
 
-def _before() -> ir.Model:
-    model = ir.from_onnx_text(BEFORE)
+
+def _before(text: str = BEFORE) -> ir.Model:
+    model = ir.from_onnx_text(text)
     ir.passes.common.ShapeInferencePass()(model)
     return model
 
@@ -66,8 +76,18 @@ def test_an_attention_that_is_not_on_a_kv_buffer_is_an_error_and_not_silence() -
         LowerAttentionPass(max_length=8)(model)
 
 
+def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
+    for max_length, expected in ((WINDOW, None), (WINDOW + 1, WINDOW)):
+        model = _before(WINDOWED)
+        LowerAttentionPass(max_length=max_length)(model)
+        (node,) = model.graph
+        attribute = node.attributes.get("local_window_size")
+        assert (attribute and attribute.as_int()) == expected
+
+
+@pytest.mark.parametrize("text", [BEFORE, WINDOWED], ids=["all", "windowed"])
 @pytest.mark.parametrize(("past", "new", "rows"), [(0, 5, 1), (4, 1, 3), (4, 3, 1)])
-def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int, new: int, rows: int) -> None:
+def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int, new: int, rows: int, text: str) -> None:
     from skipdecode.engines.ort import use_threads
 
     use_threads(None)
@@ -84,10 +104,11 @@ def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int
         "position_ids": positions,
         "start": positions[:, 0],
         "visible": (np.arange(slots) <= positions[:, :, None])[:, None],
+        "slot": np.arange(slots)[None, None],
         "seqlens_k": np.full(rows, past + new - 1, np.int32),
         "total_sequence_length": np.array([past + new], np.int32),
     }
-    before, after = _before(), _before()
+    before, after = _before(text), _before(text)
     LowerAttentionPass(max_length=slots)(after)
     for expected, found in zip(run_model(before, feeds), run_model(after, feeds), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
