@@ -11,6 +11,7 @@ shows a window of the last tokens becomes the operator's `local_window_size`.
 from __future__ import annotations
 
 import logging
+import zlib
 
 import numpy as np
 import onnx_ir as ir
@@ -168,11 +169,13 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
     if frequencies is None or angles is None or angles.op_type != "Mul":
         return None
     assert frequencies.const_value is not None
-    steps = np.arange(max_length, dtype=np.float32)[:, None] * frequencies.const_value.numpy().reshape(1, -1)
-    if steps.shape[1] % 8:  # the operator's own limit
+    values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
+    if values.shape[1] % 8:  # the operator's own limit
         return None
+    steps = np.arange(max_length, dtype=np.float32)[:, None] * values
     tables, kind = [], query.dtype or ir.DataType.FLOAT
-    for name, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
+    for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
+        name = f"{title}_{zlib.crc32(values.tobytes()):08x}"  # layers of one graph may have frequencies of their own (Gemma 3)
         if name not in graph.initializers:
             tensor = ir.tensor(function(steps).astype(kind.numpy()), name=name, dtype=kind)  # the operator wants the query's
             graph.register_initializer(

@@ -10,7 +10,6 @@ from skipdecode import bindings
 from skipdecode.graph_passes.clean_trace import is_parameter
 
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
-_SHARED_CONSTANTS = {"cos_cache", "sin_cache"}
 
 
 def instantiate(template: ir.Model, layer: int, rename: Callable[[str], str]) -> ir.Model:
@@ -29,7 +28,7 @@ def instantiate(template: ir.Model, layer: int, rename: Callable[[str], str]) ->
 def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
     """One graph that feeds each graph's hidden state to the next one's; inputs of the same name become one.
 
-    Values keep their names where these say something (inputs, outputs, parameters, tables) and get the graph's name in front
+    Values keep their names where these say something (inputs, outputs, parameters) and get the graph's name in front
     where they do not. Parameters of the same name (a tied embedding and head) become one initializer.
     """
     graph = ir.Graph([], [], nodes=[], name=name, opset_imports={})
@@ -64,7 +63,7 @@ def _claim_names(model: ir.Model) -> None:
             if value.name not in kept:
                 value.name = f"{graph.name}.{value.name}"
     for value in list(graph.initializers.values()):
-        if not is_parameter(value) and value.name not in _SHARED_CONSTANTS:
+        if not is_parameter(value):
             value.name = f"{graph.name}.{value.name}"
 
 

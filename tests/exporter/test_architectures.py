@@ -44,6 +44,15 @@ def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) ->
     assert_gives_the_references_logits(decoder, model, RAGGED[:1], NEW, 1e-3)
 
 
+def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp_path: Path) -> None:
+    """Gemma 3's windowed layers and the others; in one graph they once had the first one's table."""
+    model = str(zoo.checkpoint("gemma3"))
+    made = export(ExportRequest(model=model, out=tmp_path / "bundle", schedule=ScheduleRequest(name="full"), max_length=48))
+    assert made.segments == (tuple(range(LAYERS)),)
+    decoder = skipdecode.load(tmp_path / "bundle").decoder([len(prompt) for prompt in RAGGED], NEW)
+    assert_gives_the_references_logits(decoder, zoo.model("gemma3"), RAGGED, NEW, 1e-3)
+
+
 def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:
     config = CONFIGS["gemma3"]()
     check_supported(config, 48)
