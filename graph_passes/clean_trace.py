@@ -37,8 +37,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
-        rewriter.RewritePass([_rotary_embedding.PartialRotaryEmbedding23Fusion.rule()]),
-        InterleavedRotaryPass(),
+        InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),
         ConstantReshapePass(),

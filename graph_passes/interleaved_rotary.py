@@ -24,11 +24,15 @@ class InterleavedRotaryPass(ir.passes.InPlacePass):
     """Whole heads, or the first part of each; declines where head size or number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = rewriter.RewritePass([_AnglesTwice.rule(), _TablesTwice.rule()])(model).modified
-        if fused:
-            rewriter.RewritePass([PartFusion.rule()])(model)
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, fused)
+        return fuse_rotary(model, _AnglesTwice.rule(), _TablesTwice.rule())
+
+
+def fuse_rotary(model: ir.Model, *rules: rewriter.RewriteRule) -> ir.passes.PassResult:
+    """Apply `rules`; then an operator that rotates the first part of each head takes whole heads."""
+    fused = [rewriter.RewritePass([rule])(model).modified for rule in (*rules, _PartFusion.rule())]
+    if any(fused):
+        RemoveUnusedNodesPass()(model)
+    return ir.passes.PassResult(model, any(fused))
 
 
 class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
@@ -82,7 +86,7 @@ def turn(op: Any, x: Any, shape: Any) -> Any:
     return op.Reshape(op.Concat(op.Unsqueeze(op.Neg(odd), [-1]), op.Unsqueeze(even, [-1]), axis=-1), shape)
 
 
-class PartFusion(_rotary_embedding.PartialRotaryEmbedding23Fusion):  # type: ignore[misc]
+class _PartFusion(_rotary_embedding.PartialRotaryEmbedding23Fusion):  # type: ignore[misc]
     """Onnxscript's own, which declines interleaved pairs; the operator's specification does not."""
 
     def check(self, _: Any, end1: ir.Value, start2: ir.Value, x_part_1_rope: ir.Value, **__: Any) -> pattern.MatchResult:

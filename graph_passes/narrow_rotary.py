@@ -10,22 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import rewriter
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
-from skipdecode.graph_passes.interleaved_rotary import InterleavedFusion, PartFusion, entries_twice, turn
+from skipdecode.graph_passes.interleaved_rotary import InterleavedFusion, entries_twice, fuse_rotary, turn
 
 
 class NarrowRotaryPass(ir.passes.InPlacePass):
     """onnxscript's own fusion, with the casts in its pattern; also where only a part of each head is rotated."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = rewriter.RewritePass([_NarrowRotaryFusion.rule(), _NarrowTablesTwice.rule()])(model).modified
-        if fused:
-            rewriter.RewritePass([PartFusion.rule()])(model)
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, fused)
+        return fuse_rotary(model, _NarrowRotaryFusion.rule(), _NarrowTablesTwice.rule())
 
 
 class _NarrowRotaryFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc]
