@@ -80,17 +80,17 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: encoder-decoders, mixtures of experts, remote code, a rotary scaling that `max_length` tokens
-            would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: encoder-decoders, mixtures of experts, a rotary scaling that `max_length` tokens would exceed, or
+            an architecture that is not tested.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
-    if getattr(config, "auto_map", None):
-        raise unsupported(config, "needs remote code, which is not run")
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise unsupported(config, "is a mixture of experts without a dense path")
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     _check_rotary(config, max_length)
     longest = getattr(config, "max_position_embeddings", None)
     if longest and max_length > longest:
@@ -116,3 +116,13 @@ def _check_rotary(config: Any, max_length: int) -> None:
                 f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",
                 f"export with --max-length {original} or less",
             )
+
+
+def settled(rotary: Any) -> Any:
+    """The rotary module with the frequencies that it starts with, which no run outgrows (`check_supported`).
+
+    With `dynamic` and `longrope` it would ask each time how long the run is, which cannot be traced.
+    """
+    kinds = rotary.rope_type  # some have one a kind of layer
+    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+    return rotary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import onnx_ir as ir
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import check_supported
+from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
@@ -23,7 +24,7 @@ from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
-from skipdecode.exporter.weights import WeightFile, checkpoint_source, random_source, write_weights
+from skipdecode.exporter.weights import WeightFile, random_source, write_weights
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.plan import Plan, plan_variants
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS, Quantization
@@ -73,10 +74,13 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
-    with ExitStack() as files, _fresh_folder(request.out, request.force) as partial:
+    with _fresh_folder(request.out, request.force) as partial:
+        copy_tokenizer(folder, partial, config, limits.max_length)
         report("reading weights", 0.0)
-        prefix = bones.parts.prefix.split(".")[0]
-        source = random_source() if request.random_weights or folder is None else checkpoint_source(folder, prefix, files)
+        if request.random_weights or folder is None:
+            source = random_source()
+        else:
+            source = checkpoint_source(folder, bones.parts.prefix.split(".")[0], bones.canonical)
         done = 0
 
         def advance(count: int) -> None:
@@ -92,7 +96,6 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         for index, target in enumerate(targets):
             part = _part_of(report, 0.5 + 0.5 * index / len(targets), 0.5 / len(targets))
             compiled.append(_compile(target, partial, request, graphs, plan, limits, schedule, part))
-        copy_tokenizer(folder, partial, config, limits.max_length)
         if request.slim:
             shutil.rmtree(partial / GRAPHS)
             variants = dict.fromkeys(variants)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts
+from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, settled
 from skipdecode.exporter.attention import ATTENTION_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
@@ -105,7 +105,7 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     layers = getattr(bones.parts.owner, bones.parts.layers_name)
     sizes = (bones.config.hidden_size, bones.num_kv_heads, bones.head_size)
     kinds = getattr(bones.config, "layer_types", None) or [None] * len(layers)
-    rotary = type(bones.parts.rotary)(bones.config) if bones.parts.rotary is not None else None
+    rotary = settled(type(bones.parts.rotary)(bones.config)) if bones.parts.rotary is not None else None
     templates: dict[Any, ir.Model] = {}
     graphs = []
     for index, layer in enumerate(layers):
@@ -145,6 +145,8 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
         config.layer_types = []
     model = AutoModelForCausalLM.from_config(config, dtype=bones.dtype)
     parts = decoder_parts(model)
+    if parts.rotary is not None:
+        settled(parts.rotary)
     names = {name: _path_of(model, getattr(parts.owner, name)) for name in parts.final_names}
     final = [getattr(parts.owner, name) for name in parts.final_names]
     for name in parts.final_names:

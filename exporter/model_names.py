@@ -13,14 +13,16 @@ _OPT_SIZES = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
     "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
 }  # fmt: skip
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model"]
+_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+_OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
 
 
 def load_config(model: str) -> tuple[Any, Path | None]:
     """The model's configuration and, where it is on this machine, its folder.
 
     Raises:
-        ModelNotSupportedError: no such folder or hub id, or a config.json that cannot be read.
+        ModelNotSupportedError: no such folder or hub id, a config.json that cannot be read, needs remote code, or tells of
+            quantised weights.
     """
     from transformers import AutoConfig
 
@@ -35,14 +37,27 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     ):
         raise ModelNotSupportedError("is not a folder", "name a checkpoint folder, a hub id or opt-SIZE", where=model)
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
     except (OSError, ValueError, KeyError) as error:
         raise _unreachable(model, error) from error
-    return config.get_text_config(), folder if folder.is_dir() else None
+    return _text_part(config, model), folder if folder.is_dir() else None
+
+
+def _text_part(config: Any, model: str) -> Any:
+    """Of a model that also sees; else the configuration itself."""
+    if getattr(config, "quantization_config", None):
+        method = dict(config.quantization_config).get("quant_method", "some method")
+        raise ModelNotSupportedError(
+            f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
+        )
+    text = config.get_text_config()
+    if text.dtype is None:
+        text.dtype = config.dtype
+    return text
 
 
 def fetch_checkpoint(model: str) -> Path:
-    """Download a hub id's config, tokenizer and safetensors (cached by huggingface_hub).
+    """Download a hub id's config, tokenizer and weights (cached by huggingface_hub): safetensors, or `.bin` where there are none.
 
     Raises:
         ModelNotSupportedError: the hub cannot be reached or has no such model.
@@ -50,8 +65,12 @@ def fetch_checkpoint(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     size = _short_opt(model)
+    name = f"facebook/opt-{size}" if size else model
     try:
-        return Path(snapshot_download(f"facebook/opt-{size}" if size else model, allow_patterns=_PATTERNS))
+        folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_OTHER_COPIES))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES)
+        return folder
     except (OSError, ValueError) as error:
         raise _unreachable(model, error) from error
 

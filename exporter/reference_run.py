@@ -26,6 +26,9 @@ from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Schedule
 
+# of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model
+_TEXT_PART = {"^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head"}
+
 
 def main() -> int:
     """Read the request, write the arrays."""
@@ -56,9 +59,11 @@ def answer(request: dict[str, Any], out: Path) -> int:
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     """The model in fp32, its weights rounded to what the bundle stores."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, logging
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logging.set_verbosity_error()  # it lists what sees as superfluous
+    config, _ = load_config(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
     return model

@@ -1,20 +1,16 @@
-"""Weights, one tensor at a time: from a checkpoint (or a seed) into one `weights.safetensors` that every graph refers into."""
+"""Weights, one tensor at a time, into one `weights.safetensors` that every graph refers into."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from safetensors import SafetensorError, safe_open
-
-from skipdecode.errors import ModelNotSupportedError
 
 WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -80,67 +76,3 @@ def random_source(seed: int = 0) -> TensorSource:
         return torch.empty(shape).normal_(0.0, 0.02, generator=generator)
 
     return tensor
-
-
-def checkpoint_source(checkpoint: Path, base_prefix: str, open_files: ExitStack) -> TensorSource:
-    """Tensors of a local checkpoint folder, single file or sharded, read when asked for.
-
-    Raises:
-        ModelNotSupportedError: no safetensors, an unreadable file, or a parameter that is missing or of another shape.
-    """
-    where = {name: file for file in _files(checkpoint) for name in _names(file)}
-    handles: dict[Path, Any] = {}
-
-    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        short = name.removeprefix(f"{base_prefix}.")  # saved from the base model, without its head
-        older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX on disk
-        found = next((key for key in (name, short, older) if key in where), None)
-        if found is None:
-            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
-        file = where[found]
-        if file not in handles:
-            handles[file] = open_files.enter_context(safe_open(file, framework="pt"))
-        value: torch.Tensor = handles[file].get_tensor(found)
-        if tuple(value.shape) != shape:
-            raise ModelNotSupportedError(
-                f"{found} has shape {tuple(value.shape)}, config.json says {shape}",
-                "is config.json the checkpoint's own?",
-                where=str(file),
-            )
-        if not value.is_floating_point():
-            raise ModelNotSupportedError(f"{found} is {value.dtype}", "give an unquantised checkpoint", where=str(file))
-        return value
-
-    return tensor
-
-
-def _files(checkpoint: Path) -> list[Path]:
-    index = checkpoint / "model.safetensors.index.json"
-    if (checkpoint / "model.safetensors").is_file():
-        return [checkpoint / "model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelNotSupportedError("is not a shard index", "download the checkpoint again", where=str(index)) from error
-        missing = [name for name in names if not (checkpoint / name).is_file()]
-        if missing:
-            raise ModelNotSupportedError(f"shard {missing[0]} is missing", "download the checkpoint again", where=str(checkpoint))
-        return [checkpoint / name for name in names]
-    if any(checkpoint.glob("*.bin")):
-        raise ModelNotSupportedError(
-            "holds .bin weights, which run code when they are read",
-            "convert once with `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
-            where=str(checkpoint),
-        )
-    raise ModelNotSupportedError(
-        "holds no model.safetensors", "name a checkpoint folder, or use --random-weights", where=str(checkpoint)
-    )
-
-
-def _names(file: Path) -> Iterator[str]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            yield from handle.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error

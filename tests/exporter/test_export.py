@@ -151,7 +151,8 @@ def test_what_cannot_be_exported_faithfully_is_refused_before_anything_is_writte
     for changes, says in (
         ({"model_type": "bert"}, "bert is not among"),
         ({"model_type": "t5"}, "encoder-decoder"),
-        ({"auto_map": {"AutoConfig": "x.Y"}}, "remote code"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "x.Y"}}, "custom code"),
+        ({"use_bidirectional_attention": True}, "later tokens"),
         ({"model_type": "mixtral"}, "mixture of experts"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}, "positions|rotary"),
     ):
@@ -172,9 +173,9 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
     save_file({**tensors, "model.norm.weight": torch.ones(7)}, weights)
     _refused(folder, out, ModelNotSupportedError, r"has shape \(7,\)")
     weights.unlink()
-    _refused(folder, out, ModelNotSupportedError, "holds no model.safetensors")
+    _refused(folder, out, ModelNotSupportedError, "holds no model.safetensors or pytorch_model.bin")
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    _refused(folder, out, ModelNotSupportedError, "save_pretrained")
+    _refused(folder, out, ModelNotSupportedError, "cannot be read as plain tensors")
     (folder / "config.json").write_text("{")
     _refused(folder, out, ModelNotSupportedError, "cannot be read")
     _refused(tmp_path / "nowhere", out, ModelNotSupportedError, "is not a folder")

@@ -1,0 +1,143 @@
+"""A checkpoint's tensors by the model's parameter names: safetensors or torch's `.bin`, in one file or sharded.
+
+Each tensor is read through a mapping of its own, which goes when the tensor goes: the pages of a mapping that stays open would
+add up to the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.weights import IR_TYPES, TensorSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    file: str  # of a checkpoint in one file; with shards, `file`.index.json lists them
+    names: Callable[[Path], list[str]]
+    read: Callable[[Path, str], torch.Tensor]
+
+
+def checkpoint_source(checkpoint: Path, base_prefix: str, canonical: Mapping[str, str]) -> TensorSource:
+    """Tensors of a local checkpoint folder, read when asked for.
+
+    Args:
+        base_prefix: what a model with a head calls the model without it ("model").
+        canonical: every parameter, and the one of those tied to it that is asked for.
+
+    Raises:
+        ModelNotSupportedError: no weights, an unreadable file, or a parameter that is missing, of another shape or quantised.
+    """
+    form, files = _files(checkpoint)
+    where = {name: file for file in files for name in form.names(file)}
+
+    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tied = [parameter for parameter, kept in canonical.items() if kept == name]
+        spelled = (next((key for key in _spellings(parameter, base_prefix) if key in where), None) for parameter in tied)
+        found = [key for key in spelled if key is not None]
+        if not found:
+            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
+        value = _checked(form.read(where[found[0]], found[0]), found[0], shape, where[found[0]])
+        for other in found[1:]:
+            if not torch.equal(value, form.read(where[other], other)):
+                raise ModelNotSupportedError(
+                    f"{other} differs from {found[0]}, though config.json ties them",
+                    "set tie_word_embeddings to false there, which is what transformers makes of it",
+                    where=str(checkpoint),
+                )
+        return value
+
+    return tensor
+
+
+def _spellings(name: str, base_prefix: str) -> Iterator[str]:
+    """What a parameter may be called in a file."""
+    short = name.removeprefix(f"{base_prefix}.")
+    yield name
+    yield short  # saved from the base model, without its head
+    yield f"language_model.{name}"  # the text part of a model that also sees, as transformers 4 wrote it
+    yield f"{base_prefix}.language_model.{short}"  # and as 5 does
+    yield name.replace("lm_head.", "embed_out.")  # GPT-NeoX
+
+
+def _checked(value: torch.Tensor, name: str, shape: tuple[int, ...], file: Path) -> torch.Tensor:
+    if tuple(value.shape) != shape:
+        raise ModelNotSupportedError(
+            f"{name} has shape {tuple(value.shape)}, config.json says {shape}",
+            "is config.json the checkpoint's own?",
+            where=str(file),
+        )
+    if value.dtype not in (*IR_TYPES, torch.float64):
+        raise ModelNotSupportedError(f"{name} is {value.dtype}", "give an unquantised checkpoint", where=str(file))
+    return value
+
+
+def _files(checkpoint: Path) -> tuple[_Format, list[Path]]:
+    """The files that hold weights, in the order in which transformers looks for them."""
+    for form in _FORMATS:
+        whole, index = checkpoint / form.file, checkpoint / f"{form.file}.index.json"
+        if whole.is_file():
+            return form, [whole]
+        if index.is_file():
+            return form, _shards(checkpoint, index)
+    names = " or ".join(form.file for form in _FORMATS)
+    raise ModelNotSupportedError(f"holds no {names}", "name a checkpoint folder, or use --random-weights", where=str(checkpoint))
+
+
+def _shards(checkpoint: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelNotSupportedError("is not a shard index", "download the checkpoint again", where=str(index)) from error
+    missing = [name for name in names if not (checkpoint / name).is_file()]
+    if missing:
+        raise ModelNotSupportedError(f"shard {missing[0]} is missing", "download the checkpoint again", where=str(checkpoint))
+    return [checkpoint / name for name in names]
+
+
+def _names_in_safetensors(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return list(handle.keys())
+    except (SafetensorError, OSError) as error:
+        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error
+
+
+def _read_safetensors(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as handle:
+        value: torch.Tensor = handle.get_tensor(name)
+    return value
+
+
+def _load_bin(file: Path) -> dict[str, torch.Tensor]:
+    """Its tensors, mapped, by an unpickler that makes tensors and runs nothing.
+
+    Raises:
+        ModelNotSupportedError: anything else inside, damage, or the format that torch wrote before 1.6, which cannot be mapped.
+    """
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError, KeyError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
+        raise ModelNotSupportedError(
+            f"cannot be read as plain tensors ({reason[:120]})",
+            "download it again, or, if you trust it, `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
+            where=str(file),
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise ModelNotSupportedError("is no flat list of tensors", "give what save_pretrained writes", where=str(file))
+    return found
+
+
+_FORMATS = (
+    _Format(file="model.safetensors", names=_names_in_safetensors, read=_read_safetensors),
+    _Format(file="pytorch_model.bin", names=lambda file: list(_load_bin(file)), read=lambda file, name: _load_bin(file)[name]),
+)

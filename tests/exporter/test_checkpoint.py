@@ -1,0 +1,156 @@
+"""Checkpoints as they are found: safetensors and `.bin`, sharded, of models that also see, tied, quantised, hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter import reference_run
+from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.weights import TensorSource
+from tests.conftest import CONFIGS, Zoo
+
+State = dict[str, torch.Tensor]
+
+
+def _source(folder: Path) -> TensorSource:
+    """Of a folder whose configuration is a supported model's, or has one as its text part."""
+    bones = skeleton(load_config(str(folder))[0])
+    return checkpoint_source(folder, bones.parts.prefix.split(".")[0], bones.canonical)
+
+
+def _in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
+    names = list(state)
+    files = {name: pattern.format(1 + (2 * index >= len(names))) for index, name in enumerate(names)}
+    for file in set(files.values()):
+        save({name: state[name].clone() for name in names if files[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / f"{pattern.replace('-{:05d}-of-00002', '')}.index.json").write_text(json.dumps(index))
+
+
+def _folder(config: Any, folder: Path) -> Path:
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("form", ["bin", "bin in shards", "safetensors in shards", "base model's names"])
+def test_a_checkpoint_is_read_in_every_form_that_hugging_face_writes(name: str, form: str, zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model(name)
+    folder, state = _folder(model.config, tmp_path / "model"), model.state_dict()
+    if form == "bin":
+        torch.save(state, folder / "pytorch_model.bin")
+    elif form == "bin in shards":
+        _in_shards(state, folder, "pytorch_model-{:05d}-of-00002.bin", torch.save)
+    elif form == "safetensors in shards":
+        _in_shards(state, folder, "model-{:05d}-of-00002.safetensors", save_file)
+    else:  # what OPT's and GPT-2's checkpoints on the hub are called by
+        renamed = {key.removeprefix(f"{model.base_model_prefix}."): value for key, value in state.items()}
+        torch.save(renamed, folder / "pytorch_model.bin")
+    source = _source(folder)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(source(key, tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("text", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_also_sees_the_text_part_is_read(text: str, tmp_path: Path) -> None:
+    text_part = {**CONFIGS["gemma3"]().to_dict(), "model_type": "gemma3_text"}
+    eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.Gemma3Config(
+        text_config=text_part, vision_config={**eye, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=95, boi_token_index=96, eoi_token_index=97,
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    folder = _folder(config, tmp_path / "model")
+    spelled = {key.replace("model.language_model.", text): value.contiguous() for key, value in model.state_dict().items()}
+    save_file({key: value for key, value in spelled.items() if key != "lm_head.weight"}, folder / "model.safetensors")
+    source = _source(folder)
+    for key, parameter in model.model.language_model.named_parameters():
+        torch.testing.assert_close(source(f"model.{key}", tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    reference = reference_run._load(folder, torch.float32)
+    torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
+    """Or the peak of an export would be the whole checkpoint."""
+    model = zoo.model("llama")
+    for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
+        file = _folder(model.config, tmp_path / name) / name
+        save(dict(model.state_dict()), file)
+        source = _source(file.parent)
+        held = source("model.norm.weight", (64,))
+        assert str(file) in Path("/proc/self/maps").read_text()
+        del held
+        assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+def test_the_head_may_stand_for_the_embedding_that_is_tied_to_it(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model("qwen2")
+    folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
+    head = state["lm_head.weight"].clone()
+    save_file({key: value for key, value in state.items() if key != "model.embed_tokens.weight"}, folder / "model.safetensors")
+    torch.testing.assert_close(_source(folder)("model.embed_tokens.weight", tuple(head.shape)), head, rtol=0, atol=0)
+    save_file({**state, "lm_head.weight": head + 1}, folder / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match=r"differs from model\.embed_tokens\.weight.*tie_word_embeddings"):
+        _source(folder)("model.embed_tokens.weight", tuple(head.shape))
+
+
+def test_quantised_weights_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+    """An fp8 checkpoint's numbers are worth nothing without the scales beside them."""
+    model = zoo.model("llama")
+    folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**state, name: state[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match="float8_e4m3fn; give an unquantised"):
+        _source(folder)(name, tuple(state[name].shape))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(ModelNotSupportedError, match=r"quantised \(gptq\).*--quantize"):
+        load_config(str(folder))
+
+
+class _Hostile:
+    """What unpickling it would call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_bin_that_is_not_plain_tensors_is_refused_and_runs_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model("llama")
+    folder, state = _folder(model.config, tmp_path / "model"), model.state_dict()
+    weights, trace = folder / "pytorch_model.bin", tmp_path / "was here"
+    torch.save({**state, "extra": _Hostile(trace)}, weights)
+    whole = weights.read_bytes()
+    for content, says in (
+        (whole, "cannot be read as plain tensors"),
+        (whole[: len(whole) // 2], "cannot be read as plain tensors"),
+        (b"x", "cannot be read as plain tensors"),
+        (b"", "cannot be read as plain tensors"),
+    ):
+        weights.write_bytes(content)
+        with pytest.raises(ModelNotSupportedError, match=says) as caught:
+            _source(folder)
+        assert "\n" not in str(caught.value)
+    torch.save(state, weights, _use_new_zipfile_serialization=False)  # as before torch 1.6
+    with pytest.raises(ModelNotSupportedError, match="cannot be read as plain tensors"):
+        _source(folder)
+    torch.save({"state_dict": state}, weights)
+    with pytest.raises(ModelNotSupportedError, match="no flat list of tensors"):
+        _source(folder)
+    assert not trace.exists()
