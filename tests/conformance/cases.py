@@ -7,4 +7,11 @@ from pathlib import Path
 from typing import Any
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "cases.json").read_text(encoding="utf-8"))
-TOLERANCE = 1e-3  # of logits of size 1: matrix products add up in another order on other processors
+
+
+def tolerance(bundle: str) -> float:
+    """Of logits of size 1: matrix products add up in another order on other processors.
+
+    In int8 they also round activations otherwise: 0.02 at most between processors with AVX2 and with AVX-512 VNNI.
+    """
+    return 0.03 if bundle.endswith("int8") else 1e-3

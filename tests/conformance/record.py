@@ -16,11 +16,12 @@ import numpy as np
 import skipdecode
 from skipdecode.generate import Generator
 from tests.conformance.bundles import BUNDLES, make
+from tests.conformance.cases import tolerance
 from tests.conftest import VOCABULARY, Zoo
 
 CASES = Path(__file__).parent / "cases.json"
 SHOWN = 4  # logits of a step that are kept
-_MARGIN = 5e-3  # between the best two logits, so that a greedy token does not hang on rounding
+_MARGIN = 5e-3  # between the best two logits, and twice the tolerance, so that a greedy token does not hang on rounding
 _LENGTHS = {"one": [5], "ragged": [2, 7, 1, 3], "long": [27]}  # of prompts
 _OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 16},
@@ -54,14 +55,14 @@ def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.
     return ordered[np.argsort(order)]
 
 
-def clear_prompts(generator: Generator, lengths: list[int]) -> tuple[list[list[int]], np.ndarray[Any, np.dtype[np.float32]]]:
+def clear_prompts(generator: Generator, lengths: list[int], margin: float) -> tuple[list[list[int]], np.ndarray[Any, np.dtype[np.float32]]]:
     """Random prompts none of whose greedy tokens is a close call, and their logits."""
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
         logits = logits_of(generator, prompts, 16)
         best = np.sort(logits, axis=2)[..., -2:]
-        if (best[..., 1] - best[..., 0]).min() > _MARGIN:
+        if (best[..., 1] - best[..., 0]).min() > margin:
             break
     return prompts, logits
 
@@ -73,13 +74,15 @@ def main() -> None:
         for name in BUNDLES:
             generator = skipdecode.load(make(name, zoo, Path(folder) / f"{name}.engines"))
             for asked, lengths in _LENGTHS.items():
-                prompts, logits = clear_prompts(generator, lengths)
-                for how, chosen in _OPTIONS.items():
+                prompts, logits = clear_prompts(generator, lengths, max(_MARGIN, 2 * tolerance(name)))
+                # what is drawn in int8 differs from processor to processor
+                hows = {"greedy": _OPTIONS["greedy"]} if name.endswith("int8") else _OPTIONS
+                for how, chosen in hows.items():
                     # ended rows ride along in Python and are freed in C++: with absolute positions `layers` shows it
                     options = {**chosen, "ignore_eos": True} if "absolute" in name else chosen
                     case = {"bundle": name, "name": f"{name}, {asked}, {how}", "prompts": prompts, "options": options}
                     cases.append({**case, "expected": run(generator, prompts, options)})
-                cases[-len(_OPTIONS)]["expected"]["logits"] = np.round(logits[..., :SHOWN], 4).tolist()
+                cases[-len(hows)]["expected"]["logits"] = np.round(logits[..., :SHOWN], 4).tolist()
     lines = ",\n".join(json.dumps(case) for case in cases)
     CASES.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import skipdecode
-from tests.conformance.cases import CASES, TOLERANCE
+from tests.conformance.cases import CASES, tolerance
 from tests.conformance.record import SHOWN, logits_of, run
 
 
@@ -21,4 +21,4 @@ def test_the_python_runtime_conforms(case: dict[str, Any], conformance_bundle: C
     assert found == {key: value for key, value in case["expected"].items() if key != "logits"}
     if "logits" in case["expected"]:
         logits = logits_of(generator, case["prompts"], 16)[..., :SHOWN]
-        np.testing.assert_allclose(logits, np.array(case["expected"]["logits"]), atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(logits, np.array(case["expected"]["logits"]), atol=tolerance(case["bundle"]), rtol=0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance.cases import CASES, TOLERANCE
+from tests.conformance.cases import CASES, tolerance
 from tests.conformance.record import SHOWN
 from tests.cpp.conftest import Driver
 
@@ -23,4 +23,4 @@ def test_the_cpp_runtime_conforms(case: dict[str, Any], conformance_bundle: Call
     if "logits" in case["expected"]:
         logits = driver.ask(command="logits", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
         wanted = np.array(case["expected"]["logits"])
-        np.testing.assert_allclose(np.array(logits)[:, :16, :SHOWN], wanted, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(np.array(logits)[:, :16, :SHOWN], wanted, atol=tolerance(case["bundle"]), rtol=0)
