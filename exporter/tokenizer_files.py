@@ -15,6 +15,7 @@ _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
     "merges.txt", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
+_OLDER = ("vocab.json", "tokenizer.model", "spiece.model")  # a checkpoint with one of them has a tokenizer
 # where tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
 _SAMPLES = (
     "", " The quick brown fox.", "  two   spaces\tand tabs\n\n\nlines ", "12345 3.14 1,000 9th", "don't I'LL we've (a)b [c]d",
@@ -32,14 +33,18 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
     few, so the ids that encoding puts around a text are written down in `tokenization.json`, with samples that C++ checks itself
     by.
 
+    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes of its files.
+
     Raises:
-        ModelNotSupportedError: a tokenizer_config.json that is no JSON object.
+        ModelNotSupportedError: a tokenizer that cannot be read.
     """
     for name in _COPIED:
         if folder is not None and (folder / name).is_file():
             shutil.copyfile(folder / name, bundle / name)
     if not (bundle / "config.json").exists():
         config.to_json_file(bundle / "config.json")
+    if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
+        _convert(folder, bundle / "tokenizer.json")
     if not (bundle / "tokenizer.json").exists():
         return
     settings = _read_settings(bundle / "tokenizer_config.json")
@@ -47,6 +52,19 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
         _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
     _write(bundle / "tokenization.json", _tokenization(bundle / "tokenizer.json"))
     _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
+
+
+def _convert(folder: Path, path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
+    except Exception as error:  # tokenizers raises plain Exception, and what transformers raises depends on the tokenizer
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotSupportedError(
+            f"its tokenizer cannot be converted ({reason[:160]})",
+            "put a tokenizer.json there, or `pip install sentencepiece protobuf`, which a .model file takes", where=str(folder),
+        ) from error  # fmt: skip
 
 
 def _tokenization(path: Path) -> dict[str, Any]:

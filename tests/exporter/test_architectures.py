@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -14,7 +15,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import CONFIGS, LAYERS, RELATIVES, Zoo
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
 NEW = 6
@@ -33,15 +34,40 @@ def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_ancho
         assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
 
 
+def _assert_agrees(config: Any, folder: Path) -> None:
+    """A model of two layers, at full depth."""
+    config.num_hidden_layers, config.initializer_range = 2, 0.5
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder / "checkpoint")
+    full = ScheduleRequest(name="full")
+    export(ExportRequest(model=str(folder / "checkpoint"), out=folder / "bundle", schedule=full, max_length=MAX_LENGTH))
+    decoder = skipdecode.load(folder / "bundle").decoder([len(RAGGED[0])], NEW)
+    assert_gives_the_references_logits(decoder, model, RAGGED[:1], NEW, 1e-3)
+
+
 def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) -> None:
     """Some of GPT-2's descendants divide the attention scores of layer l by l + 1; every layer was once traced as the first."""
     config = CONFIGS["gpt2"]()
-    config.n_layer, config.scale_attn_by_inverse_layer_idx, config.initializer_range = 2, True, 0.5
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path / "checkpoint")
-    export(ExportRequest(model=str(tmp_path / "checkpoint"), out=tmp_path / "bundle", schedule=ScheduleRequest(name="full")))
-    decoder = skipdecode.load(tmp_path / "bundle").decoder([len(RAGGED[0])], NEW)
-    assert_gives_the_references_logits(decoder, model, RAGGED[:1], NEW, 1e-3)
+    config.scale_attn_by_inverse_layer_idx = True
+    _assert_agrees(config, tmp_path)
+
+
+def test_rotary_scalings_that_look_at_the_runs_length_are_exact_below_the_original_one(tmp_path: Path) -> None:
+    longrope = {"short_factor": [1.0 + index / 4 for index in range(8)], "long_factor": [9.0] * 8}
+    for name, scaling in (
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}),
+        ("phi3", {"rope_type": "longrope", **longrope, "factor": 4.0, "original_max_position_embeddings": MAX_LENGTH}),
+    ):
+        config = CONFIGS[name]()
+        config.rope_parameters = {"rope_theta": 100.0, "partial_rotary_factor": 1.0, **scaling}
+        _assert_agrees(config, tmp_path / name)
+
+
+def test_a_model_that_transformers_knows_needs_none_of_the_code_that_came_with_it(tmp_path: Path) -> None:
+    """Phi-3's checkpoints name their own code, which transformers has had for long."""
+    config = CONFIGS["phi3"]()
+    config.auto_map = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    _assert_agrees(config, tmp_path)
 
 
 def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp_path: Path) -> None:

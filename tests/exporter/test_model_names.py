@@ -1,0 +1,100 @@
+"""From a hub id to a bundle, over HTTP, with repositories laid out as they are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import skipdecode
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.export import ExportRequest, export
+from tests.conftest import CONFIGS, Zoo
+from tests.standin import hub
+
+_E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
+
+
+def _export(url: str, home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "skip-export"), *map(str, arguments)]
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+def _as_opt_is_on_the_hub(folder: Path) -> None:
+    """Half precision in `.bin` shards by the base model's names, and a tokenizer from before tokenizer.json."""
+    words = json.loads((_E2E / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text(json.dumps(words["vocab"]), encoding="utf-8")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in words["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
+    end = {"__type": "AddedToken", "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+    settings = {"errors": "replace", "bos_token": end, "eos_token": end, "unk_token": end, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "GPT2Tokenizer"}))
+    config = CONFIGS["opt"]()
+    config.vocab_size = len(words["vocab"])
+    torch.manual_seed(0)
+    model = transformers.OPTForCausalLM(config).half()
+    model.config.save_pretrained(folder)
+    state = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
+    files = {name: f"pytorch_model-0000{1 + (len(name) % 2)}-of-00002.bin" for name in state}
+    for file in set(files.values()):
+        torch.save({name: state[name] for name in state if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "flax_model.msgpack").write_bytes(b"large")
+
+
+def test_opt_as_it_is_on_the_hub_gives_transformers_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "facebook" / "opt-tiny"
+    _as_opt_is_on_the_hub(folder)
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", "facebook/opt-tiny", "--out", tmp_path / "bundle", "--max-length", 48)
+    assert done.returncode == 0, done.stderr
+    assert {path for path in served.sent if path.endswith((".bin", ".msgpack"))} == {
+        f"facebook/opt-tiny/pytorch_model-0000{shard}-of-00002.bin" for shard in (1, 2)
+    }
+    text = "name[Clowns], area[riverside] =>"
+    row = skipdecode.load(tmp_path / "bundle").generate(text, max_new_tokens=8, schedule="full", ignore_eos=True).sequences[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    asked = tokenizer(text, return_tensors="pt")
+    wanted = model.generate(**asked, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0].tolist()
+    assert [*row.prompt_ids, *row.token_ids] == wanted
+    assert row.prompt_ids[0] == 2, "OPT's prompts begin with </s>"
+
+
+def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "org" / "both"
+    zoo.model("llama").save_pretrained(folder)
+    (folder / "original").mkdir()
+    for other in ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "original/params.json"):
+        (folder / other).write_bytes(b"large")
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", "org/both", "--out", tmp_path / "bundle")
+    assert done.returncode == 0, done.stderr
+    assert {Path(path).name for path in served.sent} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_one_line_before_any_weights_are_read(zoo: Zoo, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    zoo.model("llama").config.save_pretrained(folder)
+    (folder / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ModelNotSupportedError, match=r"cannot be converted.*sentencepiece") as caught:
+        export(ExportRequest(model=str(folder), out=tmp_path / "bundle"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["org/nothing", "opt-1.3b"])
+def test_what_the_hub_lacks_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", name, "--out", tmp_path / "bundle")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "--random-weights" in done.stderr
+    assert not (tmp_path / "bundle").exists()
