@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.weights import IR_TYPES, TensorSource
 
 
@@ -26,22 +27,19 @@ class _Format:
     read: Callable[[Path, str], torch.Tensor]
 
 
-def checkpoint_source(checkpoint: Path, base_prefix: str, canonical: Mapping[str, str]) -> TensorSource:
-    """Tensors of a local checkpoint folder, read when asked for.
-
-    Args:
-        base_prefix: what a model with a head calls the model without it ("model").
-        canonical: every parameter, and the one of those tied to it that is asked for.
+def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
+    """Tensors of a local checkpoint folder, read when asked for; of tied ones that are there, all must be the same.
 
     Raises:
         ModelNotSupportedError: no weights, an unreadable file, or a parameter that is missing, of another shape or quantised.
     """
     form, files = _files(checkpoint)
     where = {name: file for file in files for name in form.names(file)}
+    base = bones.parts.prefix.split(".")[0]
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tied = [parameter for parameter, kept in canonical.items() if kept == name]
-        spelled = (next((key for key in _spellings(parameter, base_prefix) if key in where), None) for parameter in tied)
+        tied = [parameter for parameter, kept in bones.canonical.items() if kept == name]
+        spelled = (next((key for key in _spellings(parameter, base) if key in where), None) for parameter in tied)
         found = [key for key in spelled if key is not None]
         if not found:
             raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
@@ -58,13 +56,13 @@ def checkpoint_source(checkpoint: Path, base_prefix: str, canonical: Mapping[str
     return tensor
 
 
-def _spellings(name: str, base_prefix: str) -> Iterator[str]:
-    """What a parameter may be called in a file."""
-    short = name.removeprefix(f"{base_prefix}.")
+def _spellings(name: str, base: str) -> Iterator[str]:
+    """What a parameter may be called in a file; `base`: what a model with a head calls the model without it ("model")."""
+    short = name.removeprefix(f"{base}.")
     yield name
     yield short  # saved from the base model, without its head
     yield f"language_model.{name}"  # the text part of a model that also sees, as transformers 4 wrote it
-    yield f"{base_prefix}.language_model.{short}"  # and as 5 does
+    yield f"{base}.language_model.{short}"  # and as 5 does
     yield name.replace("lm_head.", "embed_out.")  # GPT-NeoX
 
 

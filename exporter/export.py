@@ -77,10 +77,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     with _fresh_folder(request.out, request.force) as partial:
         copy_tokenizer(folder, partial, config, limits.max_length)
         report("reading weights", 0.0)
-        if request.random_weights or folder is None:
-            source = random_source()
-        else:
-            source = checkpoint_source(folder, bones.parts.prefix.split(".")[0], bones.canonical)
+        source = random_source() if request.random_weights or folder is None else checkpoint_source(folder, bones)
         done = 0
 
         def advance(count: int) -> None:

@@ -55,7 +55,9 @@ def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.
     return ordered[np.argsort(order)]
 
 
-def clear_prompts(generator: Generator, lengths: list[int], margin: float) -> tuple[list[list[int]], np.ndarray[Any, np.dtype[np.float32]]]:
+def clear_prompts(
+    generator: Generator, lengths: list[int], margin: float
+) -> tuple[list[list[int]], np.ndarray[Any, np.dtype[np.float32]]]:
     """Random prompts none of whose greedy tokens is a close call, and their logits."""
     for seed in itertools.count():
         rng = np.random.default_rng(seed)

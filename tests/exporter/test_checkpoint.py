@@ -26,8 +26,7 @@ State = dict[str, torch.Tensor]
 
 def _source(folder: Path) -> TensorSource:
     """Of a folder whose configuration is a supported model's, or has one as its text part."""
-    bones = skeleton(load_config(str(folder))[0])
-    return checkpoint_source(folder, bones.parts.prefix.split(".")[0], bones.canonical)
+    return checkpoint_source(folder, skeleton(load_config(str(folder))[0]))
 
 
 def _in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,8 +16,9 @@ from skipdecode.bindings import TIED_WEIGHT
 from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
+from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import skeleton
-from skipdecode.exporter.weights import checkpoint_source, write_weights
+from skipdecode.exporter.weights import write_weights
 from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import (
     BuilderOptions,
@@ -50,9 +50,8 @@ def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
     @functools.cache
     def made(name: str, what: str = "layer", dtype: torch.dtype = torch.float16) -> ir.Model:
         bones = skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)), dtype)
-        with ExitStack() as files:
-            source = checkpoint_source(zoo.checkpoint(name), bones.parts.prefix.split(".")[0], files)
-            weights = write_weights(tmp_path_factory.mktemp(name), bones.shapes, dtype, source, lambda count: None)
+        source = checkpoint_source(zoo.checkpoint(name), bones)
+        weights = write_weights(tmp_path_factory.mktemp(name), bones.shapes, dtype, source, lambda count: None)
         if what == "layer":
             return export.layer_graphs(bones, weights)[0]
         return export.outer_graphs(bones, weights)[("embed", "head").index(what)]
