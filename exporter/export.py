@@ -33,7 +33,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
 DEFAULT_MAX_LENGTH = 2048
-_SEGMENT_BYTES = 256 << 20  # a call costs ~10 us, reading this much ~7 ms: larger segments save nothing but cost memory
+_SEGMENT_BYTES = 256 << 20  # of compiled weights: reading them takes ~7 ms, a border 0.1 ms at most; more cost memory at export
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 
@@ -87,7 +87,8 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
 
         (partial / GRAPHS).mkdir()
         weights = write_weights(partial / GRAPHS, bones.shapes, dtype, source, advance)
-        plan = plan_variants(schedule, max_layers_per_segment=max(1, _SEGMENT_BYTES // bones.layer_bytes))
+        layer_bytes = int(bones.layer_bytes * _compiled_itemsize(request, bones) / dtype.itemsize)
+        plan = plan_variants(schedule, max_layers_per_segment=max(1, _SEGMENT_BYTES // layer_bytes))
         graphs, variants = _write_graphs(partial, bones, weights, plan, report)
         compiled = []
         for index, target in enumerate(targets):
@@ -124,6 +125,12 @@ def _quantization(request: ExportRequest) -> Quantization | None:
     if bits is None:
         return None
     return Quantization(bits=bits, method=request.quantize_method, block_size=request.quantize_block)
+
+
+def _compiled_itemsize(request: ExportRequest, bones: Skeleton) -> float:
+    """Bytes of a weight in engines; quantised ones with their scales."""
+    bits = QUANTIZED_BITS[request.quantize]
+    return bones.dtype.itemsize if bits is None else (bits + 1) / 8
 
 
 def _check_options(request: ExportRequest) -> None:
@@ -181,14 +188,14 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
             "choose a smaller one" if request.quantize_block > BLOCK_SIZES[0] else "leave out --quantize",
             where="--quantize-block",
         )  # fmt: skip
-    _check_disk(request.out, bones, targets, QUANTIZED_BITS[request.quantize])
+    _check_disk(request, targets, bones)
 
 
-def _check_disk(out: Path, bones: Skeleton, targets: Sequence[TargetRequest], bits: int | None) -> None:
+def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton) -> None:
     """Weights once as source, once a target, quantised or (on cpu) plain and prepacked; one segment on its way."""
+    out, itemsize = request.out, _compiled_itemsize(request, bones)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    quantized = None if bits is None else (bits + 1) / 8
-    compiled = sum(quantized or (2 * 4 if target.name == "cpu" else bones.dtype.itemsize) for target in targets)
+    compiled = sum(2 * 4 if (target.name, request.quantize) == ("cpu", "none") else itemsize for target in targets)
     needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + _SEGMENT_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:

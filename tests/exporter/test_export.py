@@ -21,6 +21,7 @@ import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
 from skipdecode.exporter import cpu_target
+from skipdecode.exporter import export as exports
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
@@ -125,6 +126,16 @@ def test_random_weights_need_no_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
     transformers.LlamaConfig(num_hidden_layers=4, **sizes).save_pretrained(tmp_path / "bare")
     export(ExportRequest(model=str(tmp_path / "bare"), out=tmp_path / "out", random_weights=True, max_length=32))
     assert len(skipdecode.load(tmp_path / "out").generate([1, 2], max_new_tokens=5, ignore_eos=True).sequences[0].token_ids) == 5
+
+
+def test_segments_are_as_large_as_their_compiled_weights_allow(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bones = exports.skeleton(zoo.model("llama").config)
+    monkeypatch.setattr(exports, "_SEGMENT_BYTES", 2 * bones.layer_bytes)
+    for quantize, sizes in (("none", [2, 2, 2]), ("int8", [LAYERS]), ("int4", [LAYERS])):
+        request = ExportRequest(
+            model=str(zoo.checkpoint("llama")), out=tmp_path / quantize, schedule=ScheduleRequest(name="full"), quantize=quantize
+        )
+        assert [len(layers) for layers in export(request).segments] == sizes
 
 
 def _copy(zoo: Zoo, tmp_path: Path) -> Path:
