@@ -40,7 +40,8 @@ def main() -> int:
     options = _options()
     settings = {
         "points": [str(point) for point in options.points], "kinds": options.kinds, "speedups": options.speedups,
-        "threads": options.threads, "new_tokens": options.tokens, "missing_peers": missing_peers(), "smoke": options.smoke,
+        "threads": options.threads, "new_tokens": options.tokens, "missing_peers": missing_peers(),
+        "anew": options.anew, "smoke": options.smoke,
     }  # fmt: skip
     result: dict[str, Any] = {"machine": facts(), "settings": settings, "models": {}}
     if missing_peers():
@@ -95,7 +96,7 @@ def _told_once(systems: list[System], prompts: list[list[int]], tokens: int) -> 
 
 
 def _measure_rounds(name: str, systems: list[System], prompts: list[list[int]], options: argparse.Namespace) -> list[float]:
-    """Fill each system's runs, one a round, after one round that is not counted; returns each round's read bandwidth, GB/s.
+    """Fill each system's runs, one a round, after one round (--anew: one call) not counted; each round's read bandwidth, GB/s.
 
     As many rounds as fit into --seconds, at least 2 and at most --repeats.
     """
@@ -107,7 +108,11 @@ def _measure_rounds(name: str, systems: list[System], prompts: list[list[int]], 
             break
         _progress(f"{name} {len(prompts)}x{len(prompts[0])}: " + ("warming up" if repeat < 0 else f"round {repeat + 1}"))
         found.append(memory.gb_per_s())
-        for system in systems:
+        first = max(0, repeat) % len(systems)
+        for system in (*systems[first:], *systems[:first]):
+            if options.anew and repeat >= 0:
+                system.close()
+                system.call("generate", prompts, options.tokens)
             time.sleep(0 if options.smoke else _PAUSE_S)
             run = system.call("generate", prompts, options.tokens)
             if repeat >= 0:
@@ -151,6 +156,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a point at most (%(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="for a point, if that is enough for 2 rounds (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of each system (%(default)s)")
+    parser.add_argument("--anew", action="store_true", help="in each round start each process anew: launches differ by a tenth")
     parser.add_argument("--smoke", action="store_true", help="tiny models, few tokens, nothing written")
     options = parser.parse_args()
     options.models, options.kinds = options.models.split(","), options.kinds.split(",")

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from skipdecode.cpu import cpu_features
 from skipdecode.validation.machine import ReadBandwidth, machine_facts
 
 __all__ = ["ReadBandwidth", "facts", "write_results"]
@@ -16,16 +17,19 @@ RESULTS = Path(__file__).parent / "results"
 
 def facts() -> dict[str, Any]:
     """The machine, with the versions of every system that takes part."""
-    return machine_facts(("skipdecode", "onnxruntime", "tensorrt_rtx", "torch", "transformers", "ctranslate2", "numpy"))
+    libraries = ("skipdecode", "onnxruntime", "tensorrt_rtx", "torch", "transformers", "ctranslate2", "numpy")
+    return {**machine_facts(libraries), "cpu_features": cpu_features()}
 
 
 def write_results(name: str, result: dict[str, Any]) -> Path:
     """Write `results/<name>-<machine>.json`; `result` has the machine's facts under "machine". Returns the path.
 
-    A machine's name is its GPU's, where that is measured: nvidia-h200; else the CPU's: amd-epyc-2-cores.
+    A machine's name is its GPU's, where that is measured: nvidia-h200; else the CPU's: amd-epyc-2-cores, and with the
+    instructions that choose other matrix kernels amd-epyc-avx512-2-cores.
     """
     machine = result["machine"]
-    title = machine.get("gpu") or f"{machine['cpu']} {machine['cores']} cores"
+    wide = " avx512" if "avx512f" in machine.get("cpu_features", ()) else ""
+    title = machine.get("gpu") or f"{machine['cpu']}{wide} {machine['cores']} cores"
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
