@@ -80,8 +80,8 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: encoder-decoders, mixtures of experts, a rotary scaling that `max_length` tokens would exceed, or
-            an architecture that is not tested.
+        ModelNotSupportedError: encoder-decoders, mixtures of experts, attention to later tokens, a rotary scaling that
+            `max_length` tokens would exceed, or an architecture that is not tested.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")

@@ -68,7 +68,7 @@ def fetch_checkpoint(model: str) -> Path:
     name = f"facebook/opt-{size}" if size else model
     try:
         folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_OTHER_COPIES))
-        if not any(folder.glob("*.safetensors")):
+        if not any(folder.glob("model*.safetensors")):
             snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES)
         return folder
     except (OSError, ValueError) as error:

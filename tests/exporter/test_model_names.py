@@ -23,7 +23,7 @@ _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
 
 def _export(url: str, home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "skip-export"), *map(str, arguments)]
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home)}
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
