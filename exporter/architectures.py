@@ -17,9 +17,10 @@ _PARTS = {
     "phi": ("", "layers", ("final_layernorm",), "rotary_emb"),
     **dict.fromkeys(
         (
-            "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-            "granite", "helium", "llama", "ministral", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
-            "seed_oss", "smollm3", "stablelm", "starcoder2",
+            "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
+            "glm4", "granite", "helium", "hyperclovax", "internlm3", "jais2", "llama", "ministral", "ministral3", "mistral",
+            "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+            "vaultgemma",
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),

@@ -47,12 +47,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16, sliding_window=7),  # but in the last layer
     "phi3": lambda: transformers.Phi3Config(**_GROUPED, **_IDS),
 }
+_BY_POSITION = {  # Ministral 3 scales its queries by their position, from the original length on
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": 5},
+    "cwm": {"head_dim": 16, "sliding_window": 5},
     "ernie4_5": {"head_dim": 16},
     "exaone4": {"sliding_window": 5},
     "gemma": {"head_dim": 32},
@@ -60,7 +65,11 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "helium": {"head_dim": 16},
+    "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "internlm3": {"head_dim": 16},
+    "jais2": {},
     "ministral": {"head_dim": 16, "sliding_window": 5},
+    "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
     "nemotron": {"head_dim": 32},
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
@@ -70,6 +79,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "smollm3": {},  # every fourth layer rotates nothing
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
+    "vaultgemma": {"head_dim": 16, "sliding_window": 5},
 }
 RELATIVES: dict[str, Callable[[], Any]] = {
     name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})
