@@ -40,16 +40,16 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
     except (OSError, ValueError, KeyError) as error:
         raise _unreachable(model, error) from error
-    return _text_part(config, model), folder if folder.is_dir() else None
-
-
-def _text_part(config: Any, model: str) -> Any:
-    """Of a model that also sees; else the configuration itself."""
     if getattr(config, "quantization_config", None):
         method = dict(config.quantization_config).get("quant_method", "some method")
         raise ModelNotSupportedError(
             f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
         )
+    return _text_part(config), folder if folder.is_dir() else None
+
+
+def _text_part(config: Any) -> Any:
+    """Of a model that also sees; else the configuration itself."""
     text = config.get_text_config()
     if text.dtype is None:
         text.dtype = config.dtype

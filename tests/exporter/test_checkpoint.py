@@ -29,7 +29,8 @@ def _source(folder: Path) -> TensorSource:
     return checkpoint_source(folder, skeleton(load_config(str(folder))[0]))
 
 
-def _in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
+def in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
+    """Two files and their index, as save_pretrained writes them."""
     names = list(state)
     files = {name: pattern.format(1 + (2 * index >= len(names))) for index, name in enumerate(names)}
     for file in set(files.values()):
@@ -51,9 +52,9 @@ def test_a_checkpoint_is_read_in_every_form_that_hugging_face_writes(name: str, 
     if form == "bin":
         torch.save(state, folder / "pytorch_model.bin")
     elif form == "bin in shards":
-        _in_shards(state, folder, "pytorch_model-{:05d}-of-00002.bin", torch.save)
+        in_shards(state, folder, "pytorch_model-{:05d}-of-00002.bin", torch.save)
     elif form == "safetensors in shards":
-        _in_shards(state, folder, "model-{:05d}-of-00002.safetensors", save_file)
+        in_shards(state, folder, "model-{:05d}-of-00002.safetensors", save_file)
     else:  # what OPT's and GPT-2's checkpoints on the hub are called by
         renamed = {key.removeprefix(f"{model.base_model_prefix}."): value for key, value in state.items()}
         torch.save(renamed, folder / "pytorch_model.bin")

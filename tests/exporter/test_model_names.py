@@ -16,6 +16,7 @@ import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.export import ExportRequest, export
 from tests.conftest import CONFIGS, Zoo
+from tests.exporter.test_checkpoint import in_shards
 from tests.standin import hub
 
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
@@ -43,10 +44,7 @@ def _as_opt_is_on_the_hub(folder: Path) -> None:
     model = transformers.OPTForCausalLM(config).half()
     model.config.save_pretrained(folder)
     state = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
-    files = {name: f"pytorch_model-0000{1 + (len(name) % 2)}-of-00002.bin" for name in state}
-    for file in set(files.values()):
-        torch.save({name: state[name] for name in state if files[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    in_shards(state, folder, "pytorch_model-{:05d}-of-00002.bin", torch.save)
     (folder / "flax_model.msgpack").write_bytes(b"large")
 
 
