@@ -23,7 +23,7 @@ CASES = Path(__file__).parent / "cases.json"
 SHOWN = 4  # logits of a step that are kept
 _MARGIN = 5e-3  # between the best two logits, and twice the tolerance, so that a greedy token does not hang on rounding
 _LENGTHS = {"one": [5], "ragged": [2, 7, 1, 3], "long": [27]}  # of prompts
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 16},
     "full_depth": {"max_new_tokens": 8, "full_depth": True},
     "sampled": {"max_new_tokens": 16, "do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 17},
@@ -78,7 +78,7 @@ def main() -> None:
             for asked, lengths in _LENGTHS.items():
                 prompts, logits = clear_prompts(generator, lengths, max(_MARGIN, 2 * tolerance(name)))
                 # what is drawn in int8 differs from processor to processor
-                hows = {"greedy": _OPTIONS["greedy"]} if name.endswith("int8") else _OPTIONS
+                hows = {"greedy": OPTIONS["greedy"]} if name.endswith("int8") else OPTIONS
                 for how, chosen in hows.items():
                     # ended rows ride along in Python and are freed in C++: with absolute positions `layers` shows it
                     options = {**chosen, "ignore_eos": True} if "absolute" in name else chosen
