@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from skipdecode.errors import BundleError
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no character, or not one yet
 
 
 class Tokenizer:
@@ -44,7 +45,36 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def stream(self) -> Callable[[int], str]:
-        """A function that takes the next id and gives the text that is now whole characters, or nothing."""
-        stream = DecodeStream(skip_special_tokens=True)
-        return lambda token: stream.step(self._tokenizer, token) or ""
+    def stream(self) -> TextStream:
+        """For one row's tokens as they come."""
+        return TextStream(self)
+
+
+class TextStream:
+    """One row's text as it is made, whole characters at a time.
+
+    tokenizers' own DecodeStream raises where a byte that was given already (`<0x0A>`) turns out to be the first of invalid ones.
+    Text is decoded from the last given piece on, because what a token looks like depends on the one before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # of the last piece that was given, and those that came since
+        self._given = 0  # how many of them are in that piece
+
+    def put(self, token: int) -> str:
+        """Take the next id; the text that is whole with it, or nothing."""
+        self._ids.append(token)
+        piece = self._rest()
+        if not piece or piece.endswith(_INCOMPLETE):
+            return ""
+        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
+        return piece
+
+    def end(self) -> str:
+        """What waited for more bytes of a character."""
+        piece, self._given = self._rest(), len(self._ids)
+        return piece
+
+    def _rest(self) -> str:
+        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._given])) :]

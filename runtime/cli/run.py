@@ -118,16 +118,13 @@ class _Printer:
 
     def __init__(self, model: Generator) -> None:
         assert model.tokenizer is not None
-        self._step = model.tokenizer.stream()
-        self._stop_ids = model.manifest.model.eos_token_ids
+        self._text = model.tokenizer.stream()
 
     def put(self, value: Any) -> None:
-        piece = self._step(int(value[0]))
-        if piece:
-            print(piece, end="", flush=True)
+        print(self._text.put(int(value[0])), end="", flush=True)
 
     def end(self) -> None:
-        print(flush=True)
+        print(self._text.end(), flush=True)
 
 
 def _as_json(result: Generation) -> dict[str, Any]:

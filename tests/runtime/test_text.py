@@ -1,0 +1,66 @@
+"""Text from tokens as they come."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from skipdecode.text import Tokenizer
+
+
+def _byte_level() -> Tokenizer:
+    """GPT-2's and Llama 3's kind: a token is some bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged = {("h", "e"): "he", ("\u0120", "w"): "\u0120w", ("\u00c3", "\u00a9"): "\u00c3\u00a9"}
+    vocabulary = {token: index for index, token in enumerate([*letters, *merged.values()])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=list(merged)))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend)
+
+
+def _byte_fallback() -> Tokenizer:
+    """Llama 2's and Gemma's kind: words, and a token for each byte."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581h", "\u2581w", "he", "\u2581", "\u65e5"]
+    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], byte_fallback=True))
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(spaces)
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend)
+
+
+BYTE_LEVEL, BYTE_FALLBACK = _byte_level(), _byte_fallback()
+
+
+def _streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*(stream.put(token) for token in ids), stream.end()]
+
+
+@given(st.lists(st.integers(0, 259), max_size=12))
+def test_the_pieces_of_byte_level_tokens_make_up_the_whole_text(ids: list[int]) -> None:
+    assert "".join(_streamed(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+@given(st.lists(st.integers(0, 261), max_size=12))
+def test_any_tokens_can_be_streamed_where_bytes_fall_back(ids: list[int]) -> None:
+    streamed, whole = "".join(_streamed(BYTE_FALLBACK, ids)), BYTE_FALLBACK.decode(ids)
+    assert streamed == whole or "\N{REPLACEMENT CHARACTER}" in whole  # bytes that were text may become part of an invalid run
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        (["\u2581h", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "\u2581w"], ["h", "", "", "", "\U0001f642", " w", ""]),
+        (["\u2581h", "<0x0A>", "<0xE2>", "\u2581w"], ["h", "\n", "", "\N{REPLACEMENT CHARACTER} w", ""]),
+        (["\u2581h", "<0xF0>", "<0x9F>"], ["h", "", "", "\N{REPLACEMENT CHARACTER}" * 2]),
+        (["</s>", "\u2581h", "</s>", "\u2581w"], ["", "h", "", " w", ""]),
+    ],
+    ids=["a character of four bytes", "a newline before a broken one", "broken at the end", "special tokens"],
+)
+def test_a_piece_comes_when_its_characters_are_whole(tokens: list[str], pieces: list[str]) -> None:
+    ids = [BYTE_FALLBACK._tokenizer.token_to_id(token) for token in tokens]
+    assert _streamed(BYTE_FALLBACK, ids) == pieces
