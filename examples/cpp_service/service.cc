@@ -72,8 +72,9 @@ struct Running {
         part.row->Cancel();
         now.finish_reason = "stop";
       } else if (next.end) {
+        if (part.text != nullptr) now.text += part.filter.Add(part.text->End());
         now.text += part.filter.Rest();
-        now.finish_reason = ReasonOf(*next.end);
+        now.finish_reason = part.filter.stopped() ? "stop" : ReasonOf(*next.end);
       }
       if (now.tokens == 0 && !now.finish_reason) continue;
       part.choice.text += now.text;

@@ -87,7 +87,15 @@ Json Tokenize(const Json& request) {
     skipdecode::TextStream stream(tokenizer);
     std::string streamed;
     for (const int64_t id : ids) streamed += stream.Add(id);
-    answer["streamed"].push_back(streamed);
+    answer["streamed"].push_back(streamed + stream.End());
+  }
+  answer["pieces"] = Json::array();
+  for (const auto& ids : request.value("ids", std::vector<std::vector<int64_t>>())) {
+    skipdecode::TextStream stream(tokenizer);
+    std::vector<std::string> pieces;
+    for (const int64_t id : ids) pieces.push_back(stream.Add(id));
+    pieces.push_back(stream.End());
+    answer["pieces"].push_back(pieces);
   }
   return answer;
 }

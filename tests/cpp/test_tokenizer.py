@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from skipdecode import text
 from skipdecode.exporter.export import ExportRequest, export
 from tests.cpp.conftest import Driver
 
@@ -139,6 +141,24 @@ def test_text_that_streams_is_the_same_text(family: tuple[Path, Tokenizer], driv
     assert [text.lstrip() for text in found["streamed"]] == [
         tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=True).lstrip() for text in CORPUS
     ]
+
+
+def _comparable(pieces: list[str]) -> list[str]:
+    """Without what GenAI does in its own way: the first space, and how many U+FFFD invalid bytes are."""
+    return [re.sub("\ufffd+", "\ufffd", piece) for piece in (pieces[0].lstrip(), *pieces[1:])]
+
+
+def test_pieces_are_those_of_python_also_where_a_text_ends_inside_a_character(
+    family: tuple[Path, Tokenizer], driver: Driver
+) -> None:
+    bundle, tokenizer = family
+    texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in CORPUS]
+    ids = [whole[:length] for whole in texts for length in (len(whole), len(whole) // 2, len(whole) - 1) if length > 0]
+    found = driver.ask(command="tokenize", bundle=bundle, texts=[], ids=ids)["pieces"]
+    for row, pieces in zip(ids, found, strict=True):
+        stream = text.Tokenizer(tokenizer).stream()
+        expected = [*(stream.put(token) for token in row), stream.end()]
+        assert _comparable(pieces) == _comparable(expected)
 
 
 def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_told(

@@ -11,10 +11,13 @@
 //       std::cout << text.Add(event.token) << std::flush;
 //       return true;
 //     });
+//     std::cout << text.End() << std::endl;
 //   }
 #ifndef SKIPDECODE_SKIPDECODE_HPP_
 #define SKIPDECODE_SKIPDECODE_HPP_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -177,26 +180,39 @@ class Tokenizer {
   internal::Owned<skd_tokenizer, skd_tokenizer_destroy> handle_;
 };
 
-// Text of tokens that come one by one: each call gives what is now whole characters, possibly nothing.
+// Text of tokens that come one by one: each call gives what is now whole characters, possibly nothing; `End`, what waited for
+// more. Text is decoded from the last given piece on, because what a token looks like depends on the one before it.
 class TextStream {
  public:
   explicit TextStream(Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
   std::string Add(int64_t token) {
     ids_.push_back(token);
-    const std::string before = tokenizer_->Decode(ids_.data() + from_, told_ - from_);
-    const std::string now = tokenizer_->Decode(ids_.data() + from_, ids_.size() - from_);
-    constexpr char kReplacement[] = "\xEF\xBF\xBD";  // of bytes that are no whole character yet
-    const bool whole = now.size() < 3 || now.compare(now.size() - 3, 3, kReplacement) != 0;
-    if (now.size() <= before.size() || !whole) return {};
-    from_ = told_;  // a decoder may treat the first token specially: the newest told ones stay in front
-    told_ = ids_.size();
-    return now.substr(before.size());
+    std::string piece = Rest();
+    constexpr char kReplacement[] = "\xEF\xBF\xBD";  // of bytes that are no character, or not one yet
+    const bool whole = piece.size() < 3 || piece.compare(piece.size() - 3, 3, kReplacement) != 0;
+    if (piece.empty() || !whole) return {};
+    ids_.erase(ids_.begin(), ids_.begin() + static_cast<std::ptrdiff_t>(given_));
+    given_ = ids_.size();
+    return piece;
+  }
+  std::string End() {
+    std::string piece = Rest();
+    given_ = ids_.size();
+    return piece;
   }
 
  private:
+  static bool Starts(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }  // a character in UTF-8
+  // What follows the given piece; in characters, since bytes that were text may become part of an invalid run.
+  std::string Rest() {
+    const std::string before = tokenizer_->Decode(ids_.data(), given_), now = tokenizer_->Decode(ids_.data(), ids_.size());
+    auto given = std::count_if(before.begin(), before.end(), Starts);
+    return {std::find_if(now.begin(), now.end(), [&given](char byte) { return Starts(byte) && given-- == 0; }), now.end()};
+  }
+
   Tokenizer* tokenizer_;
-  std::vector<int64_t> ids_;
-  size_t from_ = 0, told_ = 0;
+  std::vector<int64_t> ids_;  // of the last piece that was given, and those that came since
+  size_t given_ = 0;          // how many of them are in that piece
 };
 
 }  // namespace skipdecode
