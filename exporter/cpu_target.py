@@ -50,7 +50,7 @@ def compile_cpu(
         ir.passes.Sequential(WidenPass(), *passes)(lowered)
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = weight_bytes(lowered.graph)
-        _compile(partial, lowered, path, prepack=quantization is None)
+        _compile(partial, lowered, path)
         return path
 
     (partial / FOLDER).mkdir(parents=True)
@@ -74,11 +74,11 @@ def compile_cpu(
     )  # fmt: skip
 
 
-def _compile(partial: Path, lowered: ir.Model, path: str, *, prepack: bool) -> None:
+def _compile(partial: Path, lowered: ir.Model, path: str) -> None:
     source = partial / GRAPHS / "lowered.onnx"  # beside the weights that it refers to
     move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
     ir.save(lowered, source)
-    compile_ort(source, partial / path, prepack=prepack)
+    compile_ort(source, partial / path)
     for file in (source, source.with_suffix(".bin")):
         file.unlink(missing_ok=True)
 

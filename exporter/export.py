@@ -25,6 +25,7 @@ from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targe
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, random_source, write_weights
+from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.plan import Plan, plan_variants
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS, Quantization
@@ -181,6 +182,8 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
                 f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",
                 where="--quantize",
             )  # fmt: skip
+    if request.quantize != "none" and any(target.name == "cpu" for target in targets):
+        check_packs_quantised()
     width = bones.config.hidden_size
     if request.quantize != "none" and width % request.quantize_block:
         raise TargetError(
@@ -192,10 +195,12 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
 
 
 def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton) -> None:
-    """Weights once as source, once a target, quantised or (on cpu) plain and prepacked; one segment on its way."""
+    """Weights once as source, once a target, quantised or not, on cpu plain and packed; one segment on its way."""
     out, itemsize = request.out, _compiled_itemsize(request, bones)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    compiled = sum(2 * 4 if (target.name, request.quantize) == ("cpu", "none") else itemsize for target in targets)
+    fp32 = request.quantize == "none"
+    cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form holds its levels' sum too
+    compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
     needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + _SEGMENT_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:

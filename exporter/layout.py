@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -36,7 +37,7 @@ def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) ->
         shares: an engine in the same folder; what it has under the same name (a parameter's, so the same bytes) is not written
             again: a tied embedding and head are one weight.
     """
-    theirs = ir.load(shares).graph.initializers if shares is not None else {}
+    theirs = _initializers(shares) if shares is not None else {}
     own = []
     for name, value in lowered.graph.initializers.items():
         shared = theirs[name].const_value if name in theirs else None
@@ -48,6 +49,12 @@ def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) ->
             own.append(value)
     move_to_file(own, path.with_suffix(".bin"))
     ir.save(lowered, path)
+
+
+def _initializers(engine: Path) -> Mapping[str, ir.Value]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Ignoring unknown external data key")  # ONNX Runtime's own: where the packed form lies
+        return ir.load(engine).graph.initializers
 
 
 def save_tied(tied: str | None, head: ir.Model, partial: Path, folder: str) -> tuple[str | None, int]:

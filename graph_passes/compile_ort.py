@@ -7,19 +7,35 @@ from pathlib import Path
 import onnxruntime as ort
 
 from skipdecode.engines.ort import use_threads
+from skipdecode.errors import TargetError
+
+_PACKS_QUANTISED = (1, 32)  # before, `MatMulNBits` stored nothing packed, and read NaN where it was told to
 
 
-def compile_ort(source: Path, engine: Path, *, prepack: bool = True) -> None:
-    """Write `engine` (an ORT graph) and beside it `<name>.bin` with its prepacked weights.
+def check_packs_quantised() -> None:
+    """Refuse an ONNX Runtime that cannot store packed quantised weights.
+
+    Raises:
+        TargetError: with what to install.
+    """
+    if tuple(map(int, ort.__version__.split(".")[:2])) < _PACKS_QUANTISED:
+        needed = ".".join(map(str, _PACKS_QUANTISED))
+        raise TargetError(
+            f"onnxruntime {ort.__version__} cannot store packed quantised weights",
+            f"install onnxruntime {needed} or newer to export for cpu",
+            where="--quantize",
+        )
+
+
+def compile_ort(source: Path, engine: Path) -> None:
+    """Write `engine` (an ORT graph) and beside it `<name>.bin` with its prepacked weights, quantised ones too.
 
     Args:
         source: the lowered graph, its weights by reference below its own folder.
         engine: `.onnx` path to write.
-        prepack: store prepacked weights too, so that loading maps them. Not for `MatMulNBits`: ORT 1.31 reads its stored form
-            back as NaN; it is packed at load instead.
 
-    The `.bin` holds each weight twice, plain and prepacked: ORT 1.31 reads the plain one at load (zeroed, results change) and
-    keeps only the prepacked one mapped.
+    The `.bin` holds each weight twice, plain and prepacked: ORT reads the plain one at load (zeroed, results change) and keeps
+    only the prepacked one mapped.
     """
     weights = engine.with_suffix(".bin")
     use_threads(None)
@@ -30,5 +46,5 @@ def compile_ort(source: Path, engine: Path, *, prepack: bool = True) -> None:
     options.use_per_session_threads = False
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1" if prepack else "0")
+    options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])

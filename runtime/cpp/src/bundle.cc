@@ -58,7 +58,7 @@ void CheckCompiled(const Target& target, const std::filesystem::path& path) {
   }
 }
 
-// As many at a time as there are cores: quantised weights are packed while they load.
+// As many at a time as there are cores: ONNX Runtime reads an engine's packed weights once while it loads.
 std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled) {
   std::vector<std::optional<Engine>> loaded(files.size());
   std::atomic<size_t> next{0};
@@ -115,7 +115,6 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   const Device device = asked_device.value_or(compiled ? Device::kCpu : Device::kCuda);
   CheckProvider(device);
   if (compiled) CheckCompiled(target, path);
-  const std::vector<Region> before = AnonymousRegions();
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
   std::vector<Engine> engines = LoadEngines(files, device, compiled);
@@ -130,11 +129,9 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
     segments.push_back({manifest.segments[i], std::move(engines[i + 2])});
   }
   ReleaseLoadingMemory(path);
-  auto huge_pages = std::make_unique<HugePages>(compiled ? FullBlocks(before) : std::vector<Region>());
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
   return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(engines[0]),
-                                               std::move(segments), std::move(engines[1]), load_s.count(),
-                                               std::move(huge_pages)});
+                                               std::move(segments), std::move(engines[1]), load_s.count()});
 }
 
 }  // namespace skd

@@ -10,7 +10,6 @@
 #include "engine.h"
 #include "manifest.h"
 #include "memory.h"
-#include "process_memory.h"
 
 namespace skd {
 
@@ -28,7 +27,6 @@ struct Bundle {
   std::vector<SegmentEngine> segments;  // lowest first
   Engine head;
   double load_s;
-  std::unique_ptr<HugePages> huge_pages;  // on their way while the first steps run
 };
 
 // `device`: none: the target's own. Engines for a GPU run on a CPU too, where they can be checked.

@@ -1,0 +1,39 @@
+// Memory that engines work in.
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <fstream>
+#include <string>
+
+#include "memory.h"
+
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+size_t HugeBytes() {
+  std::ifstream rollup("/proc/self/smaps_rollup");
+  for (std::string word; rollup >> word;) {
+    size_t kib = 0;
+    if (word == "AnonHugePages:" && rollup >> kib) return kib << 10;
+  }
+  return 0;
+}
+
+bool SystemHasHugePages() {
+  std::string enabled;
+  std::getline(std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled"), enabled);
+  return !enabled.empty() && enabled.find("[never]") == std::string::npos;
+}
+
+}  // namespace
+
+TEST_CASE("a large block, as a KV buffer is, lies in huge pages from its first touch") {
+  if (!SystemHasHugePages()) {
+    WARN("this system has no transparent huge pages, or they are switched off");
+    return;
+  }
+  const size_t huge = HugeBytes();
+  const skd::Block block = skd::Memory(skd::Device::kCpu, "float32").Allocate(32 * kMiB);
+  std::memset(block.get(), 7, 32 * kMiB);
+  CHECK(HugeBytes() >= huge + 16 * kMiB);
+}
