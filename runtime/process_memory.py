@@ -22,7 +22,7 @@ def loading(bundle: Path) -> Iterator[None]:
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)  # OPT-1.3B in int4: 170 of 230 MiB, which glibc would keep
     for start, end in mapped_regions(bundle):
-        # as much as the bundle: ONNX Runtime reads what it has packed weights for; who reads a page again gets it from the file
+        # as much as the bundle: ONNX Runtime packs quantised weights to find them equal to the stored ones
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 

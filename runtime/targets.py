@@ -158,7 +158,7 @@ def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Pa
     """Embedding, segments with their layers, head."""
     paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
-        with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime reads an engine's packed weights once while it loads
+        with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime packs quantised weights, to compare them
             embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
         raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error

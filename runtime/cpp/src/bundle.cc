@@ -58,7 +58,7 @@ void CheckCompiled(const Target& target, const std::filesystem::path& path) {
   }
 }
 
-// As many at a time as there are cores: ONNX Runtime reads an engine's packed weights once while it loads.
+// As many at a time as there are cores: ONNX Runtime packs quantised weights as it loads, to compare them with the stored ones.
 std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled) {
   std::vector<std::optional<Engine>> loaded(files.size());
   std::atomic<size_t> next{0};
