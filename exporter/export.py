@@ -34,7 +34,6 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
 DEFAULT_MAX_LENGTH = 2048
-_SEGMENT_BYTES = 256 << 20  # of compiled weights: reading them takes ~7 ms, a border 0.1 ms at most; more cost memory at export
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 
@@ -54,6 +53,8 @@ class ExportRequest:
     quantize_block: int = 32  # inputs that share one scale: 32, 64, 128
     builder: BuilderOptions = field(default_factory=BuilderOptions)  # of TensorRT's targets
     random_weights: bool = False
+    # most compiled weights of a segment: reading them takes ~7 ms, a border 0.1 ms at most; more cost memory at export
+    segment_bytes: int = 256 << 20
     slim: bool = False  # leave out what the targets do not read
     force: bool = False  # replace `out`
 
@@ -89,7 +90,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         (partial / GRAPHS).mkdir()
         weights = write_weights(partial / GRAPHS, bones.shapes, dtype, source, advance)
         layer_bytes = int(bones.layer_bytes * _compiled_itemsize(request, bones) / dtype.itemsize)
-        plan = plan_variants(schedule, max_layers_per_segment=max(1, _SEGMENT_BYTES // layer_bytes))
+        plan = plan_variants(schedule, max_layers_per_segment=max(1, request.segment_bytes // layer_bytes))
         graphs, variants = _write_graphs(partial, bones, weights, plan, report)
         compiled = []
         for index, target in enumerate(targets):
@@ -201,7 +202,7 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], bones:
     fp32 = request.quantize == "none"
     cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form holds its levels' sum too
     compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
-    needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + _SEGMENT_BYTES
+    needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + request.segment_bytes
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(

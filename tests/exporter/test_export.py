@@ -128,13 +128,13 @@ def test_random_weights_need_no_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
     assert len(skipdecode.load(tmp_path / "out").generate([1, 2], max_new_tokens=5, ignore_eos=True).sequences[0].token_ids) == 5
 
 
-def test_segments_are_as_large_as_their_compiled_weights_allow(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_as_large_as_their_compiled_weights_allow(zoo: Zoo, tmp_path: Path) -> None:
     bones = exports.skeleton(zoo.model("llama").config)
-    monkeypatch.setattr(exports, "_SEGMENT_BYTES", 2 * bones.layer_bytes)
     for quantize, sizes in (("none", [2, 2, 2]), ("int8", [LAYERS]), ("int4", [LAYERS])):
         request = ExportRequest(
-            model=str(zoo.checkpoint("llama")), out=tmp_path / quantize, schedule=ScheduleRequest(name="full"), quantize=quantize
-        )
+            model=str(zoo.checkpoint("llama")), out=tmp_path / quantize, schedule=ScheduleRequest(name="full"), quantize=quantize,
+            segment_bytes=2 * bones.layer_bytes,
+        )  # fmt: skip
         assert [len(layers) for layers in export(request).segments] == sizes
 
 
