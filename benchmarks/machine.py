@@ -21,8 +21,8 @@ def facts() -> dict[str, Any]:
     return {**machine_facts(libraries), "cpu_features": cpu_features()}
 
 
-def write_results(name: str, result: dict[str, Any]) -> Path:
-    """Write `results/<name>-<machine>.json`; `result` has the machine's facts under "machine". Returns the path.
+def write_results(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write `<name>-<machine>.json`, whole or not at all; `result` has the machine's facts under "machine". Returns the path.
 
     A machine's name is its GPU's, where that is measured: nvidia-h200; else the CPU's: amd-epyc-2-cores, and with the
     instructions that choose other matrix kernels amd-epyc-avx512-2-cores.
@@ -30,7 +30,8 @@ def write_results(name: str, result: dict[str, Any]) -> Path:
     machine = result["machine"]
     wide = " avx512" if "avx512f" in machine.get("cpu_features", ()) else ""
     title = machine.get("gpu") or f"{machine['cpu']}{wide} {machine['cores']} cores"
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return path
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return partial.replace(path)

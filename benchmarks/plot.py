@@ -31,7 +31,7 @@ def plot(result: dict[str, Any], path: Path, title: str) -> None:
 
 
 def _draw(axis: Any, title: str, rows: list[dict[str, Any]]) -> None:
-    peer = next(row["decode_ms_per_step"] for row in rows if row["system"].startswith("transformers"))
+    peer = next((row["decode_ms_per_step"] for row in rows if row["system"].startswith("transformers")), None)
     names = [row["system"] for row in rows]
     values = [row["decode_ms_per_step"] for row in rows]
     whiskers = [
@@ -41,7 +41,7 @@ def _draw(axis: Any, title: str, rows: list[dict[str, Any]]) -> None:
     colours = [(_OURS if row["system"].startswith("skipdecode") else _PEER)[row["kind"]] for row in rows]
     axis.barh(names, values, color=colours, xerr=whiskers, ecolor="#444444", capsize=2)
     for index, row in enumerate(rows):
-        label = f"{values[index]:.1f} ms  {peer / values[index]:.1f}x"
+        label = f"{values[index]:.{1 if values[index] >= 10 else 2}f} ms" + (f"  {peer / values[index]:.1f}x" if peer else "")
         axis.text(row["decode_ms_per_step_max"] + 0.01 * max(values), index, label, va="center", fontsize=8)
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize=8)

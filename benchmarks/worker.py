@@ -15,9 +15,14 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class Worker:
-    """A long-lived process that holds one object and answers one method call at a time."""
+    """A long-lived process that holds one object and answers one method call at a time.
 
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+    Args:
+        patience_s: how long its making, and each answer, may take; None: for ever.
+    """
+
+    def __init__(self, make: Callable[..., Any], *args: Any, patience_s: float | None = None) -> None:
+        self._patience_s = patience_s
         self._pipe, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self._process.start()
@@ -40,16 +45,30 @@ class Worker:
             self._process.kill()
 
     def _answer(self) -> Any:
-        failed, value = self._pipe.recv()
-        if failed:
-            raise RuntimeError(f"a worker failed:\n{value}")
-        return value
+        if not self._pipe.poll(self._patience_s):
+            self._process.kill()
+            raise TimeoutError(f"no answer in {self._patience_s:.0f} s")
+        return _value(*self._pipe.recv())
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call once in a fresh process, so that nothing it loads stays."""
     with ProcessPoolExecutor(max_workers=1, mp_context=_SPAWN) as pool:
-        return pool.submit(function, *args).result()
+        return _value(*pool.submit(_called, function, args).result())
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    """Whether it failed, and its value or its traceback: not every exception can be sent to another process."""
+    try:
+        return False, function(*args)
+    except Exception:
+        return True, traceback.format_exc()
+
+
+def _value(failed: bool, value: Any) -> Any:
+    if failed:
+        raise RuntimeError(f"a worker failed:\n{value}")
+    return value
 
 
 def _serve(pipe: Connection, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
