@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import statistics
 import time
 from pathlib import Path
@@ -9,13 +11,35 @@ from typing import Any
 
 import numpy as np
 
-_STEPS, _WARM_UP = 32, 3  # of a peer at each turn; torch.compile compiles at the first two
+SPEEDUPS = (1, 2, 3, 4, 5)
+_BLOCKS = 5  # blocks of steps that each variant runs at a turn
+_STEPS, _WARM_UP = 36, 4  # of a peer at a turn; together a multiple of 8: attention's kernels pad a mask of another length
+_WHOLE_BYTES = 16 << 30  # of a segment that takes all layers: more than 6.7B parameters have in fp16
+
+
+def export_bundle(model: str, bundle: Path, target: str, one_engine: bool, random_weights: bool) -> float:
+    """Export; returns seconds. `one_engine`: full depth alone, in one segment."""
+    from skipdecode.exporter.export import ExportRequest, export
+    from skipdecode.exporter.model_names import load_config
+    from skipdecode.schedule_builders import ScheduleRequest
+
+    layers = load_config(model)[0].num_hidden_layers
+    counts = [max(2, round(layers / speedup)) for speedup in SPEEDUPS]
+    table = bundle.with_suffix(".json")
+    table.write_text(json.dumps({"layers": counts, "warmup_layers": 1}), encoding="utf-8")
+    whole = {"segment_bytes": _WHOLE_BYTES} if one_engine else {}
+    started = time.perf_counter()
+    export(ExportRequest(
+        model=model, out=bundle, random_weights=random_weights, targets=(target,), dtype="fp16", slim=True, max_batch=32,
+        schedule=ScheduleRequest(name="full" if one_engine else f"table:{table}"), **whole,
+    ))  # fmt: skip
+    return round(time.perf_counter() - started, 1)
 
 
 class Ours:
-    """This runtime on a target of a bundle; on the device `cpu` the cuda engines, to see that they run."""
+    """This runtime on a bundle of one target; on the device `cpu` the cuda engines, to see that they run."""
 
-    def __init__(self, bundle: Path, target: str, device: str) -> None:
+    def __init__(self, bundle: Path, device: str, one_engine: bool) -> None:
         import torch  # noqa: F401  its CUDA libraries are what ONNX Runtime finds
 
         from skipdecode import manifest
@@ -23,11 +47,13 @@ class Ours:
         from skipdecode.validation.step_bytes import StepBytes
 
         self.manifest = manifest.read(bundle)
-        chosen = next(each for each in self.manifest.targets if each.name == target)
+        (target,) = self.manifest.targets
+        segments = len(self.manifest.segments)
+        assert not one_engine or segments == 1, f"one engine was asked for, the bundle has {segments} segments"
         self._engines = (
-            load_engines(self.manifest, bundle, chosen, None, None) if device == "cuda" else self._on_cpu(bundle, chosen)
+            load_engines(self.manifest, bundle, target, None, None) if device == "cuda" else self._on_cpu(bundle, target)
         )
-        self._bytes = StepBytes(manifest=self.manifest, target=chosen)
+        self._bytes = StepBytes(manifest=self.manifest, target=target)
 
     def _on_cpu(self, bundle: Path, target: Any) -> Any:
         import ctypes
@@ -37,34 +63,35 @@ class Ours:
         from skipdecode.plugins import turnaround
         from skipdecode.targets import load_device_engines
 
-        use_threads(None)
+        use_threads(1)  # more of them spin while the other systems' wait for a core
         library = turnaround.build(bundle.parent / "turnaround.so", device=False)
         run = lambda state: library.skd_turnaround_host(ctypes.byref(state))  # noqa: E731
         return load_device_engines(self.manifest, bundle, target, HostDevice(), run)
 
-    def cell(self, batch: int, context: int, rounds: int) -> dict[str, Any]:
+    def cell(self, batch: int, context: int) -> dict[str, Any]:
         """Prompts of `context` tokens, then `BLOCK` steps of each variant on top, again and again: ms of each, medians' source.
 
         A step is what a run does: the captured graph of embedding, segments, head and turn-around. The host enqueues a block
-        and waits for its end; `host_us` is what enqueuing a step takes it.
+        and waits for its end; `host_us` is what enqueuing a step takes it. The first prompts and blocks are not told: engines
+        allocate then, and graphs are captured.
         """
+        found = self._cell(batch, context)
+        gc.collect()  # the KV buffer is given back before another system needs the room
+        return found
+
+    def _cell(self, batch: int, context: int) -> dict[str, Any]:
         from skipdecode.decoder import Decoder
         from skipdecode.device_loop import DeviceLoop
-        from skipdecode.sampling import Sampling
         from skipdecode.validation.latency import BLOCK, time_block, tour
 
         counts = sorted((variant.num_layers for variant in self.manifest.variants), reverse=True)
         stairs = tour(self.manifest.schedule, counts, BLOCK)
         decoder = Decoder(self._engines, self.manifest.model, stairs, [context] * batch, BLOCK)
         loop = DeviceLoop(decoder, self._engines.turn_around, stop_count=0, max_steps=BLOCK, graphs=True)
-        prefill_ms: list[float] = []
-        blocks: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
         prompts = np.random.default_rng(0).integers(0, self.manifest.model.vocab_size, (batch, context)).tolist()
-        for _ in range(rounds + 1):
-            started = time.perf_counter()
-            loop.begin(prompts, Sampling(), np.arange(batch), ())
-            loop.wait()
-            prefill_ms.append(1e3 * (time.perf_counter() - started))
+        prefill_ms = [_prefill_ms(loop, prompts) for _ in range(2)]
+        blocks: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+        for _ in range(_BLOCKS + 1):
             for index, count in enumerate(counts):
                 blocks[count].append(time_block(loop, BLOCK * index, context, BLOCK))
         rows = [
@@ -76,38 +103,102 @@ class Ours:
                 "read_bytes": self._bytes.of(count, batch, context + BLOCK // 2),
             }
             for count in counts
-        ]  # without the first round, which captures
-        return {"prefill_ms": prefill_ms[1:], "variants": rows}
+        ]
+        # None: this runtime does not tell whether its steps were graphs
+        return {"prefill_ms": prefill_ms[1], "variants": rows, "graphs": getattr(loop, "graphs", None)}
+
+
+def _prefill_ms(loop: Any, prompts: list[list[int]]) -> float:
+    from skipdecode.sampling import Sampling
+
+    started = time.perf_counter()
+    loop.begin(prompts, Sampling(), np.arange(len(prompts)), ())
+    loop.wait()
+    return 1e3 * (time.perf_counter() - started)
 
 
 class TorchSteps:
-    """transformers' model of the bundle's shape, random weights, on a static cache; its step eager or compiled."""
+    """transformers' model, random weights, on a static cache; its step eager or compiled.
 
-    def __init__(self, bundle: Path, device: str, compiled: bool) -> None:
+    A compiled step is compiled for one batch and one cache length, as `generate` would with a run's own cache: left to itself,
+    dynamo takes the second point's sizes for dynamic ones, whose kernels are slower.
+    """
+
+    def __init__(self, model: str, device: str, compiled: bool) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+        from transformers import AutoModelForCausalLM
 
-        self._torch, self._cache_of = torch, StaticCache
+        from skipdecode.exporter.model_names import load_config
+
+        self._torch, self._compiled = torch, compiled
         torch.set_default_device(device)
-        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(bundle), dtype=torch.float16).eval()
-        self._step = torch.compile(self._model.forward, mode="reduce-overhead") if compiled else self._model.forward
+        if device == "cpu":
+            torch.set_num_threads(1)  # as ours
+        self._model = AutoModelForCausalLM.from_config(load_config(model)[0], dtype=torch.float16).eval()
+        # on a CPU, whose figures mean nothing: is it one graph?
+        self._how = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"}
+        self._step, self._cache = self._model.forward, None
+        self._point: tuple[int, int] | None = None
 
-    def step_ms(self, batch: int, context: int) -> float:
+    def cell(self, batch: int, context: int) -> dict[str, Any]:
         """Median milliseconds of a step that feeds one token a row on top of `context` valid positions and a few more."""
-        torch = self._torch
-        cache = self._cache_of(config=self._model.config, max_cache_len=context + _WARM_UP + _STEPS)
-        ids, positions, times = torch.full((batch, context), 5), torch.arange(context)[None], []
-        with torch.no_grad():
-            self._model(ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            newest = ids[:, :1]
-            for step in range(_WARM_UP + _STEPS):
-                at = torch.tensor([[context + step]])
-                started = time.perf_counter()
-                out = self._step(newest, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                newest = out.logits[:, -1:].argmax(-1)
-                newest.cpu()  # waits for it, as a loop that streams tokens does
-                times.append(1e3 * (time.perf_counter() - started))
-        return statistics.median(times[_WARM_UP:])
+        self._prepare(batch, context)
+        with self._torch.no_grad():
+            times = self._times(batch, context)
+        told = {"ms": statistics.median(times[_WARM_UP:])}
+        if self._compiled:
+            return told | self._compilation()
+        self._release()
+        return told
+
+    def _prepare(self, batch: int, context: int) -> None:
+        from transformers import StaticCache
+
+        if self._point == (batch, context):
+            self._cache.reset()
+            return
+        self._release()
+        self._point = (batch, context)
+        if self._compiled:
+            self._step = self._torch.compile(self._model.forward, dynamic=False, **self._how)
+        self._cache = StaticCache(config=self._model.config, max_cache_len=context + _WARM_UP + _STEPS)
+
+    def _times(self, batch: int, context: int) -> list[float]:
+        torch, times = self._torch, []
+        ids = torch.full((batch, context), 5)
+        shared = {"past_key_values": self._cache, "use_cache": True, "logits_to_keep": 1}
+        self._model(ids, position_ids=torch.arange(context)[None], **shared)
+        newest, at = torch.full((batch, 1), 5), torch.tensor([[context]])
+        slots = torch.arange(context + _WARM_UP + _STEPS).expand(batch, 1, 1, -1)
+        for _ in range(_WARM_UP + _STEPS):
+            started = time.perf_counter()
+            torch.compiler.cudagraph_mark_step_begin()
+            # as generate gives it: without one OPT makes its own, of a length that it asks the device for, which waits for it
+            # in every step and breaks a compiled one into many graphs
+            out = self._step(newest, position_ids=at, attention_mask=slots <= at, **shared)
+            newest = out.logits[:, -1:].argmax(-1)
+            at += 1
+            newest.cpu()  # waits for it, as a loop that streams tokens does
+            times.append(1e3 * (time.perf_counter() - started))
+        return times
+
+    def _compilation(self) -> dict[str, int]:
+        """What tells whether a step was one CUDA graph: one graph, no break, no skip."""
+        from torch._dynamo.utils import counters
+
+        breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
+        return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": breaks, "cudagraph_skips": skips}
+
+    def _release(self) -> None:
+        """Give the cache and what was compiled for it back to the GPU, which has not room for every system's at once."""
+        from torch._dynamo.utils import counters
+
+        self._cache, self._point, self._step = None, None, self._model.forward
+        if self._compiled:
+            self._torch._dynamo.reset()
+            counters.clear()
+        gc.collect()
+        self._torch.cuda.empty_cache()
 
 
 def bandwidth(device: str) -> float:
@@ -125,8 +216,18 @@ def device_facts() -> dict[str, Any] | str:
 
     if not torch.cuda.is_available():
         return "torch finds no GPU; run this on a machine with one, with torch's CUDA build"
-    major, minor = torch.cuda.get_device_capability()
-    return {"gpu": torch.cuda.get_device_name(), "capability": f"sm{major}{minor}", "cuda": torch.version.cuda}
+    import onnxruntime
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "capability": f"sm{properties.major}{properties.minor}",
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+        # the module that is imported: beside onnxruntime-gpu another onnxruntime may be installed
+        "onnxruntime_imported": onnxruntime.__version__,
+        "onnxruntime_providers": onnxruntime.get_available_providers(),
+    }
 
 
 def refused(target: str) -> str | None:

@@ -39,13 +39,25 @@ def test_cpp_measures_both_runtimes() -> None:
     assert found["cpp"]["full"]["token_ms"] > 0 and found["python"]["full"]["vs_python"] == 1
 
 
-def test_gpu_measures_every_variant_on_the_engines_that_gpus_get() -> None:
-    figures = json.loads(_run("gpu.py").splitlines()[-1])["models"]["opt"]
-    assert [(point["batch"], point["context"]) for point in figures["points"]] == [(1, 8), (2, 8)]
-    layers = [row["layers"] for row in figures["points"][0]["systems"] if row["system"].startswith("skipdecode cuda")]
+def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path) -> None:
+    result = json.loads(_run("gpu.py", "--out", str(tmp_path)).splitlines()[-1])
+    (written,) = tmp_path.glob("*.json")
+    assert json.loads(written.read_text()) == result and not result["not_measured"]
+    one, two = result["models"]["opt"]["points"]
+    assert [(point["batch"], point["context"]) for point in (one, two)] == [(1, 8), (2, 8)]
+    rows = {row["system"]: row for point in (two, one) for row in point["systems"]}
+    layers = [row["layers"] for name, row in rows.items() if name.startswith("skipdecode cuda")]
     assert layers == sorted(layers, reverse=True) and len(layers) > 2
-    assert all(point["price_of_segments"] > 0 and point["prefill_ms"]["cuda"] > 0 for point in figures["points"])
-    assert all(row["decode_ms_per_step"] > 0 for row in figures["points"][1]["systems"])
+    assert one["price_of_segments"] > 0 and two["prefill_ms"]["cuda"] > 0
+    assert all(row["decode_ms_per_step"] > 0 for row in rows.values())
+    compiled = rows["transformers static cache, torch.compile"]
+    assert (compiled["graphs"], compiled["graph_breaks"]) == (1, 0), "the peer is not what it claims to be"
+
+
+def test_gpu_tells_what_there_was_no_time_for() -> None:
+    result = json.loads(_run("gpu.py", "--minutes", "0").splitlines()[-1])
+    assert result["models"]["opt"]["points"] == []
+    assert result["not_measured"]["opt, cuda, 1x8"] == "the time was over (--minutes)"
 
 
 def test_gpu_says_in_one_line_what_is_missing() -> None:
