@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -100,11 +100,21 @@ def check_supported(config: Any, max_length: int) -> None:
 
 def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, itself included (transformers' `sliding_window`); None: all before it."""
-    window: int | None = getattr(config, "sliding_window", None)
-    if not window or not getattr(config, "use_sliding_window", True):
+    window: int | None = _declared(config, "sliding_window")
+    if not window or _declared(config, "use_sliding_window") is False:
         return None
-    kinds = getattr(config, "layer_types", None)
-    return window if kinds is None or kinds[layer] == "sliding_attention" else None
+    return window if layer_kind(config, layer) in (None, "sliding_attention") else None
+
+
+def layer_kind(config: Any, layer: int) -> str | None:
+    """What transformers' `layer_types` says of `layer`: "sliding_attention", "full_attention"; None: the layers are alike."""
+    kinds = _declared(config, "layer_types")
+    return None if kinds is None else kinds[layer]
+
+
+def _declared(config: Any, name: str) -> Any:
+    """A setting that this kind of model has; config.json may hold others, left from other kinds, which its code never reads."""
+    return getattr(config, name) if name in {field.name for field in fields(config)} else None
 
 
 def _check_rotary(config: Any, max_length: int) -> None:

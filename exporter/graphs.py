@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, settled
+from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, layer_kind, settled
 from skipdecode.exporter.attention import ATTENTION_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
@@ -104,16 +104,16 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     """One standard graph a layer; layers of the same structure are traced once."""
     layers = getattr(bones.parts.owner, bones.parts.layers_name)
     sizes = (bones.config.hidden_size, bones.num_kv_heads, bones.head_size)
-    kinds = getattr(bones.config, "layer_types", None) or [None] * len(layers)
     rotary = settled(type(bones.parts.rotary)(bones.config)) if bones.parts.rotary is not None else None
     templates: dict[Any, ir.Model] = {}
     graphs = []
     for index, layer in enumerate(layers):
-        key = (kinds[index], _structure(layer))
+        kind = layer_kind(bones.config, index)
+        key = (kind, _structure(layer))
         if key not in templates:
             real = type(layer)(bones.config, layer_idx=index).to(bones.dtype)
             window = attention_window(bones.config, index)
-            templates[key] = trace_layer(real, rotary, kinds[index], window, sizes, bones.dtype)
+            templates[key] = trace_layer(real, rotary, kind, window, sizes, bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
         graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]

@@ -70,6 +70,21 @@ def test_a_model_that_transformers_knows_needs_none_of_the_code_that_came_with_i
     _assert_agrees(config, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "strays"),
+    [
+        ("llama", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("mistral", {"sliding_window": 5, "use_sliding_window": False}),
+    ],
+)
+def test_settings_of_other_kinds_of_models_mean_nothing(name: str, strays: dict[str, Any], tmp_path: Path) -> None:
+    """A Llama's config.json may have been a Mistral's; transformers keeps such keys, and its Llama attends to all tokens."""
+    config = CONFIGS[name]()
+    for key, value in strays.items():
+        setattr(config, key, value)
+    _assert_agrees(config, tmp_path)
+
+
 def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp_path: Path) -> None:
     """Gemma 3's windowed layers and the others; in one graph they once had the first one's table."""
     model = str(zoo.checkpoint("gemma3"))
