@@ -24,8 +24,6 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         ModelNotSupportedError: no such folder or hub id, a config.json that cannot be read, needs remote code, or tells of
             quantised weights.
     """
-    from transformers import AutoConfig
-
     size = _short_opt(model)
     folder = Path(model)
     if size is not None and not folder.is_dir():
@@ -36,16 +34,27 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
     ):
         raise ModelNotSupportedError("is not a folder", "name a checkpoint folder, a hub id or opt-SIZE", where=model)
+    return _read_config(model), folder if folder.is_dir() else None
+
+
+def _read_config(model: str) -> Any:
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
+        text = _text_part(config)
     except (OSError, ValueError, KeyError) as error:
         raise _unreachable(model, error) from error
+    except Exception as error:  # what transformers raises depends on the setting that is wrong
+        raise ModelNotSupportedError(
+            f"transformers does not take its config.json ({_reason(error)})", "correct that setting", where=model
+        ) from error
     if getattr(config, "quantization_config", None):
         method = dict(config.quantization_config).get("quant_method", "some method")
         raise ModelNotSupportedError(
             f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
         )
-    return _text_part(config), folder if folder.is_dir() else None
+    return text
 
 
 def _text_part(config: Any) -> Any:
@@ -92,9 +101,17 @@ def _opt_config(size: str) -> Any:
 
 
 def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ModelNotSupportedError(
-        f"cannot be read ({reason[:160]})",
+        f"cannot be read ({_reason(error)})",
         "name a checkpoint folder, check the network, or use --random-weights",
         where=model,
     )
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub.errors import StrictDataclassError
+
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    # of a setting's check the first line names the check, the last one the exception and what is wrong
+    line = lines[-1].partition(": ")[2] if isinstance(error, StrictDataclassError) else lines[0]
+    return line[:160]

@@ -15,6 +15,7 @@ import transformers
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.model_names import load_config
 from tests.conftest import CONFIGS, Zoo
 from tests.exporter.test_checkpoint import in_shards
 from tests.standin import hub
@@ -86,6 +87,30 @@ def test_a_tokenizer_that_cannot_be_converted_is_one_line_before_any_weights_are
     with pytest.raises(ModelNotSupportedError, match=r"cannot be converted.*sentencepiece") as caught:
         export(ExportRequest(model=str(folder), out=tmp_path / "bundle"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
+        ({"tie_word_embeddings": None}, "Field 'tie_word_embeddings' expected bool, got NoneType"),
+        ({"num_attention_heads": 7}, "hidden size .64. is not a multiple of the number of attention heads .7."),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` .1."),
+        ({"dtype": "auto"}, "no attribute 'auto'"),
+        ({"id2label": 5}, "has no attribute .items."),
+        ({"model_type": "musicgen"}, "Multiple valid text configs"),
+    ],
+)
+def test_a_config_json_that_transformers_does_not_take_is_one_line(changes: dict[str, object], says: str, tmp_path: Path) -> None:
+    config = CONFIGS["llama"]()
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert "Error" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["org/nothing", "opt-1.3b"])
