@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.output_folder import check_out, fresh_folder
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
@@ -66,6 +65,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         ModelNotSupportedError, ScheduleError, TargetError, BundleError: before anything is written where that can be known.
     """
     _check_options(request)
+    check_out(request.out, request.force)
     targets = parse_targets(request.targets)
     config, folder = load_config(request.model)
     dtype = choose_dtype(request.dtype, targets, config)
@@ -76,7 +76,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
-    with _fresh_folder(request.out, request.force) as partial:
+    with fresh_folder(request.out) as partial:
         copy_tokenizer(folder, partial, config, limits.max_length)
         report("reading weights", 0.0)
         source = random_source() if request.random_weights or folder is None else checkpoint_source(folder, bones)
@@ -151,12 +151,6 @@ def _check_options(request: ExportRequest) -> None:
         raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
     if request.max_batch < 1:
         raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
-    if request.out.exists() and not request.force:
-        raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(request.out))
-    if request.out.exists() and not (request.out / manifest.MANIFEST).is_file() and any(request.out.iterdir()):
-        raise BundleError(
-            "exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(request.out)
-        )
 
 
 def _max_length(request: ExportRequest, config: Any) -> int:
@@ -208,29 +202,6 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], bones:
         raise BundleError(
             f"{free >> 20} MiB are free, the bundle needs {needed >> 20} MiB", "free some or choose another --out", where=str(out)
         )
-
-
-@contextmanager
-def _fresh_folder(out: Path, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` when all went well, and vanishes when not."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-        yield partial
-        if out.exists():
-            old = out.with_name(f".{out.name}.old-{os.getpid()}")
-            out.rename(old)
-            partial.rename(out)
-            shutil.rmtree(old)
-        else:
-            partial.rename(out)
-    except OSError as error:
-        raise BundleError(
-            f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _part_of(report: Report, start: float, share: float) -> Report:

@@ -1,0 +1,51 @@
+"""`--out`: a folder that appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from skipdecode import manifest
+from skipdecode.errors import BundleError
+
+
+def check_out(out: Path, force: bool) -> None:
+    """Refuse, before any work, a folder that would not be replaced.
+
+    Raises:
+        BundleError: it exists without `force`, or holds something else than a bundle.
+    """
+    if out.exists() and not force:
+        raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
+    if out.exists() and not (out / manifest.MANIFEST).is_file() and any(out.iterdir()):
+        raise BundleError("exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(out))
+
+
+@contextmanager
+def fresh_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when all went well, and vanishes when not.
+
+    Raises:
+        BundleError: it cannot be written.
+    """
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        yield partial
+        if out.exists():
+            old = out.with_name(f".{out.name}.old-{os.getpid()}")
+            out.rename(old)
+            partial.rename(out)
+            shutil.rmtree(old)
+        else:
+            partial.rename(out)
+    except OSError as error:
+        raise BundleError(
+            f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
