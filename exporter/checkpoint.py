@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -93,7 +95,7 @@ def _files(checkpoint: Path) -> tuple[_Format, list[Path]]:
 def _shards(checkpoint: Path, index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelNotSupportedError("is not a shard index", "download the checkpoint again", where=str(index)) from error
     missing = [name for name in names if not (checkpoint / name).is_file()]
     if missing:
@@ -102,17 +104,23 @@ def _shards(checkpoint: Path, index: Path) -> list[Path]:
 
 
 def _names_in_safetensors(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return list(handle.keys())
-    except (SafetensorError, OSError) as error:
-        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error
+    with _opened(file) as handle:
+        return list(handle.keys())
 
 
 def _read_safetensors(file: Path, name: str) -> torch.Tensor:
-    with safe_open(file, framework="pt") as handle:
+    with _opened(file) as handle:
         value: torch.Tensor = handle.get_tensor(name)
     return value
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error
 
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:

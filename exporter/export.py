@@ -22,7 +22,7 @@ from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.output_folder import check_out, fresh_folder
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
-from skipdecode.exporter.tokenizer_files import copy_tokenizer
+from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
 from skipdecode.exporter.weights import WeightFile, random_source, write_weights
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
@@ -76,6 +76,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
+    ends = end_ids(folder, config)
     with fresh_folder(request.out) as partial:
         copy_tokenizer(folder, partial, config, limits.max_length)
         report("reading weights", 0.0)
@@ -99,7 +100,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         if request.slim:
             shutil.rmtree(partial / GRAPHS)
             variants = dict.fromkeys(variants)
-        return _write_manifest(partial, request, bones, schedule, plan, limits, variants, compiled)
+        return _write_manifest(partial, request, bones, ends, schedule, plan, limits, variants, compiled)
 
 
 def _compile(
@@ -227,18 +228,11 @@ def _write_graphs(
     return graphs, variants
 
 
-def _eos_ids(partial: Path, config: Any) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    known = GenerationConfig.from_pretrained(partial) if (partial / "generation_config.json").is_file() else config
-    ids = known.eos_token_id
-    return tuple(ids) if isinstance(ids, list) else (ids,) if ids is not None else ()
-
-
 def _write_manifest(
     partial: Path,
     request: ExportRequest,
     bones: Skeleton,
+    ends: tuple[int, ...],
     schedule: Schedule,
     plan: Plan,
     limits: manifest.Limits,
@@ -259,7 +253,7 @@ def _write_manifest(
             head_size=bones.head_size,
             vocab_size=bones.vocab_size,
             num_parameters=bones.num_parameters,
-            eos_token_ids=_eos_ids(partial, config),
+            eos_token_ids=ends,
         ),
         dtype=str(bones.dtype).removeprefix("torch."),
         limits=limits,

@@ -1,9 +1,8 @@
-"""The tokenizer's files in a bundle: the checkpoint's own, and what C++ needs to read them."""
+"""The tokenizer's files in a bundle: the checkpoint's own, and what C++ needs to read them; the ids that end a row."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
     """
     for name in _COPIED:
         if folder is not None and (folder / name).is_file():
-            shutil.copyfile(folder / name, bundle / name)
+            (bundle / name).write_bytes(_read(folder / name))
     if not (bundle / "config.json").exists():
         config.to_json_file(bundle / "config.json")
     if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
@@ -52,6 +51,29 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
         _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
     _write(bundle / "tokenization.json", _tokenization(bundle / "tokenizer.json"))
     _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
+
+
+def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
+    """The ids that end a row, from where transformers takes them: generation_config.json, else config.json, else its text part.
+
+    Args:
+        config: what counts where there is no checkpoint.
+
+    Raises:
+        ModelNotSupportedError: a file that cannot be read, or ids that are no whole numbers.
+    """
+    if folder is None:
+        found, where = config.eos_token_id, Path("config.json")
+    elif (where := folder / "generation_config.json").is_file():
+        found = _read_settings(where).get("eos_token_id")
+    else:
+        whole = _read_settings(where := folder / "config.json")
+        parts = (whole, *(whole[name] for name in ("decoder", "generator", "text_config") if isinstance(whole.get(name), dict)))
+        found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(id_) is not int for id_ in ids):  # true and false are int's too
+        raise ModelNotSupportedError(f"eos_token_id is {found!r}", "write a whole number or a list of them", where=str(where))
+    return tuple(ids)
 
 
 def _convert(folder: Path, path: Path) -> None:
@@ -82,9 +104,16 @@ def _tokenization(path: Path) -> dict[str, Any]:
     return {"before": whole[:start], "after": whole[start + len(plain) :], "special": special, "samples": samples}
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelNotSupportedError(f"cannot be read ({error.strerror})", "download it again", where=str(path)) from error
+
+
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        settings = json.loads(_read(path)) if path.exists() else {}
     except ValueError as error:
         raise ModelNotSupportedError(f"is not JSON ({error})", "repair the checkpoint's file", where=path.name) from error
     if not isinstance(settings, dict):

@@ -96,6 +96,17 @@ def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
         assert str(file) not in Path("/proc/self/maps").read_text()
 
 
+def test_a_file_that_vanishes_while_it_is_read_is_the_checkpoints_fault(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model("llama")
+    for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
+        file = _folder(model.config, tmp_path / name) / name
+        save(dict(model.state_dict()), file)
+        source = _source(file.parent)
+        file.unlink()
+        with pytest.raises(ModelNotSupportedError, match="cannot be read"):
+            source("model.norm.weight", (64,))
+
+
 def test_the_head_may_stand_for_the_embedding_that_is_tied_to_it(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo.model("qwen2")
     folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
