@@ -11,6 +11,7 @@ exit status: 0 done, 2 bad input (one line: what, where, what to do)
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,11 +26,14 @@ from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest
 
+_TERMINATED = 128 + signal.SIGTERM  # what a shell says of a process that SIGTERM ended
+
 
 def main(argv: list[str] | None = None) -> int:
     """The `skip-export` command."""
     options = _parser().parse_args(argv)
-    return guarded(lambda: _export(options), debug=options.debug)
+    with _terminating():
+        return guarded(lambda: _export(options), debug=options.debug)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,6 +137,20 @@ def _export(options: argparse.Namespace) -> int:
     if not options.quiet:
         print(_summary(manifest, options.out))
     return 0
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Inside, SIGTERM unwinds the stack as Ctrl-C does: by itself it would leave tens of GB of a half-written bundle behind."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
-from skipdecode.exporter.output_folder import check_out, fresh_folder
+from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
@@ -64,6 +64,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     Raises:
         ModelNotSupportedError, ScheduleError, TargetError, BundleError: before anything is written where that can be known.
     """
+    request = replace(request, out=real_out(request.out))
     _check_options(request)
     check_out(request.out, request.force)
     targets = parse_targets(request.targets)

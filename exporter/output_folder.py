@@ -12,16 +12,25 @@ from skipdecode import manifest
 from skipdecode.errors import BundleError
 
 
+def real_out(out: Path) -> Path:
+    """The folder that `--out` names: of a link what it points to, of `.` the folder's own name, beside which files can be put."""
+    return Path(os.path.realpath(out))
+
+
 def check_out(out: Path, force: bool) -> None:
     """Refuse, before any work, a folder that would not be replaced.
 
     Raises:
-        BundleError: it exists without `force`, or holds something else than a bundle.
+        BundleError: it exists without `force`, or is something else than a bundle.
     """
     if out.exists() and not force:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
-    if out.exists() and not (out / manifest.MANIFEST).is_file() and any(out.iterdir()):
+    if out.exists() and not (out / manifest.MANIFEST).is_file() and not _is_empty_folder(out):
         raise BundleError("exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(out))
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 @contextmanager
@@ -36,16 +45,22 @@ def fresh_folder(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         yield partial
-        if out.exists():
-            old = out.with_name(f".{out.name}.old-{os.getpid()}")
-            out.rename(old)
-            partial.rename(out)
-            shutil.rmtree(old)
-        else:
-            partial.rename(out)
+        _replace(out, partial)
     except OSError as error:
         raise BundleError(
             f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(out: Path, partial: Path) -> None:
+    old = out.with_name(f".{out.name}.old-{os.getpid()}")
+    try:
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+    finally:  # also where the user stops it
+        if old.exists() and not out.exists():
+            old.rename(out)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,81 @@
+"""`--out`: what is replaced, what is refused, and that nothing half-written stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skipdecode import manifest as manifests
+from skipdecode.errors import BundleError
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import MAX_LENGTH, Zoo
+
+
+def _write(out: Path, text: str) -> None:
+    """What an export does with its folder."""
+    check_out(out, force=True)
+    with fresh_folder(out) as partial:
+        (partial / manifests.MANIFEST).write_text(text)
+
+
+def test_of_a_link_to_a_bundle_what_it_points_to_is_replaced(zoo: Zoo, tmp_path: Path) -> None:
+    _write(tmp_path / "bundle", "old")
+    (tmp_path / "link").symlink_to("bundle")
+    model, full = str(zoo.checkpoint("llama")), ScheduleRequest(name="full")
+    export(ExportRequest(model=model, out=tmp_path / "link", schedule=full, max_length=MAX_LENGTH, force=True))
+    assert os.readlink(tmp_path / "link") == "bundle"
+    assert manifests.read(tmp_path / "bundle").schedule.name == "full"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "link"]
+
+
+def test_the_folder_at_hand_is_replaced_where_it_is_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "bundle", "old")
+    monkeypatch.chdir(tmp_path / "bundle")
+    _write(real_out(Path(".")), "new")
+    assert (tmp_path / "bundle" / manifests.MANIFEST).read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_file_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("years of work")
+    with pytest.raises(BundleError, match="is not a bundle"):
+        export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "file", max_length=MAX_LENGTH, force=True))
+    assert (tmp_path / "file").read_text() == "years of work"
+
+
+def test_a_bundle_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "bundle"
+    _write(out, "old")
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(BundleError, match="Input/output error"):
+        _write(out, "new")
+    assert (out / manifests.MANIFEST).read_text() == "old"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        started = time.monotonic()
+        while not any(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < started + 120:
+            time.sleep(0.05)
+        assert any(tmp_path.iterdir()), "it never began to write"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (143, "")
+    assert list(tmp_path.iterdir()) == []
