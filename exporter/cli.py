@@ -20,6 +20,7 @@ from pathlib import Path
 from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
+from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 from skipdecode.manifest import Manifest
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=["auto", "fp32", "fp16", "bf16"],
         default="auto",
-        help="auto: fp32; with a TensorRT target the checkpoint's, fp16 where that is fp32",
+        help="auto: fp32; with a GPU's target the checkpoint's, where that is fp32 fp16, for Gemma 2, Gemma 3 and GLM-4 bf16",
     )
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
     parser.add_argument("--quantize-method", choices=[*METHODS], default="rtn", help="round to nearest, or a slower search (rtn)")
@@ -134,6 +135,10 @@ def _export(options: argparse.Namespace) -> int:
         )
     with _progress(options.quiet) as report:
         manifest = export(request, report)
+    if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16 and not options.quiet:
+        print(
+            f"skip-export: warning: {manifest.model.model_type} is known to overflow in fp16; use --dtype bf16", file=sys.stderr
+        )
     if not options.quiet:
         print(_summary(manifest, options.out))
     return 0

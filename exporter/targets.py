@@ -13,6 +13,8 @@ from skipdecode.errors import TargetError
 from skipdecode.graph_passes.compile_tensorrt import library
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# model types whose activations outgrow fp16's 65504: they were trained in bf16, and vLLM refuses them in fp16 as well
+OVERFLOW_FP16 = ("gemma2", "gemma3_text", "glm4")
 _CHOICES = "choose from cpu, cuda, tensorrt-rtx[:smNN,...], tensorrt"
 
 
@@ -71,8 +73,8 @@ def _parse(text: str) -> TargetRequest:
 def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
     """The dtype of the bundle's weights and standard graphs.
 
-    `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32. A cpu target computes in fp32
-    whatever is stored.
+    `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32; bf16 where the model outgrows
+    fp16. A cpu target computes in fp32 whatever is stored.
 
     Raises:
         TargetError: a dtype that one of the targets has no kernels for.
@@ -81,7 +83,8 @@ def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> t
     if asked == "auto":
         if gpu is None:
             return torch.float32
-        return torch.bfloat16 if getattr(config, "dtype", None) == torch.bfloat16 else torch.float16
+        wide = getattr(config, "dtype", None) == torch.bfloat16 or config.model_type in OVERFLOW_FP16
+        return torch.bfloat16 if wide else torch.float16
     if asked not in _DTYPES:
         raise TargetError(f"{asked!r} is unknown", f"choose one of auto, {', '.join(_DTYPES)}", where="--dtype")
     if asked == "fp32" and gpu:

@@ -21,6 +21,7 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import Engines, Sharing
 from skipdecode.engines import ort as engines_ort
 from skipdecode.errors import BundleError, SkipDecodeError, TargetError
+from skipdecode.exporter import cli
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
@@ -48,11 +49,21 @@ def _on_cpu(bundle: Path) -> tuple[manifests.Manifest, Engines]:
 
 @pytest.mark.parametrize("name", ["gpt_neox", "qwen3", "gemma2"])  # OPT and Llama: below
 def test_fp16_engines_agree_with_the_reference(name: str, zoo: Zoo, tmp_path: Path) -> None:
-    _export(zoo, name, tmp_path / "b")
+    _export(zoo, name, tmp_path / "b", dtype="fp16")
     made, engines = _on_cpu(tmp_path / "b")
     model = zoo.model(name).half().float()
     decoder = Decoder(engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=4)
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("fp16", True), ("auto", False)])
+def test_a_model_that_overflows_in_fp16_draws_a_warning_there(
+    dtype: str, warned: bool, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--target", "cuda", "--dtype", dtype, "--schedule", "full", "--out", str(tmp_path / "b")]
+    assert cli.main([str(zoo.checkpoint("gemma2")), *arguments]) == 0
+    assert ("warning: gemma2 is known to overflow in fp16; use --dtype bf16" in capsys.readouterr().err) is warned
+    assert manifests.read(tmp_path / "b").dtype == ("float16" if warned else "bfloat16")
 
 
 def test_an_absolute_anchor_skips_in_the_prompt_too(zoo: Zoo, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skipdecode.errors import TargetError
-from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
+from skipdecode.exporter.targets import OVERFLOW_FP16, TargetRequest, choose_dtype, parse_targets
 
 CPU, CUDA, RTX = (TargetRequest(name=name) for name in ("cpu", "cuda", "tensorrt-rtx"))
 
@@ -55,11 +55,20 @@ def test_a_missing_package_is_named(target: str, package: str, remedy: str, monk
 
 
 def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_gpus() -> None:
-    narrow, wide = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(dtype=torch.float32)
+    narrow, wide = (SimpleNamespace(model_type="llama", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert choose_dtype("auto", [CPU], narrow) == torch.float32
     assert choose_dtype("auto", [CPU, RTX], narrow) == torch.bfloat16
     assert choose_dtype("auto", [RTX], wide) == choose_dtype("auto", [CUDA], wide) == torch.float16
     assert choose_dtype("bf16", [RTX, CPU], wide) == torch.bfloat16
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.float16, torch.bfloat16, None])
+def test_models_that_outgrow_fp16_are_bf16_unless_it_is_asked_for(kept: torch.dtype | None) -> None:
+    for model_type in OVERFLOW_FP16:
+        config = SimpleNamespace(model_type=model_type, dtype=kept)
+        assert choose_dtype("auto", [RTX], config) == choose_dtype("auto", [CPU, CUDA], config) == torch.bfloat16
+        assert choose_dtype("auto", [CPU], config) == torch.float32
+        assert choose_dtype("fp16", [CUDA], config) == torch.float16
 
 
 @pytest.mark.parametrize(
