@@ -15,6 +15,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from skipdecode.errors import TargetError
+
 WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DRAWN_AT_ONCE = 1 << 20  # random numbers of one generator
@@ -50,6 +52,9 @@ def write_weights(
         shapes: every parameter, tied ones once.
         source: gives a parameter in any float dtype.
         advance: called with the bytes written after each tensor.
+
+    Raises:
+        TargetError: a number that `dtype` cannot hold.
     """
     header: dict[str, Any] = {}
     offset = 0
@@ -63,11 +68,21 @@ def write_weights(
     with (folder / WEIGHTS).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            tensor = source(name, shape).to(dtype).contiguous()
+            tensor = _narrowed(source(name, shape), dtype, name).contiguous()
             file.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
             advance(tensor.nbytes)
     places = {name: (start + entry["data_offsets"][0], tuple(entry["shape"])) for name, entry in header.items()}
     return WeightFile(folder=folder, dtype=dtype, places=places)
+
+
+def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    tensor = given.to(dtype)
+    if dtype == torch.float16 and not all(end.isfinite() for end in torch.aminmax(tensor)):  # a hundredth of what casting takes
+        lost = given[given.isfinite() & ~tensor.isfinite()]
+        if lost.numel():
+            number = lost.abs().max().item()
+            raise TargetError(f"{name} holds {number:.6g}, fp16 at most 65504", "choose --dtype bf16", where="--dtype")
+    return tensor
 
 
 def random_source(seed: int = 0) -> TensorSource:
