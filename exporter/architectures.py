@@ -77,15 +77,23 @@ def unsupported(config: Any, why: str) -> ModelNotSupportedError:
     )
 
 
+def check_single_stack(config: Any) -> None:
+    """Refuse encoder-decoders: of the whole configuration, since what they call their text part may be a supported decoder.
+
+    Raises:
+        ModelNotSupportedError: an encoder-decoder.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
+
+
 def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: encoder-decoders, mixtures of experts, attention to later tokens, a rotary scaling that
+        ModelNotSupportedError: mixtures of experts, attention to later tokens, a rotary scaling that
             `max_length` tokens would exceed, or an architecture that is not tested.
     """
-    if getattr(config, "is_encoder_decoder", False):
-        raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise unsupported(config, "is a mixture of experts without a dense path")
     if config.model_type not in _PARTS:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import check_single_stack
 
 # Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
 _OPT_SIZES = {
@@ -22,7 +25,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 
     Raises:
         ModelNotSupportedError: no such folder or hub id, a config.json that cannot be read, needs remote code, or tells of
-            quantised weights.
+            an encoder or of quantised weights.
     """
     size = _short_opt(model)
     folder = Path(model)
@@ -40,21 +43,29 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 def _read_config(model: str) -> Any:
     from transformers import AutoConfig
 
-    try:
+    with _in_one_line(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
+    check_single_stack(config)
+    with _in_one_line(model):
         text = _text_part(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreachable(model, error) from error
-    except Exception as error:  # what transformers raises depends on the setting that is wrong
-        raise ModelNotSupportedError(
-            f"transformers does not take its config.json ({_reason(error)})", "correct that setting", where=model
-        ) from error
     if getattr(config, "quantization_config", None):
         method = dict(config.quantization_config).get("quant_method", "some method")
         raise ModelNotSupportedError(
             f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
         )
     return text
+
+
+@contextmanager
+def _in_one_line(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreachable(model, error) from error
+    except Exception as error:  # what transformers raises depends on the setting that is wrong
+        raise ModelNotSupportedError(
+            f"transformers does not take its config.json ({_reason(error)})", "correct that setting", where=model
+        ) from error
 
 
 def _text_part(config: Any) -> Any:
