@@ -58,6 +58,15 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
     return tensor
 
 
+def lacks_head(checkpoint: Path) -> bool:
+    """Whether a folder holds weights, and none for the head."""
+    try:
+        form, files = _files(checkpoint)
+        return not any(name.endswith("lm_head.weight") for file in files for name in form.names(file))
+    except ModelNotSupportedError:  # no weights, as `--random-weights` asks, or unreadable ones, which is told when they are read
+        return False
+
+
 def _spellings(name: str, base: str) -> Iterator[str]:
     """What a parameter may be called in a file; `base`: what a model with a head calls the model without it ("model")."""
     short = name.removeprefix(f"{base}.")

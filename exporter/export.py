@@ -77,6 +77,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
+        bones = skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone
     ends = end_ids(folder, config)
     with fresh_folder(request.out) as partial:
         copy_tokenizer(folder, partial, config, limits.max_length)

@@ -10,6 +10,7 @@ from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import check_single_stack
+from skipdecode.exporter.checkpoint import lacks_head
 
 # Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
 _OPT_SIZES = {
@@ -21,7 +22,7 @@ _OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some r
 
 
 def load_config(model: str) -> tuple[Any, Path | None]:
-    """The model's configuration and, where it is on this machine, its folder.
+    """The model's configuration and, where it is on this machine, its folder; there what the checkpoint ties is seen as well.
 
     Raises:
         ModelNotSupportedError: no such folder or hub id, a config.json that cannot be read, needs remote code, or tells of
@@ -47,7 +48,7 @@ def _read_config(model: str) -> Any:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
     check_single_stack(config)
     with _in_one_line(model):
-        text = _text_part(config)
+        text = _text_part(config, Path(model))
     if getattr(config, "quantization_config", None):
         method = dict(config.quantization_config).get("quant_method", "some method")
         raise ModelNotSupportedError(
@@ -68,11 +69,16 @@ def _in_one_line(model: str) -> Iterator[None]:
         ) from error
 
 
-def _text_part(config: Any) -> Any:
-    """Of a model that also sees; else the configuration itself."""
+def _text_part(config: Any, folder: Path) -> Any:
+    """Of a model that also sees; else the configuration itself.
+
+    Where the whole is tied, some checkpoints hold a head all the same, and then the text part's own word counts.
+    """
     text = config.get_text_config()
     if text.dtype is None:
         text.dtype = config.dtype
+    if text is not config and getattr(config, "tie_word_embeddings", False) and lacks_head(folder):
+        text.tie_word_embeddings = True
     return text
 
 

@@ -83,6 +83,21 @@ def test_of_a_model_that_also_sees_the_text_part_is_read(text: str, tmp_path: Pa
     torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(own_head: bool, tmp_path: Path) -> None:
+    eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    whole = {"vision_config": {**eye, "model_type": "clip_vision_model", "patch_size": 14}, "image_token_index": 95}
+    config = transformers.LlavaConfig(text_config=CONFIGS["llama"](), **whole, tie_word_embeddings=True)
+    state = dict(transformers.LlavaForConditionalGeneration(config).state_dict())
+    head = state.pop("lm_head.weight")
+    folder = _folder(config, tmp_path / "model")
+    save_file({**state, "lm_head.weight": head + 1} if own_head else state, folder / "model.safetensors")
+    bones = skeleton(load_config(str(folder))[0])
+    assert ("lm_head.weight" in bones.shapes) is own_head
+    name = bones.canonical["lm_head.weight"]
+    torch.testing.assert_close(checkpoint_source(folder, bones)(name, tuple(head.shape)), head + own_head, rtol=0, atol=0)
+
+
 def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
     """Or the peak of an export would be the whole checkpoint."""
     model = zoo.model("llama")
