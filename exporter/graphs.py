@@ -29,15 +29,15 @@ class Skeleton:
     config: Any
     dtype: torch.dtype  # of weights and activations
     parts: DecoderParts  # of the model on the meta device
-    shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once
-    canonical: dict[str, str]  # parameter -> the name under which it is stored
+    shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once, and every buffer that checkpoints store
+    canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
     head_size: int
     num_kv_heads: int
     vocab_size: int  # as the head gives it
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters, tied ones once."""
+        """Numbers in `shapes`."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -87,13 +87,15 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     model.tie_weights()
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
+    buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     heads = config.num_attention_heads
     return Skeleton(
         config=config,
         dtype=dtype,
         parts=decoder_parts(model),
-        shapes={name: tuple(p.shape) for name, p in model.named_parameters()},
-        canonical=canonical,
+        shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
+        canonical=canonical | {name: name for name in buffers},
         head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         vocab_size=model.get_output_embeddings().weight.shape[0],

@@ -69,7 +69,7 @@ def write_weights(
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
             tensor = _narrowed(source(name, shape), dtype, name).contiguous()
-            file.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
+            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
             advance(tensor.nbytes)
     places = {name: (start + entry["data_offsets"][0], tuple(entry["shape"])) for name, entry in header.items()}
     return WeightFile(folder=folder, dtype=dtype, places=places)
@@ -97,7 +97,7 @@ def random_source(seed: int = 0) -> TensorSource:
         block.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little")))
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 1:
+        if len(shape) < 2:
             return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
         drawn = torch.empty(shape)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

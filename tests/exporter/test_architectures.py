@@ -37,7 +37,10 @@ def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_ancho
 def _assert_agrees(config: Any, folder: Path) -> None:
     """A model of two layers, at full depth."""
     config.num_hidden_layers, config.initializer_range = 2, 0.5
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    _assert_exports(transformers.AutoModelForCausalLM.from_config(config).eval(), folder)
+
+
+def _assert_exports(model: Any, folder: Path) -> None:
     model.save_pretrained(folder / "checkpoint")
     full = ScheduleRequest(name="full")
     export(ExportRequest(model=str(folder / "checkpoint"), out=folder / "bundle", schedule=full, max_length=MAX_LENGTH))
@@ -83,6 +86,16 @@ def test_settings_of_other_kinds_of_models_mean_nothing(name: str, strays: dict[
     for key, value in strays.items():
         setattr(config, key, value)
     _assert_agrees(config, tmp_path)
+
+
+def test_numbers_that_a_checkpoint_stores_beside_its_parameters_are_its_own(tmp_path: Path) -> None:
+    """Apertus' activation keeps two; they were once those of transformers' class."""
+    config = RELATIVES["apertus"]()
+    config.num_hidden_layers, config.initializer_range = 2, 0.5
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for layer, module in enumerate(model.model.layers):
+        module.mlp.act_fn.beta.fill_(0.8 + layer / 10)
+    _assert_exports(model, tmp_path)
 
 
 def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp_path: Path) -> None:
