@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,14 @@ def _convert(folder: Path, path: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
     except Exception as error:  # tokenizers raises plain Exception, and what transformers raises depends on the tokenizer
+        if any((folder / name).exists() for name in _OLDER if name.endswith(".model")) and find_spec("sentencepiece") is None:
+            raise ModelNotSupportedError(
+                "its tokenizer cannot be converted", "`pip install sentencepiece protobuf`", where=str(folder)
+            ) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotSupportedError(
             f"its tokenizer cannot be converted ({reason[:160]})",
-            "put a tokenizer.json there, or `pip install sentencepiece protobuf`, which a .model file takes", where=str(folder),
+            "put a tokenizer.json there", where=str(folder),
         ) from error  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import transformers
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.model_names import load_config
 from tests.conftest import CONFIGS, Zoo
 from tests.exporter.test_checkpoint import in_shards
@@ -78,15 +77,6 @@ def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -
         done = _export(served.url, tmp_path / "home", "org/both", "--out", tmp_path / "bundle")
     assert done.returncode == 0, done.stderr
     assert {Path(path).name for path in served.sent} == {"config.json", "generation_config.json", "model.safetensors"}
-
-
-def test_a_tokenizer_that_cannot_be_converted_is_one_line_before_any_weights_are_read(zoo: Zoo, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    zoo.model("llama").config.save_pretrained(folder)
-    (folder / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(ModelNotSupportedError, match=r"cannot be converted.*sentencepiece") as caught:
-        export(ExportRequest(model=str(folder), out=tmp_path / "bundle"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

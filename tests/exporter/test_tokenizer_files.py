@@ -11,6 +11,7 @@ import transformers
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.tokenizer_files import end_ids
 from tests.conftest import CONFIGS, MAX_LENGTH, Zoo
@@ -79,3 +80,20 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(zoo: Zoo, tmp_p
 
 def test_a_bundle_ends_rows_as_its_checkpoint_does(zoo: Zoo) -> None:
     assert manifests.read(zoo.bundle("llama")).model.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [(True, "cannot be converted .*; put a tokenizer.json there$"), (False, "; `pip install sentencepiece protobuf`$")],
+)
+def test_a_tokenizer_that_cannot_be_converted_is_one_line_before_any_weights_are_read(
+    installed: bool, says: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: object() if installed else None)
+    folder = tmp_path / "model"
+    zoo.model("llama").config.save_pretrained(folder)
+    (folder / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        export(ExportRequest(model=str(folder), out=tmp_path / "bundle"))
+    assert "\n" not in str(caught.value)
+    assert installed or "tiktoken" not in str(caught.value)
