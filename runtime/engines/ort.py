@@ -16,6 +16,9 @@ from skipdecode.memory import Array
 from skipdecode.trace import Trace, traced
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+# It makes an uneven Split of slices that lie side by side (Phi-3's query, key, value). CUDA's copies its
+# table of parts from a buffer on the host at each run: in a captured graph, from where that buffer was.
+_UNWANTED = ["GatherSliceToSplitFusion"]
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
 
@@ -61,7 +64,7 @@ class OrtEngine:
         if trace is not None:
             trace.profile(options)
         try:
-            self.session = ort.InferenceSession(str(path), options, providers=[_provider(device)])
+            self.session = ort.InferenceSession(str(path), options, providers=[_provider(device)], disabled_optimizers=_UNWANTED)
         except Exception as error:  # ORT's exceptions have no common base but this
             if "thread pool" in str(error):
                 raise TargetError(

@@ -27,6 +27,7 @@ from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
+from skipdecode.trace import Trace
 from skipdecode.validation.step_bytes import StepBytes
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import MAX_LENGTH, Zoo
@@ -64,6 +65,20 @@ def test_a_model_that_overflows_in_fp16_draws_a_warning_there(
     assert cli.main([str(zoo.checkpoint("gemma2")), *arguments]) == 0
     assert ("warning: gemma2 is known to overflow in fp16; use --dtype bf16" in capsys.readouterr().err) is warned
     assert manifests.read(tmp_path / "b").dtype == ("float16" if warned else "bfloat16")
+
+
+def test_what_a_graph_captures_has_no_split_into_unlike_parts(zoo: Zoo, tmp_path: Path) -> None:
+    """CUDA's reads host memory that is gone at the next replay; ONNX Runtime would make one of slices while it loads."""
+    made = _export(zoo, "phi3", tmp_path / "b")
+    engines_ort.use_threads(None)
+    trace = Trace()
+    engines = load_device_engines(made, tmp_path / "b", made.targets[0], HostDevice(), None, trace)
+    Decoder(engines, made.model, made.schedule, [2], NEW).prefill([[5, 6]])
+    trace.write(tmp_path / "trace.json")
+    run = [event["args"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if "args" in event]
+    splits = [facts["output_type_shape"] for facts in run if facts.get("op_name") == "Split"]
+    assert splits, "gate and up, of one size"
+    assert [parts for parts in splits if any(part != parts[0] for part in parts)] == []
 
 
 def test_an_absolute_anchor_skips_in_the_prompt_too(zoo: Zoo, tmp_path: Path) -> None:
