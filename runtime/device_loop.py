@@ -2,12 +2,13 @@
 
 A step is the route's engines and the turn-around (plugins/turnaround), which makes the next step's inputs and writes the tokens
 where the host reads them. The first time a route is taken its calls are made one by one; from the second time on they are one
-captured graph, a launch a step.
+captured graph, a launch a step. Where a capture fails, the loop goes on with calls, which give the same tokens, and says so.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,8 @@ from skipdecode.sampling import Sampling
 
 AHEAD = 4  # steps under way while the host looks at the tokens of the one before them
 _NO_TOKEN = -1
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceLoop:
@@ -94,7 +97,7 @@ class DeviceLoop:
         graph = self._graphs.get(id(route))
         if graph is None and self._capture and id(route) in self._taken:
             # not at the first time: engines allocate and choose kernels then, which a capture does not allow
-            graph = self._graphs[id(route)] = self._device.captured(lambda: self._run(route))
+            graph = self._captured(route)
         if graph is None:
             self._run(route)
             self._taken.add(id(route))
@@ -102,6 +105,11 @@ class DeviceLoop:
             graph()
         self.decoder.advance()
         return route.deepest
+
+    @property
+    def graphs(self) -> int:
+        """How many routes are one launch by now."""
+        return len(self._graphs)
 
     def rewind(self, position: int, length: int) -> None:
         """Make the next step the one at `position`, on rows of `length` valid tokens: for measuring steps again."""
@@ -113,6 +121,15 @@ class DeviceLoop:
     def wait(self) -> None:
         """Wait for everything that was put on the device's stream."""
         self._device.mark()()
+
+    def _captured(self, route: Route) -> Call | None:
+        """The route as one launch; None: it cannot be, and no other one will be tried."""
+        try:
+            self._graphs[id(route)] = self._device.captured(lambda: self._run(route))
+        except Exception as error:  # a capture records and runs nothing: whatever broke it, the same calls may be made now
+            self._capture = False
+            logger.warning("decode steps go on without CUDA graphs: %s", error)
+        return self._graphs.get(id(route))
 
     def _run(self, route: Route) -> None:
         for call in route.calls:

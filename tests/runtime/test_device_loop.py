@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skipdecode.device import Call, HostDevice
 from skipdecode.device_loop import AHEAD
 from skipdecode.generate import Generator
 from skipdecode.generation import Generation
@@ -79,6 +80,27 @@ def test_a_token_comes_while_the_next_steps_are_under_way(load: Load) -> None:
     for step, _ in enumerate(loop.tokens([PROMPTS[0]], NEW, Sampling(), np.arange(1), ())):
         under_way.append(int(loop.decoder.kv.lengths[0]) - len(PROMPTS[0]) - step)
     assert under_way == [AHEAD] * (NEW - AHEAD) + list(range(AHEAD))[::-1]
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+@pytest.mark.parametrize("captures", [0, 1])
+def test_where_a_capture_fails_the_loop_goes_on_with_calls_and_says_so_once(
+    captures: int, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"max_new_tokens": NEW, "ignore_eos": True}
+    expected, generator, left = _ids(load(False).generate(PROMPTS, **given)), load(True), [None] * captures
+
+    def captured(self: HostDevice, calls: Call) -> Call:
+        if not left:
+            raise RuntimeError("no such node")
+        left.pop()
+        return calls
+
+    monkeypatch.setattr(HostDevice, "captured", captured)
+    for _ in range(3):
+        assert _ids(generator.generate(PROMPTS, **given)) == expected
+    assert generator._kept_loop is not None and generator._kept_loop.graphs == captures
+    assert caplog.messages == ["decode steps go on without CUDA graphs: no such node"]
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
