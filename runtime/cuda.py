@@ -105,22 +105,15 @@ class CudaDevice:
         """As `Device.captured`: a CUDA graph.
 
         Raises:
-            TargetError: `calls` did what cannot be captured, or nothing.
+            TargetError: `calls` did what cannot be captured or repeated, or nothing.
         """
         driver = self._driver
-        self._call(driver.cuStreamBeginCapture, self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        graph = self._recorded(calls)
         try:
-            calls()
-        except BaseException:
-            driver.cuStreamEndCapture(self._stream)  # what it says of the broken capture is not the reason
-            raise
-        graph = self._call(driver.cuStreamEndCapture, self._stream)
-        _, nodes = self._call(driver.cuGraphGetNodes, graph)
-        if not nodes:
-            remedy = "load with cuda_graphs=False (skip-run: --no-cuda-graphs)"
-            raise TargetError("a CUDA graph caught nothing of a decode step", remedy)
-        executable = self._call(driver.cuGraphInstantiate, graph, 0)
-        self._call(driver.cuGraphDestroy, graph)
+            self._check_repeats(graph)
+            executable = self._call(driver.cuGraphInstantiate, graph, 0)
+        finally:
+            self._call(driver.cuGraphDestroy, graph)
         stream, call = self._stream, self._call
 
         def replay() -> None:
@@ -128,6 +121,39 @@ class CudaDevice:
 
         weakref.finalize(replay, _free, driver, self._context, driver.cuGraphExecDestroy, executable)
         return replay
+
+    def _recorded(self, calls: Call) -> Any:
+        """The graph of what `calls` asks; the stream is as it was, whatever they raise."""
+        driver = self._driver
+        self._call(driver.cuStreamBeginCapture, self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            calls()
+        except BaseException:
+            _, graph = driver.cuStreamEndCapture(self._stream)  # what it says of the broken capture is not the reason
+            driver.cuGraphDestroy(graph)
+            raise
+        return self._call(driver.cuStreamEndCapture, self._stream)
+
+    def _check_repeats(self, graph: Any) -> None:
+        """Refuse a graph that needs what the host had while it was recorded: nobody keeps that, and a replay would not notice."""
+        driver, call, kinds = self._driver, self._call, self._driver.CUgraphNodeType
+        _, count = call(driver.cuGraphGetNodes, graph)
+        if not count:
+            raise TargetError("a step's graph has nothing in it")
+        for node in call(driver.cuGraphGetNodes, graph, count)[0]:
+            kind = call(driver.cuGraphNodeGetType, node)
+            if kind == kinds.CU_GRAPH_NODE_TYPE_HOST:
+                raise TargetError("a step's graph has a call of the host in it")
+            if kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY and not self._is_of_device(call(driver.cuGraphMemcpyNodeGetParams, node)):
+                raise TargetError("a step's graph has a copy of what lies on the host in it")
+
+    def _is_of_device(self, copy: Any) -> bool:
+        kinds, names = self._driver.CUmemorytype, self._driver.CUpointer_attribute
+        if copy.srcMemoryType == kinds.CU_MEMORYTYPE_HOST:
+            return False
+        # an address says more than a copy's own word: under unified addressing pinned memory may pass for the device's
+        kind = self._call(self._driver.cuPointerGetAttribute, names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, copy.srcDevice)
+        return bool(kind == kinds.CU_MEMORYTYPE_DEVICE)
 
     def turn_around(self) -> turnaround.Run:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""

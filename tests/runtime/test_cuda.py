@@ -73,6 +73,20 @@ def test_without_graphs_the_steps_calls_are_made_one_by_one(driver: Path, gpu_bu
     assert with_graphs["generations"] == without["generations"] and without["replayed"] == 0
 
 
+@pytest.mark.parametrize(
+    ("what", "says"), [("callback", "a call of the host"), ("upload", "a copy of what lies on the host")], ids=str
+)
+def test_a_step_that_a_graph_would_repeat_wrongly_is_not_made_one(
+    what: str, says: str, driver: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    expected = json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2).stdout)
+    done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2, what)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert answers["generations"] == expected["generations"] and answers["replayed"] == 0
+    assert done.stderr.splitlines() == [f"decode steps go on without CUDA graphs: a step's graph has {says} in it"]
+
+
 def test_a_gpu_without_room_says_how_much_was_asked_for(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
     done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], "full")
     assert done.returncode == 2

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -15,11 +16,16 @@
 #include "../../plugins/turnaround/turnaround.h"
 
 using Work = std::function<void()>;
+struct CUgraphNode_st {
+  Work work;
+  CUgraphNodeType type;
+  uintptr_t source = 0;  // of a copy
+};
 struct CUgraph_st {
-  std::vector<Work> nodes;
+  std::vector<CUgraphNode_st> nodes;
 };
 struct CUgraphExec_st {
-  std::vector<Work> nodes;
+  std::vector<CUgraphNode_st> nodes;
 };
 struct CUstream_st {
   CUgraph capture = nullptr;
@@ -29,31 +35,43 @@ namespace {
 
 constexpr size_t kMemory = size_t{1} << 30;  // bytes of the GPU
 thread_local bool entered = false;           // whether this thread made the context current
-std::map<uintptr_t, size_t> blocks;
+struct Block {
+  size_t bytes;
+  CUmemorytype type;
+};
+std::map<uintptr_t, Block> blocks;
 size_t taken = 0;
 int replayed = 0;
 int events = 0;  // that were made
 
-CUresult Enqueue(CUstream stream, Work work) {
+CUresult Enqueue(CUstream stream, CUgraphNode_st node) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
   if (stream->capture != nullptr)
-    stream->capture->nodes.push_back(std::move(work));
+    stream->capture->nodes.push_back(std::move(node));
   else
-    work();
+    node.work();
   return CUDA_SUCCESS;
 }
 
 CUresult Copy(uintptr_t to, uintptr_t from, size_t bytes, CUstream stream) {
-  return Enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
+  const Work work = [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); };
+  return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMCPY, from});
 }
 
-CUresult Allocate(uintptr_t* pointer, size_t bytes) {
+const Block* BlockOf(uintptr_t pointer) {
+  auto next = blocks.upper_bound(pointer);
+  if (next == blocks.begin()) return nullptr;
+  const auto& [start, block] = *--next;
+  return pointer < start + block.bytes ? &block : nullptr;
+}
+
+CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   if (bytes > kMemory - taken) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
   std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may count on zeros
-  blocks[*pointer] = bytes;
+  blocks[*pointer] = {bytes, type};
   taken += bytes;
   return CUDA_SUCCESS;
 }
@@ -61,7 +79,7 @@ CUresult Allocate(uintptr_t* pointer, size_t bytes) {
 CUresult Free(uintptr_t pointer) {
   const auto found = blocks.find(pointer);
   if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
-  taken -= found->second;
+  taken -= found->second.bytes;
   blocks.erase(found);
   std::free(reinterpret_cast<void*>(pointer));
   return CUDA_SUCCESS;
@@ -76,6 +94,11 @@ int standin_replayed() { return replayed; }
 int standin_events() { return events; }
 void standin_fill() { taken = kMemory; }
 
+// For tests: `call` in a kernel's place.
+CUresult standin_launch(CUstream stream, CUhostFn call, void* data) {
+  return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_KERNEL});
+}
+
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
@@ -89,16 +112,27 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
 CUresult cuCtxSetCurrent(CUcontext) { return entered = true, CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the driver would put it", CUDA_SUCCESS; }
 
-CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) { return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes); }
+CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) {
+  return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes, CU_MEMORYTYPE_DEVICE);
+}
 CUresult cuMemFree(CUdeviceptr pointer) { return Free(pointer); }
-CUresult cuMemAllocHost(void** pointer, size_t bytes) { return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes); }
+CUresult cuMemAllocHost(void** pointer, size_t bytes) {
+  return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes, CU_MEMORYTYPE_HOST);
+}
 CUresult cuMemFreeHost(void* pointer) { return Free(reinterpret_cast<uintptr_t>(pointer)); }
 CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = kMemory - taken, *total = kMemory, CUDA_SUCCESS; }
 CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
-  return Enqueue(stream, [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); });
+  const Work work = [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); };
+  return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMSET});
+}
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute name, CUdeviceptr pointer) {
+  const Block* block = BlockOf(pointer);
+  if (block == nullptr || name != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_INVALID_VALUE;
+  return *static_cast<unsigned*>(value) = block->type, CUDA_SUCCESS;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-  if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;  // pageable memory cannot be captured
+  const bool pinned = BlockOf(reinterpret_cast<uintptr_t>(from)) != nullptr;  // pageable memory cannot be captured
+  if (stream->capture != nullptr && !pinned) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
 }
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
@@ -110,7 +144,7 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
 
 CUresult cuStreamCreate(CUstream* stream, unsigned) { return *stream = new CUstream_st, CUDA_SUCCESS; }
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
-  return Enqueue(stream, [=] { call(data); });
+  return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_HOST});
 }
 CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = reinterpret_cast<CUevent>(new int), CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent, CUstream stream) { return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_ISOLATION : CUDA_SUCCESS; }
@@ -124,7 +158,21 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
   stream->capture = nullptr;
   return CUDA_SUCCESS;
 }
-CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode*, size_t* count) { return *count = graph->nodes.size(), CUDA_SUCCESS; }
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
+  if (nodes == nullptr) return *count = graph->nodes.size(), CUDA_SUCCESS;
+  *count = std::min(*count, graph->nodes.size());
+  for (size_t index = 0; index < *count; ++index) nodes[index] = &graph->nodes[index];
+  return CUDA_SUCCESS;
+}
+CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) { return *type = node->type, CUDA_SUCCESS; }
+CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
+  if (node->type != CU_GRAPH_NODE_TYPE_MEMCPY) return CUDA_ERROR_INVALID_VALUE;
+  *copy = {};
+  copy->srcMemoryType = CU_MEMORYTYPE_DEVICE;  // of pinned memory too, as unified addressing allows: the harder case
+  copy->dstMemoryType = CU_MEMORYTYPE_DEVICE;
+  copy->srcDevice = node->source;
+  return CUDA_SUCCESS;
+}
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
 }
@@ -132,8 +180,8 @@ CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec executable) { return delete executable, CUDA_SUCCESS; }
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
   ++replayed;
-  for (const Work& work : executable->nodes)
-    if (const CUresult code = Enqueue(stream, work)) return code;
+  for (const CUgraphNode_st& node : executable->nodes)
+    if (const CUresult code = Enqueue(stream, node)) return code;
   return CUDA_SUCCESS;
 }
 
@@ -150,7 +198,7 @@ CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned thr
                         CUstream stream, void** parameters, void**) {
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
   if (x != static_cast<unsigned>(state.rows) || threads != 512) return CUDA_ERROR_INVALID_VALUE;
-  return Enqueue(stream, [state] { skd_turnaround_host(&state); });
+  return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL});
 }
 
 // cuda-python asks for every function of the driver by name; one that is not here is missing to it.

@@ -1,13 +1,15 @@
-"""`python -m tests.standin.run BUNDLE [plain] [full]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
+"""`python -m tests.standin.run BUNDLE [WORD ..]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
 
 On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, and how many steps
-were launched as a graph, how many events were made. `plain`: without graphs; `full`: on a GPU whose memory is taken.
+were launched as a graph, how many events were made. `plain`: without graphs; `full`: on a GPU whose memory is taken;
+`callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +26,20 @@ _kept: list[Any] = []  # what a stream or a graph may call
 
 
 def _enqueue(stream: int, work: Callable[[], None]) -> None:
-    call = _CALL(lambda _: work())
-    _kept.append(call)
-    assert _driver.cuLaunchHostFunc(ctypes.c_void_p(stream), call, None) == 0
+    call, nothing, on = _CALL(lambda _: work()), _CALL(lambda _: None), ctypes.c_void_p(stream)
+    _kept.extend((call, nothing))
+    assert _driver.standin_launch(on, call, None) == 0
+    if "callback" in sys.argv:
+        assert _driver.cuLaunchHostFunc(on, nothing, None) == 0
+    if "upload" in sys.argv:
+        pinned = ctypes.c_void_p()
+        assert _driver.cuMemAllocHost_v2(ctypes.byref(pinned), 16) == 0
+        assert _driver.cuMemcpyHtoDAsync_v2(ctypes.c_void_p((pinned.value or 0) + 8), pinned, ctypes.c_size_t(8), on) == 0
 
 
 def main() -> None:
     bundle = Path(sys.argv[1])
+    logging.basicConfig(format="%(message)s")
     stands_in = library(bundle, _enqueue)
     tensorrt.library = lambda target: stands_in
     generator = skipdecode.load(bundle, target="tensorrt-rtx", cuda_graphs="plain" not in sys.argv)
