@@ -189,15 +189,20 @@ class TensorRTEngine:
         steady = fits[0] == 0
         key = (fits[0], tuple(sorted(shapes.items())) if steady else None)
         if key not in self._contexts:
-            self._contexts[key] = _Context(self._engine, self._shared, fits[0], steady=steady)
+            self._contexts[key] = _Context(self._engine, self._shared, fits[0], shapes if steady else None)
         return self._contexts[key]
 
 
 class _Context:
-    """An execution context, and what it was told last."""
+    """An execution context, and what it was told last.
 
-    def __init__(self, engine: Any, shared: PlanRuntime, profile: int, *, steady: bool) -> None:
-        trt, self._shared = shared.trt, shared
+    Args:
+        steady: the shapes of all its runs, which a graph may hold: to tell shapes asks the GPU for work, which a graph must not
+            catch, and one token of a prompt is run in between. None: each run tells its own.
+    """
+
+    def __init__(self, engine: Any, shared: PlanRuntime, profile: int, steady: Mapping[str, tuple[int, ...]] | None) -> None:
+        trt, self._shared, self._steady = shared.trt, shared, steady is not None
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX, which compiles kernels here
@@ -212,10 +217,12 @@ class _Context:
         scratch = shared.scratch()
         self._context.set_device_memory(scratch.pointer, shared.scratch_bytes)
         self._told: Mapping[str, DeviceArray] | None = None
+        if steady is not None and not all(self._context.set_input_shape(name, shape) for name, shape in steady.items()):
+            raise shared.refused("export the model again")
 
     def run(self, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
         if self._told is not places:
-            accepted = [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
+            accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
             accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
             self._told = places if all(accepted) else None
         if self._told is None or not self._context.execute_async_v3(self._shared.device.stream):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +42,24 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     lengths = [len(prompt) for prompt in PROMPTS]
     decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
+
+
+def test_a_decode_steps_shapes_are_told_once_though_a_prompt_of_one_token_shares_its_context(
+    gpu_bundle: Bundles, turnaround_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: Counter[tuple[int, str]] = Counter()
+    tell = standin.Context.set_input_shape
+
+    def set_input_shape(self: standin.Context, name: str, shape: tuple[int, ...]) -> bool:
+        told[id(self), name] += self._profile == 0
+        return tell(self, name, shape)
+
+    monkeypatch.setattr(standin.Context, "set_input_shape", set_input_shape)
+    run = device.turn_around(turnaround_library)
+    generator = device.load(gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", run, monkeypatch)
+    first, second = (generator.generate([5], max_new_tokens=4, ignore_eos=True) for _ in range(2))
+    assert first.sequences == second.sequences
+    assert set(told.values()) == {1}
 
 
 def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
