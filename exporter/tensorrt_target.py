@@ -19,7 +19,7 @@ from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process, library
+from skipdecode.graph_passes.compile_tensorrt import FLAGS, BuilderOptions, PlanRequest, Profile, build_in_process, library
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
@@ -192,9 +192,9 @@ def _workers(most_weights: int) -> int:
 
 
 def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
-    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, graph and weights."""
+    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, flags, graph and weights."""
     about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
-    digest = hashlib.sha256(json.dumps([version, about]).encode())
+    digest = hashlib.sha256(json.dumps([version, FLAGS, about]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
     for _, value in sorted(lowered.graph.initializers.items()):
         if isinstance(value.const_value, ir.ExternalTensor):

@@ -26,6 +26,8 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
 Range = tuple[int, int, int]  # least, most likely, most
+# Set where the library has them. Without it, TensorRT-RTX may allocate while it runs, which a CUDA graph cannot catch.
+FLAGS = ("REQUIRE_USER_ALLOCATION",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,9 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
             memory_pool_limits=None if workspace is None else {trt.MemoryPoolType.WORKSPACE: workspace << 20},
             builder_optimization_level=request.options.optimization_level, profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
         )  # fmt: skip
+    for flag in FLAGS:
+        if hasattr(trt.BuilderFlag, flag):
+            config.set_flag(getattr(trt.BuilderFlag, flag))
     if request.capabilities:
         config.num_compute_capabilities = len(request.capabilities)
         for index, name in enumerate(request.capabilities):

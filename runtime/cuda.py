@@ -42,6 +42,7 @@ class CudaDevice:
         self._context = self._checked(driver.cuDevicePrimaryCtxRetain(self._device))
         self._stream = self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
+        self.capturing = False
         self._events: list[Any] = []  # that nobody waits for: made once, recorded again and again
         self._event_flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
@@ -126,12 +127,15 @@ class CudaDevice:
         """The graph of what `calls` asks; the stream is as it was, whatever they raise."""
         driver = self._driver
         self._call(driver.cuStreamBeginCapture, self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        self.capturing = True
         try:
             calls()
         except BaseException:
             _, graph = driver.cuStreamEndCapture(self._stream)  # what it says of the broken capture is not the reason
             driver.cuGraphDestroy(graph)
             raise
+        finally:
+            self.capturing = False
         return self._call(driver.cuStreamEndCapture, self._stream)
 
     def _check_repeats(self, graph: Any) -> None:

@@ -31,6 +31,7 @@ class Device(Protocol):
 
     name: str  # as ONNX Runtime calls it
     stream: int  # a cudaStream_t; 0 where there is none
+    capturing: bool  # whether what is asked now is for `captured`
 
     def allocate(self, nbytes: int) -> Block:
         """Zeros.
@@ -61,7 +62,7 @@ class Device(Protocol):
 class HostDevice:
     """The CPU as a device: memory is the host's, a captured call is the call."""
 
-    name, stream = "cpu", 0
+    name, stream, capturing = "cpu", 0, False
 
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""

@@ -217,16 +217,24 @@ class _Context:
         scratch = shared.scratch()
         self._context.set_device_memory(scratch.pointer, shared.scratch_bytes)
         self._told: Mapping[str, DeviceArray] | None = None
+        self._capturable = False  # before its first run
         if steady is not None and not all(self._context.set_input_shape(name, shape) for name, shape in steady.items()):
             raise shared.refused("export the model again")
 
     def run(self, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        if self._told is not places:
+        device = self._shared.device
+        if device.capturing and not self._capturable:
+            raise TargetError("a plan allocates memory while it runs", "export the model again")
+        new = self._told is not places
+        if new:
             accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
             accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
             self._told = places if all(accepted) else None
-        if self._told is None or not self._context.execute_async_v3(self._shared.device.stream):
+        if self._told is None or not self._context.execute_async_v3(device.stream):
             raise self._shared.refused("check nvidia-smi, and start again")
+        if new and self._steady and not device.capturing:
+            ask = getattr(self._context, "is_stream_capturable", None)  # TensorRT-RTX's
+            self._capturable = ask is None or ask(device.stream)
 
 
 def _in_place(name: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
+from skipdecode.exporter import tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.schedule_builders import ScheduleRequest
@@ -96,6 +99,28 @@ def test_inspect_shows_plans_and_their_static_buffers(plans_only: Path, capsys: 
     assert inspect.main([str(plans_only), "--json"]) == 0
     (target,) = json.loads(capsys.readouterr().out)["targets"]
     assert target["kv_bytes_per_row"] == 6 * LEAST_SLOTS * 2 * 64 * 2  # layers, slots, key and value, width, fp16
+
+
+def test_plans_are_built_to_be_captured_and_older_ones_not_taken_over(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-RTX says so only on a GPU; here, that the builder is told and that the key of what it builds changes with it."""
+    asked: list[str] = []
+    config = compile_tensorrt._config
+
+    def watched(trt: Any, *rest: Any) -> Any:
+        made = config(trt, *rest)
+        asked.append(str(made.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)))
+        return made
+
+    monkeypatch.setattr(compile_tensorrt, "_config", watched)
+    monkeypatch.setattr(tensorrt_target, "build_in_process", compile_tensorrt.build_plan)
+    export(_request(zoo, "opt", tmp_path / "bundle", slim=True))
+    keys = json.loads((tmp_path / "bundle" / TARGET / "keys.json").read_text())
+    assert asked == ["True"] * len(keys)
+    monkeypatch.setattr(tensorrt_target, "FLAGS", ())
+    export(_request(zoo, "opt", tmp_path / "bundle", slim=True, force=True))
+    assert not set(keys.values()) & set(json.loads((tmp_path / "bundle" / TARGET / "keys.json").read_text()).values())
 
 
 def test_a_slim_bundle_of_plans_holds_plans_alone(plans_only: Path) -> None:

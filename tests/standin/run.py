@@ -2,7 +2,8 @@
 
 On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, and how many steps
 were launched as a graph, how many events were made. `plain`: without graphs; `full`: on a GPU whose memory is taken;
-`callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does.
+`callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
+`allocating`: plans are of a version that allocates while they run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import skipdecode
 from skipdecode.engines import tensorrt
 from skipdecode.errors import SkipDecodeError
-from tests.standin.tensorrt import library
+from tests.standin.tensorrt import Context, library
 
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _driver = ctypes.CDLL("libcuda.so.1")
@@ -39,6 +40,7 @@ def _enqueue(stream: int, work: Callable[[], None]) -> None:
 
 def main() -> None:
     bundle = Path(sys.argv[1])
+    Context.allocates = "allocating" in sys.argv
     logging.basicConfig(format="%(message)s")
     stands_in = library(bundle, _enqueue)
     tensorrt.library = lambda target: stands_in

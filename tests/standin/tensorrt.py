@@ -132,6 +132,8 @@ class Kernels:
 class Context:
     """What it is told, and whether that suffices."""
 
+    allocates = False  # while it runs
+
     def __init__(self, engine: Engine) -> None:
         self._engine, self._profile, self._scratch = engine, 0, 0
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -158,6 +160,9 @@ class Context:
             return self._refuse(f"{name}: {pointer:#x} is not aligned")
         self._addresses[name] = pointer
         return True
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return not self.allocates
 
     def execute_async_v3(self, stream: int) -> bool:
         engine, addresses = self._engine, dict(self._addresses)
