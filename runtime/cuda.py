@@ -14,6 +14,8 @@ from skipdecode.device import Block, Call, HostArray
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.plugins import turnaround
 
+_ASK_FOR_LESS = "send fewer rows, shorter prompts, or export with a smaller --max-length"
+
 
 class CudaDevice:
     """The first GPU that this process sees, in the context that CUDA's runtime (ONNX Runtime, TensorRT, torch) uses too.
@@ -56,15 +58,12 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""
         driver = self._driver
-        self._call(driver.cuCtxSetCurrent, self._context)
-        code, pointer = driver.cuMemAlloc(max(1, nbytes))
-        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        try:
+            pointer = self._call(driver.cuMemAlloc, max(1, nbytes))
+        except CapacityError as error:
             free, _ = self._call(driver.cuMemGetInfo)
-            raise CapacityError(
-                f"the GPU has no {nbytes >> 20} MiB left for a buffer ({free >> 20} MiB are free)",
-                "send fewer rows, shorter prompts, or export with a smaller --max-length",
-            )
-        self._checked((code,))
+            what = f"the GPU has no {nbytes >> 20} MiB left for a buffer ({free >> 20} MiB are free)"
+            raise CapacityError(what, _ASK_FOR_LESS) from error
         block = Block(pointer=int(pointer), nbytes=nbytes, keeper=_Owned())
         weakref.finalize(block.keeper, _free, driver, self._context, driver.cuMemFree, pointer)
         if nbytes:
@@ -79,7 +78,11 @@ class CudaDevice:
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """As `Device.mirror`: pinned, which under unified addressing is mapped too."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        pointer = self._call(self._driver.cuMemAllocHost, nbytes)
+        try:
+            pointer = self._call(self._driver.cuMemAllocHost, nbytes)
+        except CapacityError as error:
+            what = f"the host has no {-(-nbytes >> 20)} MiB left that the GPU can write to"
+            raise CapacityError(what, "send fewer rows, ask for fewer tokens, or free its memory") from error
         memory = (ctypes.c_byte * nbytes).from_address(int(pointer))
         weakref.finalize(memory, _free, self._driver, self._context, self._driver.cuMemFreeHost, pointer)
         array: HostArray = np.frombuffer(memory, dtype=dtype).reshape(shape)
@@ -107,6 +110,7 @@ class CudaDevice:
 
         Raises:
             TargetError: `calls` did what cannot be captured or repeated, or nothing.
+            CapacityError: there is no memory for it.
         """
         driver = self._driver
         graph = self._recorded(calls)
@@ -180,6 +184,8 @@ class CudaDevice:
 
     def _checked(self, answer: tuple[Any, ...]) -> Any:
         code, *values = answer
+        if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise CapacityError("CUDA has no memory left for its own use", _ASK_FOR_LESS)
         if code != self._driver.CUresult.CUDA_SUCCESS:
             _, text = self._driver.cuGetErrorString(code)
             said = text.decode() if isinstance(text, bytes) else code.name

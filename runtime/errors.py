@@ -39,4 +39,4 @@ class TargetError(SkipDecodeError):
 
 
 class CapacityError(SkipDecodeError):
-    """A request beyond what the bundle was made for: batch, length, or a token id outside the vocabulary."""
+    """A request beyond what the bundle was made for (batch, length, a token id), or more than the machine's memory holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from skipdecode.device import Device
-from skipdecode.errors import BundleError, TargetError
+from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.memory import Array
 from skipdecode.trace import Trace, traced
 
@@ -19,6 +20,8 @@ _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 # It makes an uneven Split of slices that lie side by side (Phi-3's query, key, value). CUDA's copies its
 # table of parts from a buffer on the host at each run: in a captured graph, from where that buffer was.
 _UNWANTED = ["GatherSliceToSplitFusion"]
+# What its arena, CUDA and cuBLAS say.
+_NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|out of memory|ALLOC_FAILED")
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
 
@@ -52,6 +55,7 @@ class OrtEngine:
     Raises:
         BundleError: the file cannot be loaded.
         TargetError: the device is not there.
+        CapacityError: it does not fit in memory.
     """
 
     def __init__(self, path: Path, trace: Trace | None = None, *, device: Device | None = None) -> None:
@@ -64,22 +68,19 @@ class OrtEngine:
         if trace is not None:
             trace.profile(options)
         try:
-            self.session = ort.InferenceSession(str(path), options, providers=[_provider(device)], disabled_optimizers=_UNWANTED)
+            self.session = ort.InferenceSession(
+                str(path), options, providers=[_provider(device)], disabled_optimizers=_UNWANTED,
+                enable_fallback=0,  # else it prints what is wrong, and loads on the CPU
+            )  # fmt: skip
         except Exception as error:  # ORT's exceptions have no common base but this
-            if "thread pool" in str(error):
-                raise TargetError(
-                    "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
-                    "call skipdecode.load before that",
-                ) from error
-            reason = str(error).splitlines()[0][:200]
-            raise BundleError(f"cannot be loaded ({reason})", "export the model again", where=str(path)) from error
+            raise _refused(error, path) from error
         if _provider(device)[0] not in self.session.get_providers():  # ONNX Runtime goes to the CPU without a word
             raise TargetError(
                 "ONNX Runtime cannot use CUDA on this machine", "check the driver and CUDA's libraries with nvidia-smi"
             )
         if trace is not None:
             trace.follow(self.session)
-        self._name, self._trace = path.stem, trace
+        self._name, self._trace, self._on_device = path.stem, trace, device is not None
         # a trace's times are of what has ended
         self._run_options = None if device is None or trace is not None else _without_waiting()
         self.input_names = frozenset(value.name for value in self.session.get_inputs())
@@ -100,7 +101,44 @@ class OrtEngine:
         def run() -> None:
             session.run_with_iobinding(binding, options)
 
-        return traced(self._trace, self._name, run, kind="engine")
+        def run_on_device() -> None:
+            try:
+                session.run_with_iobinding(binding, options)
+            except Exception as error:
+                raise _stopped(error) from error
+
+        return traced(self._trace, self._name, run_on_device if self._on_device else run, kind="engine")
+
+
+def _refused(error: Exception, path: Path) -> SkipDecodeError:
+    """Why there is no session; ONNX Runtime says it in words alone."""
+    said, where = str(error), str(path)
+    if "thread pool" in said:
+        return TargetError(
+            "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
+            "call skipdecode.load before that",
+        )
+    if _NO_MEMORY.search(said):
+        return _no_memory(said, "free some, or export with --quantize int4", where)
+    return BundleError(f"cannot be loaded ({_reason(said)})", "export the model again", where=where)
+
+
+def _stopped(error: Exception) -> SkipDecodeError:
+    """Why a run on a device ended."""
+    said = str(error)
+    if _NO_MEMORY.search(said):
+        return _no_memory(said, "send fewer rows or shorter prompts, or choose a smaller --prefill-chunk", "")
+    return TargetError(f"ONNX Runtime stopped ({_reason(said)})", "check nvidia-smi, and start again")
+
+
+def _no_memory(said: str, remedy: str, where: str) -> CapacityError:
+    sizes = [int(match[1]) for match in _NO_MEMORY.finditer(said) if match[1]]
+    asked = f" for {-(-sizes[0] >> 20)} MiB" if sizes else ""
+    return CapacityError(f"no memory is left{asked}", remedy, where=where)
+
+
+def _reason(said: str) -> str:
+    return said.splitlines()[0][:200] if said else "no reason given"
 
 
 def _place(array: Array) -> tuple[str, int, Any, list[int], int]:

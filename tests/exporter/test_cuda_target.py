@@ -20,7 +20,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import Engines, Sharing
 from skipdecode.engines import ort as engines_ort
-from skipdecode.errors import BundleError, SkipDecodeError, TargetError
+from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.exporter import cli
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
@@ -194,6 +194,42 @@ def test_without_a_gpu_it_is_refused_in_one_line(both: Path, monkeypatch: pytest
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(TargetError, match="has no cuda in it; pip uninstall onnxruntime, then pip install onnxruntime-gpu"):
         skipdecode.load(both, target="cuda")
+
+
+class _Gpu(HostDevice):
+    stream = 1
+
+
+ARENA = "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : BFCArena: Failed to allocate memory for requested buffer of size 3221225472"
+CUDA = "CUDA failure 2: out of memory ; GPU=0 ; hostname=gpu ; expr=cudaMalloc((void**)&p, size);"
+CUBLAS = "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0 ; expr=cublasCreate(&cublas_handle_);"
+
+
+@pytest.mark.parametrize(("said", "asked"), [(ARENA, " for 3072 MiB"), (CUDA, ""), (CUBLAS, "")])
+def test_memory_that_is_not_there_is_told_as_such(said: str, asked: str, both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ONNX Runtime words it when a session is made, and when it runs."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise engines_ort.ort.capi.onnxruntime_pybind11_state.RuntimeException(said)
+
+    _, engines = _on_cpu(both)
+    engine = engines.segments[0][1]
+    assert isinstance(engine, engines_ort.OrtEngine)
+    run = engine.bind({}, {})
+    monkeypatch.setattr(engines_ort.ort.InferenceSession, "run_with_iobinding", fails)
+    with pytest.raises(CapacityError, match=f"^no memory is left{asked}; send fewer rows .* a smaller --prefill-chunk$"):
+        run()
+    monkeypatch.setattr(engines_ort.ort, "InferenceSession", fails)
+    with pytest.raises(CapacityError, match=rf"head\.onnx: no memory is left{asked}; free some, or export with --quantize int4$"):
+        engines_ort.OrtEngine(both / "targets" / "cuda" / "head.onnx", device=_Gpu())
+
+
+def test_a_run_that_cuda_ends_is_one_line(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engines = _on_cpu(both)
+    run = engines.segments[0][1].bind({}, {})  # nothing is bound
+    with pytest.raises(TargetError, match=r"^ONNX Runtime stopped \(.*\); check nvidia-smi, and start again$") as caught:
+        run()
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ extern "C" {
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
 void standin_fill() { taken = kMemory; }
+int standin_without_pinned = 0, standin_without_graphs = 0;  // whether there is no memory for them
 
 // For tests: `call` in a kernel's place.
 CUresult standin_launch(CUstream stream, CUhostFn call, void* data) {
@@ -117,6 +118,7 @@ CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) {
 }
 CUresult cuMemFree(CUdeviceptr pointer) { return Free(pointer); }
 CUresult cuMemAllocHost(void** pointer, size_t bytes) {
+  if (standin_without_pinned) return CUDA_ERROR_OUT_OF_MEMORY;
   return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes, CU_MEMORYTYPE_HOST);
 }
 CUresult cuMemFreeHost(void* pointer) { return Free(reinterpret_cast<uintptr_t>(pointer)); }
@@ -174,6 +176,7 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
   return CUDA_SUCCESS;
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
+  if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
   return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }

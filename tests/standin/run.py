@@ -2,6 +2,7 @@
 
 On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, and how many steps
 were launched as a graph, how many events were made. `plain`: without graphs; `full`: on a GPU whose memory is taken;
+`without_pinned`, `without_graphs`: there is no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
 `allocating`: plans are of a version that allocates while they run.
 """
@@ -47,6 +48,8 @@ def main() -> None:
     generator = skipdecode.load(bundle, target="tensorrt-rtx", cuda_graphs="plain" not in sys.argv)
     if "full" in sys.argv:
         _driver.standin_fill()
+    for what in {"without_pinned", "without_graphs"}.intersection(sys.argv):
+        ctypes.c_int.in_dll(_driver, f"standin_{what}").value = 1
     answers = []
     for request in json.load(sys.stdin):
         made = generator.generate(request.pop("prompts"), **request)
