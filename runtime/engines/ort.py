@@ -54,7 +54,7 @@ class OrtEngine:
 
     Raises:
         BundleError: the file cannot be loaded.
-        TargetError: the device is not there.
+        TargetError: the device is not there, or cannot run all of it.
         CapacityError: it does not fit in memory.
     """
 
@@ -65,6 +65,8 @@ class OrtEngine:
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_DISABLE_ALL if device is None else levels.ORT_ENABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
+        if device is not None and device.stream:  # a node on the CPU would wait for each step, or miss its replay
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         if trace is not None:
             trace.profile(options)
         try:
@@ -74,10 +76,6 @@ class OrtEngine:
             )  # fmt: skip
         except Exception as error:  # ORT's exceptions have no common base but this
             raise _refused(error, path) from error
-        if _provider(device)[0] not in self.session.get_providers():  # ONNX Runtime goes to the CPU without a word
-            raise TargetError(
-                "ONNX Runtime cannot use CUDA on this machine", "check the driver and CUDA's libraries with nvidia-smi"
-            )
         if trace is not None:
             trace.follow(self.session)
         self._name, self._trace, self._on_device = path.stem, trace, device is not None
@@ -120,6 +118,12 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
         )
     if _NO_MEMORY.search(said):
         return _no_memory(said, "free some, or export with --quantize int4", where)
+    if "default CPU EP" in said or "CUDA" in said:
+        reason = "it would leave nodes to the CPU" if "default CPU EP" in said else _reason(said)
+        return TargetError(
+            f"ONNX Runtime cannot run it with CUDA ({reason})",
+            "check nvidia-smi, and that cuBLAS and cuDNN of onnxruntime-gpu's CUDA are installed", where=where,
+        )  # fmt: skip
     return BundleError(f"cannot be loaded ({_reason(said)})", "export the model again", where=where)
 
 

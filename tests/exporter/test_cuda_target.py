@@ -200,6 +200,15 @@ class _Gpu(HostDevice):
     stream = 1
 
 
+def test_nodes_that_cuda_cannot_run_are_an_error_not_the_cpus(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Azure's provider, which comes with onnxruntime and has no kernels, stands in for CUDA's."""
+    monkeypatch.setattr(engines_ort, "_provider", lambda device: ("AzureExecutionProvider", {}))
+    with pytest.raises(
+        TargetError, match=r"head\.onnx: ONNX Runtime cannot run it with CUDA \(it would leave nodes to the CPU\); ch"
+    ):
+        engines_ort.OrtEngine(both / "targets" / "cuda" / "head.onnx", device=_Gpu())
+
+
 ARENA = "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : BFCArena: Failed to allocate memory for requested buffer of size 3221225472"
 CUDA = "CUDA failure 2: out of memory ; GPU=0 ; hostname=gpu ; expr=cudaMalloc((void**)&p, size);"
 CUBLAS = "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0 ; expr=cublasCreate(&cublas_handle_);"
