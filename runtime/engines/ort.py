@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,6 +25,8 @@ _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _UNWANTED = ["GatherSliceToSplitFusion"]
 # What its arena, CUDA and cuBLAS say.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|out of memory|ALLOC_FAILED")
+
+logger = logging.getLogger(__name__)
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
 
@@ -166,7 +171,7 @@ def _provider(device: Device | None) -> tuple[str, dict[str, str]]:
 
 
 def check_cuda() -> None:
-    """Refuse an ONNX Runtime that was built without CUDA.
+    """Refuse an ONNX Runtime that was built without CUDA, and load CUDA's libraries where they came with pip.
 
     Raises:
         TargetError: with what to install.
@@ -176,6 +181,10 @@ def check_cuda() -> None:
             f"the installed onnxruntime {ort.__version__} has no cuda in it",
             "pip uninstall onnxruntime, then pip install onnxruntime-gpu", where="--target",
         )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # it prints what it does not find, which the system may have
+        ort.preload_dlls()
+    if said.getvalue():
+        logger.info("%s", said.getvalue().strip())
 
 
 def check_library(version: str) -> None:

@@ -241,6 +241,14 @@ def test_a_run_that_cuda_ends_is_one_line(both: Path, monkeypatch: pytest.Monkey
     assert "\n" not in str(caught.value)
 
 
+def test_cudas_libraries_are_loaded_without_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: (loaded.append("all"), print("Failed to load libcudnn.so.9")))
+    engines_ort.check_cuda()
+    assert loaded == ["all"] and capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
