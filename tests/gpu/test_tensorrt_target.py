@@ -52,3 +52,5 @@ def test_every_variant_agrees_with_the_reference(generator: Generator, zoo: Zoo)
 def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:
     made = [generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True) for _ in range(4)]
     assert len({str([row.token_ids for row in each.sequences]) for each in made}) == 1
+    loop = generator._kept_loop
+    assert loop is not None and loop.graphs == len(loop.decoder._routes)

@@ -48,8 +48,9 @@ def run(request: pytest.FixtureRequest, device: CudaDevice, tmp_path_factory: py
     ids=str,
 )
 @pytest.mark.parametrize("vocabulary", [99, 50272])
-def test_it_chooses_what_the_runtime_chooses(
-    sampling: Sampling, vocabulary: int, device: CudaDevice, run: turnaround.Run
+@pytest.mark.parametrize("ends", [False, True])
+def test_it_chooses_what_the_runtime_chooses_and_repeats_the_token_that_ends_a_row(
+    ends: bool, sampling: Sampling, vocabulary: int, device: CudaDevice, run: turnaround.Run
 ) -> None:
     memory, rng = DeviceMemory(device, "float16"), np.random.default_rng(vocabulary)
     arrays = {
@@ -64,11 +65,17 @@ def test_it_chooses_what_the_runtime_chooses(
         rows=ROWS, vocabulary=vocabulary, max_steps=STEPS, stop_count=1, tokens=bound_tokens.pointer,
         **{name: twin.pointer for name, (twin, _) in twins.items()},
     )  # fmt: skip
-    expected = []
+    logits = rng.normal(0, 4, (STEPS, ROWS, vocabulary)).astype(np.float32)
+    expected = np.array([choose_tokens(logits[step], sampling, arrays["row_ids"], step) for step in range(STEPS)])
+    if ends:
+        stop = arrays["stop_ids"][0] = expected[0, 1]
+        twins["stop_ids"][1]()
+        for row in range(ROWS):
+            expected[np.argmax(expected[:, row] == stop) :, row] = stop if stop in expected[:, row] else expected[:, row]
     for step in range(STEPS):
-        arrays["logits"][:] = rng.normal(0, 4, (ROWS, vocabulary)).astype(np.float32)
-        expected.append(choose_tokens(arrays["logits"], sampling, arrays["row_ids"], step).tolist())
+        arrays["logits"][:] = logits[step]
         twins["logits"][1]()
         run(state)
     receive()
-    assert tokens.tolist() == expected
+    assert tokens.tolist() == expected.tolist()
+    assert not ends or (tokens[:, 1] == tokens[0, 1]).all()

@@ -94,6 +94,15 @@ def test_a_step_that_a_graph_cannot_repeat_is_not_made_one(
     assert re.fullmatch(f"decode steps go on without CUDA graphs: {says}\n", done.stderr), done.stderr
 
 
+def test_a_loop_that_makes_way_for_another_leaves_nothing_behind(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
+    """Two shapes by turns, each twice, so that there are graphs: no buffer, no pinned memory, no graph."""
+    requests = [{**REQUESTS[0], "prompts": PROMPTS[:rows]} for rows in (2, 2, 3, 3)] * 4
+    answers = json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), requests).stdout)
+    taken = answers["taken"][4:]  # engines have their own memory by then
+    assert answers["replayed"] > 0
+    assert taken == taken[:4] * 3
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [

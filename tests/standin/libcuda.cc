@@ -89,9 +89,10 @@ CUresult Free(uintptr_t pointer) {
 
 extern "C" {
 
-// For tests: how many graphs were launched, how many events made; take all of the GPU's memory.
+// For tests: how many graphs were launched, how many events made, how much memory is taken (pinned too); take all of the GPU's memory.
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
+size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0;  // whether there is no memory for them
 
@@ -177,10 +178,14 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
+  taken += graph->nodes.size();
   return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
-CUresult cuGraphExecDestroy(CUgraphExec executable) { return delete executable, CUDA_SUCCESS; }
+CUresult cuGraphExecDestroy(CUgraphExec executable) {
+  taken -= executable->nodes.size();
+  return delete executable, CUDA_SUCCESS;
+}
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
   ++replayed;
   for (const CUgraphNode_st& node : executable->nodes)

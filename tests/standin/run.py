@@ -1,8 +1,8 @@
 """`python -m tests.standin.run BUNDLE [WORD ..]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
 
-On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, and how many steps
-were launched as a graph, how many events were made. `plain`: without graphs; `full`: on a GPU whose memory is taken;
-`without_pinned`, `without_graphs`: there is no memory for these;
+On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, the bytes that were
+taken after each (the GPU's and pinned ones), and how many steps were launched as a graph, how many events were made.
+`plain`: without graphs; `full`: on a GPU whose memory is taken; `without_pinned`, `without_graphs`: no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
 `allocating`: plans are of a version that allocates while they run.
 """
@@ -50,11 +50,14 @@ def main() -> None:
         _driver.standin_fill()
     for what in {"without_pinned", "without_graphs"}.intersection(sys.argv):
         ctypes.c_int.in_dll(_driver, f"standin_{what}").value = 1
-    answers = []
+    _driver.standin_taken.restype = ctypes.c_size_t
+    answers, taken = [], []
     for request in json.load(sys.stdin):
         made = generator.generate(request.pop("prompts"), **request)
         answers.append({"tokens": [row.token_ids for row in made.sequences], "layers": made.layers})
-    json.dump({"generations": answers, "replayed": _driver.standin_replayed(), "events": _driver.standin_events()}, sys.stdout)
+        taken.append(_driver.standin_taken())
+    counts = {"replayed": _driver.standin_replayed(), "events": _driver.standin_events()}
+    json.dump({"generations": answers, "taken": taken, **counts}, sys.stdout)
 
 
 if __name__ == "__main__":
