@@ -12,11 +12,14 @@ import pytest
 
 import skipdecode
 from skipdecode.cli import validate
+from skipdecode.decoder import Decoder
+from skipdecode.device import HostDevice
 from skipdecode.engines.ort import check_cuda
 from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
@@ -91,10 +94,13 @@ def test_tokens_chosen_on_the_gpu_are_those_chosen_on_the_host(
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
-    bundle = _export(zoo, "opt", tmp_path / "b", quantize=quantize)
+    bundle = _export(zoo, "opt", tmp_path / "b", quantize=quantize, targets=("cuda",))
+    on_gpu = skipdecode.load(bundle)
+    made = on_gpu.manifest
+    on_host = load_device_engines(made, bundle, made.targets[0], HostDevice(), None)
     logits = []
-    for target in ("cpu", "cuda"):
-        decoder = skipdecode.load(bundle, target=target).decoder([len(PROMPTS[0])], 2)
+    for engines in (on_host, on_gpu.engines):
+        decoder = Decoder(engines, made.model, made.schedule, [len(PROMPTS[0])], 2)
         decoder.prefill(PROMPTS[:1])
         logits.append(decoder.logits[0].copy())
     assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
