@@ -33,7 +33,8 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
     few, so the ids that encoding puts around a text are written down in `tokenization.json`, with samples that C++ checks itself
     by.
 
-    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes of its files.
+    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes of its files; one that names more
+    tokens beside it (`<|im_end|>`, in `tokenizer_config.json` alone) gets them put into it.
 
     Raises:
         ModelNotSupportedError: a tokenizer that cannot be read.
@@ -45,6 +46,8 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
         config.to_json_file(bundle / "config.json")
     if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
         _convert(folder, bundle / "tokenizer.json")
+    elif folder is not None and (bundle / "tokenizer.json").exists():
+        _complete(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
         return
     settings = _read_settings(bundle / "tokenizer_config.json")
@@ -92,6 +95,24 @@ def _convert(folder: Path, path: Path) -> None:
             f"its tokenizer cannot be converted ({reason[:160]})",
             "put a tokenizer.json there", where=str(folder),
         ) from error  # fmt: skip
+
+
+def _complete(folder: Path, path: Path, vocab_size: int) -> None:
+    """Add to tokenizer.json what transformers adds when it reads the files beside it, with the ids that it gives."""
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        known = theirs.backend_tokenizer.get_added_tokens_decoder()
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
+        return
+    here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    # beyond the vocabulary lie defaults of transformers' classes, which the model has no embedding for
+    missing = {token.content: id_ for id_, token in known.items() if token.content not in here and id_ < vocab_size}
+    tokenizer.add_tokens([known[id_] for id_ in sorted(missing.values())])
+    if missing and all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
+        tokenizer.save(str(path))
 
 
 def _tokenization(path: Path) -> dict[str, Any]:

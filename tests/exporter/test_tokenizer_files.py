@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.tokenizer_files import end_ids
+from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
 from tests.conftest import CONFIGS, MAX_LENGTH, Zoo
+
+_E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
 
 
 def _of_a_model_that_also_sees(**whole: Any) -> dict[str, Any]:
@@ -80,6 +84,49 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(zoo: Zoo, tmp_p
 
 def test_a_bundle_ends_rows_as_its_checkpoint_does(zoo: Zoo) -> None:
     assert manifests.read(zoo.bundle("llama")).model.eos_token_ids == (2,)
+
+
+_END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map", "added_tokens"])
+def test_tokens_that_stand_beside_tokenizer_json_alone_are_put_into_it(file: str, tmp_path: Path) -> None:
+    shutil.copyfile(_E2E / "tokenizer.json", tmp_path / "tokenizer.json")
+    own = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    size = own.get_vocab_size()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    contents = {
+        "tokenizer_config": {**settings, "added_tokens_decoder": {str(size): _END}},
+        "special_tokens_map": {"additional_special_tokens": ["<|im_end|>"]},
+        "added_tokens": {"<|im_end|>": size},
+    }
+    for name, content in {"tokenizer_config": settings, file: contents[file]}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    for vocabulary, text in ((size + 1, "yes <|im_end|> no"), (size, "no token without an embedding")):
+        bundle = tmp_path / str(vocabulary)
+        bundle.mkdir()
+        copy_tokenizer(tmp_path, bundle, CONFIGS["llama"]().__class__(vocab_size=vocabulary), MAX_LENGTH)
+        made = tokenizers.Tokenizer.from_file(str(bundle / "tokenizer.json"))
+        assert (size in made.encode(text).ids) is (vocabulary > size)
+        assert made.encode(text).ids == transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+        told = json.loads((bundle / "tokenization.json").read_text())
+        assert (size in told["special"]) is (vocabulary > size and file != "added_tokens")
+
+
+def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) -> None:
+    copy_tokenizer(_E2E, tmp_path, CONFIGS["llama"](), MAX_LENGTH)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    shutil.copyfile(_E2E / "tokenizer.json", model / "tokenizer.json")
+    (model / "own.py").write_text(f"raise SystemExit(open({str(tmp_path / 'was here')!r}, 'w'))")
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}))
+    copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
+    assert (bundle / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "was here").exists()
 
 
 @pytest.mark.parametrize(
