@@ -148,7 +148,11 @@ def _export(options: argparse.Namespace) -> int:
 def _terminating() -> Iterator[None]:
     """Inside, SIGTERM unwinds the stack as Ctrl-C does: by itself it would leave tens of GB of a half-written bundle behind."""
 
+    stopped = False
+
     def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
         raise SystemExit(_TERMINATED)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -156,6 +160,8 @@ def _terminating() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if stopped:  # also where a library, whose call it interrupted, made another error of it
+            raise SystemExit(_TERMINATED)
 
 
 @contextmanager

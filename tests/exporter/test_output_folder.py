@@ -13,6 +13,7 @@ import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError
+from skipdecode.exporter import cli
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.schedule_builders import ScheduleRequest
@@ -79,3 +80,18 @@ def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path) -
         _, said = process.communicate(timeout=120)
     assert (process.returncode, said) == (143, "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            raise RuntimeError("import failed") from error
+
+    monkeypatch.setattr(cli, "export", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["opt-125m", "--out", "bundle"])
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
