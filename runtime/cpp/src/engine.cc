@@ -49,6 +49,11 @@ void UseCuda(Ort::SessionOptions& options) {
     Ort::ThrowOnError(api.CreateCUDAProviderOptions(&cuda));
     const std::unique_ptr<OrtCUDAProviderOptionsV2, decltype(api.ReleaseCUDAProviderOptions)> owner(
         cuda, api.ReleaseCUDAProviderOptions);
+    // an arena doubles what it takes at a time, which for weights is up to twice their size
+    const char *const key = "arena_extend_strategy", *const value = "kSameAsRequested";
+    Ort::ThrowOnError(api.UpdateCUDAProviderOptions(cuda, &key, &value, 1));
+    options.AddConfigEntry("session.use_device_allocator_for_initializers", "1");
+    options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");  // a node there would wait for each step
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
     throw TargetError("ONNX Runtime cannot use cuda on this machine (" + std::string(error.what()).substr(0, 200) + ")",
