@@ -89,7 +89,7 @@ CUresult Free(uintptr_t pointer) {
 
 extern "C" {
 
-// For tests: how many graphs were launched, how many events made, how much memory is taken (pinned too); take all of the GPU's memory.
+// For tests: how many graphs were launched, how many events made, how much memory is taken (pinned too); take all GPU memory.
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
 size_t standin_taken() { return taken; }
