@@ -126,6 +126,7 @@ def test_what_the_builder_may_spend_is_told_to_it() -> None:
         request = PlanRequest(target="tensorrt-rtx", source="", plan="", profiles=(), options=options)
         config = compile_tensorrt._config(trt, polygraphy, builder, network, request)
         found.append((config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE), config.builder_optimization_level))
+        assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION), "or no CUDA graph catches its plans"
     assert found[0][1] == 3 and found[0][0] > 1 << 30
     assert found[1] == (64 << 20, 1)
 
