@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,7 @@ def random_source(seed: int = 0) -> TensorSource:
             return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
         drawn = torch.empty(shape)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            futures = [pool.submit(draw, name, *each) for each in enumerate(drawn.view(-1).split(_DRAWN_AT_ONCE))]
-        for future in futures:
-            future.result()
+            list(pool.map(draw, repeat(name), count(), drawn.view(-1).split(_DRAWN_AT_ONCE)))  # list: raises what a draw raised
         return drawn
 
     return tensor

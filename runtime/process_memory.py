@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)
@@ -15,10 +13,8 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)$", re.MUL
 Region = tuple[int, int]  # addresses of its first byte and of the one behind its last
 
 
-@contextmanager
-def loading(bundle: Path) -> Iterator[None]:
-    """Around loading the engines of `bundle`. Does nothing where the system is not Linux with glibc."""
-    yield
+def release_loading_memory(bundle: Path) -> None:
+    """Call when the engines of `bundle` are loaded. Does nothing where the system is not Linux with glibc."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)  # OPT-1.3B in int4: 170 of 230 MiB, which glibc would keep
     for start, end in mapped_regions(bundle):

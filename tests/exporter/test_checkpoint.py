@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ def in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, P
 def _folder(config: Any, folder: Path) -> Path:
     config.save_pretrained(folder)
     return folder
+
+
+def _in_either_form(model: Any, folder: Path) -> Iterator[tuple[Path, TensorSource]]:
+    """A file of torch's and one of safetensors, and what is read of it."""
+    for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
+        file = _folder(model.config, folder / name) / name
+        save(dict(model.state_dict()), file)
+        yield file, _source(file.parent)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gpt_neox"])
@@ -100,11 +108,7 @@ def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(o
 
 def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
     """Or the peak of an export would be the whole checkpoint."""
-    model = zoo.model("llama")
-    for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
-        file = _folder(model.config, tmp_path / name) / name
-        save(dict(model.state_dict()), file)
-        source = _source(file.parent)
+    for file, source in _in_either_form(zoo.model("llama"), tmp_path):
         held = source("model.norm.weight", (64,))
         assert str(file) in Path("/proc/self/maps").read_text()
         del held
@@ -112,11 +116,7 @@ def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_a_file_that_vanishes_while_it_is_read_is_the_checkpoints_fault(zoo: Zoo, tmp_path: Path) -> None:
-    model = zoo.model("llama")
-    for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
-        file = _folder(model.config, tmp_path / name) / name
-        save(dict(model.state_dict()), file)
-        source = _source(file.parent)
+    for file, source in _in_either_form(zoo.model("llama"), tmp_path):
         file.unlink()
         with pytest.raises(ModelNotSupportedError, match="cannot be read"):
             source("model.norm.weight", (64,))
