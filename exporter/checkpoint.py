@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.conversions import converted
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.weights import IR_TYPES, TensorSource
 
@@ -37,17 +39,19 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
     """
     form, files = _files(checkpoint)
     where = {name: file for file in files for name in form.names(file)}
+    stored = {name: partial(form.read, file, name) for name, file in where.items()}
+    read = converted(stored, bones.config) | stored
     base = bones.parts.prefix.split(".")[0]
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tied = [parameter for parameter, kept in bones.canonical.items() if kept == name]
-        spelled = (next((key for key in _spellings(parameter, base) if key in where), None) for parameter in tied)
+        spelled = (next((key for key in _spellings(parameter, base) if key in read), None) for parameter in tied)
         found = [key for key in spelled if key is not None]
         if not found:
             raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
-        value = _checked(form.read(where[found[0]], found[0]), found[0], shape, where[found[0]])
+        value = _checked(read[found[0]](), found[0], shape, where.get(found[0], checkpoint))
         for other in found[1:]:
-            if not torch.equal(value, form.read(where[other], other)):
+            if not torch.equal(value, read[other]()):
                 raise ModelNotSupportedError(
                     f"{other} differs from {found[0]}, though config.json ties them",
                     "set tie_word_embeddings to false there, which is what transformers makes of it",

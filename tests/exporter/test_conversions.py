@@ -1,0 +1,53 @@
+"""A mixture's tensors as they lie in files, and as the model has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.weights import TensorSource
+from tests.conftest import RELATIVES, Zoo
+
+UP = "model.layers.3.block_sparse_moe.experts.1.w3.weight"
+
+
+def _source(folder: Path) -> TensorSource:
+    return checkpoint_source(folder, skeleton(transformers.AutoConfig.from_pretrained(folder)))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phimoe", "granitemoe", "ernie4_5_moe", "minimax_m2"])
+def test_every_parameter_is_read_as_transformers_loads_it(name: str, zoo: Zoo) -> None:
+    stored = load_file(zoo.checkpoint(name) / "model.safetensors").keys()
+    expected = zoo.model(name).state_dict()
+    assert not stored >= expected.keys()  # else there is nothing to convert
+    bones = skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)))
+    source = checkpoint_source(zoo.checkpoint(name), bones)
+    for parameter, shape in bones.shapes.items():
+        assert torch.equal(source(parameter, shape), expected[parameter]), parameter
+
+
+def test_the_eleventh_expert_comes_after_the_tenth(tmp_path: Path) -> None:
+    config = RELATIVES["mixtral"]()
+    config.num_hidden_layers, config.num_local_experts = 1, 12
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    value = model.state_dict()["model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(_source(tmp_path)("model.layers.0.mlp.experts.down_proj", tuple(value.shape)), value)
+
+
+def test_experts_that_do_not_fit_together_are_one_line(zoo: Zoo, tmp_path: Path) -> None:
+    state = load_file(zoo.checkpoint("mixtral") / "model.safetensors")
+    transformers.AutoConfig.from_pretrained(zoo.checkpoint("mixtral")).save_pretrained(tmp_path)
+    for change, says in (({UP: torch.zeros(7, 64)}, "cannot be put together"), ({UP: None}, "has shape|cannot be put together")):
+        changed = {name: tensor for name, tensor in (state | change).items() if tensor is not None}
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ModelNotSupportedError, match=says) as caught:
+            _source(tmp_path)("model.layers.3.mlp.experts.gate_up_proj", (5, 192, 64))
+        assert "\n" not in str(caught.value)
