@@ -9,6 +9,11 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 
+# mixtures of experts, whose layers choose a few of many MLPs for each token
+MIXTURES = (
+    "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
+    "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+)  # fmt: skip
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
@@ -20,7 +25,7 @@ _PARTS = {
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
             "glm4", "granite", "helium", "hyperclovax", "internlm3", "jais2", "llama", "ministral", "ministral3", "mistral",
             "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
-            "vaultgemma",
+            "vaultgemma", *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -91,15 +96,15 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: mixtures of experts, attention to later tokens, a rotary scaling that
+        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, a rotary scaling that
             `max_length` tokens would exceed, or an architecture that is not tested.
     """
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise unsupported(config, "is a mixture of experts without a dense path")
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
     if getattr(config, "use_bidirectional_attention", False):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
+    if config.model_type in MIXTURES and config.hidden_act not in ("silu", "swish"):
+        raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
     _check_rotary(config, max_length)
     longest = getattr(config, "max_position_embeddings", None)
     if longest and max_length > longest:

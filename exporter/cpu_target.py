@@ -14,9 +14,11 @@ from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
+from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.widen import WidenPass
@@ -41,8 +43,8 @@ def compile_cpu(
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine, if it is in fp32
             and nothing is quantised.
     """
-    quantizing = [QuantizeWeightsPass(quantization), SkipNormPass()] if quantization else []
-    passes = [LowerAttentionPass(max_length=limits.max_length), PackQKVPass(), *quantizing]
+    quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), SkipNormPass()] if quantization else []
+    passes = [LowerAttentionPass(max_length=limits.max_length), LowerExpertsPass(), PackQKVPass(), *quantizing]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import check_supported
+from skipdecode.exporter.architectures import MIXTURES, check_supported
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -168,6 +168,11 @@ def _max_length(request: ExportRequest, config: Any) -> int:
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
+    other = next((target.name for target in targets if target.name != "cpu"), None)
+    if other and bones.config.model_type in MIXTURES:
+        raise TargetError(
+            f"{bones.config.model_type} is a mixture of experts, which has engines for cpu only", "choose cpu", where="--target"
+        )
     if not any(target.is_tensorrt for target in targets):
         if request.builder != BuilderOptions():
             raise TargetError(
@@ -180,16 +185,24 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
                 f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",
                 where="--quantize",
             )  # fmt: skip
-    if request.quantize != "none" and any(target.name == "cpu" for target in targets):
-        check_packs_quantised()
-    width = bones.config.hidden_size
-    if request.quantize != "none" and width % request.quantize_block:
-        raise TargetError(
-            f"the hidden size {width} is no multiple of {request.quantize_block}, so the weights would stay as they are",
-            "choose a smaller one" if request.quantize_block > BLOCK_SIZES[0] else "leave out --quantize",
-            where="--quantize-block",
-        )  # fmt: skip
+    if request.quantize != "none":
+        if any(target.name == "cpu" for target in targets):
+            check_packs_quantised()
+        _check_block(request.quantize_block, bones)
     _check_disk(request, targets, bones)
+
+
+def _check_block(block: int, bones: Skeleton) -> None:
+    """Other matrices may stay as they are where blocks do not fit; these are nearly all of the weights."""
+    widths = {bones.config.hidden_size: "hidden size"}
+    widths |= {shape[2]: "width of the experts" for name, shape in bones.shapes.items() if name.endswith("experts.down_proj")}
+    for width, what in widths.items():
+        if width % block:
+            raise TargetError(
+                f"the {what} {width} is no multiple of {block}, so the weights would stay as they are",
+                "choose a smaller one" if block > BLOCK_SIZES[0] else "leave out --quantize",
+                where="--quantize-block",
+            )
 
 
 def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, layer_kind, settled
 from skipdecode.exporter.attention import ATTENTION_NAME
+from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
@@ -81,7 +82,7 @@ def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Repo
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     """Build the model on the meta device: names, shapes and ties, no memory."""
-    config._attn_implementation = ATTENTION_NAME
+    config._attn_implementation, config._experts_implementation = ATTENTION_NAME, EXPERTS_NAME
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -21,13 +21,17 @@ Report = Callable[[str, float], None]  # (what is being done, fraction that is d
 
 
 def weight_bytes(graph: ir.Graph) -> int:
-    """What a step reads whole: not the rotary tables, of which attention takes a row a position."""
-    weights = (
-        value.const_value.nbytes
-        for value in graph.initializers.values()
-        if value.const_value is not None and not any(use.node.op_type == "GroupQueryAttention" for use in value.uses())
-    )
-    return sum(weights)
+    """What a step of one row reads: of a mixture the chosen experts, of the rotary tables a row, which is not counted."""
+    return sum(map(_read_bytes, graph.initializers.values()))
+
+
+def _read_bytes(weight: ir.Value) -> int:
+    tensor = weight.const_value
+    readers = [use.node for use in weight.uses()]
+    if tensor is None or any(node.op_type == "GroupQueryAttention" for node in readers):
+        return 0
+    mixture = next((node for node in readers if node.op_type in ("MoE", "QMoE")), None)
+    return tensor.nbytes if mixture is None else tensor.nbytes * mixture.attributes["k"].as_int() // tensor.shape.numpy()[0]
 
 
 def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) -> None:

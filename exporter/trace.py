@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
+from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as Output
 
 from skipdecode.exporter.architectures import DecoderParts
 from skipdecode.exporter.attention import OPSET, ScatterCache

@@ -51,7 +51,10 @@ class Quantization:
 
 
 class QuantizeWeightsPass(ir.passes.InPlacePass):
-    """Declines matrices whose input width is no multiple of the block, and anything that is not a parameter."""
+    """Declines matrices whose input width is no multiple of the block, what is not a parameter, and routers.
+
+    A mixture's router is a thousandth of its layer, and an error of its changes which experts compute.
+    """
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
         count = 0
         for node in list(model.graph):
             found = _parameter(node)
-            if found is not None and _matrix(*found).shape[1] % self.how.block_size == 0:
+            if found is not None and not _is_router(node) and _matrix(*found).shape[1] % self.how.block_size == 0:
                 _replace(model.graph, node, *found, self.how)
                 release_pages(found[0].const_value)
                 count += 1
@@ -83,6 +86,20 @@ def _parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 2:
         return None
     return value, transposed
+
+
+def _is_router(node: ir.Node) -> bool:
+    """Whether what the node gives decides a choice, before any other matrix."""
+    readers = [(use.node, use.idx) for value in node.outputs for use in value.uses()]
+    return any(
+        reader.op_type == "TopK"
+        or (reader.op_type == "MoE" and index == 1)
+        or (reader.op_type not in _PRODUCTS and _is_router(reader))
+        for reader, index in readers
+    )
+
+
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "GroupQueryAttention")
 
 
 def _matrix(parameter: ir.Value, transposed: bool) -> Floats:

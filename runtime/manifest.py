@@ -68,7 +68,7 @@ class Target:
     segments: tuple[str, ...]  # one engine a segment
     head: str
     tied_weight: str | None  # [V,E], which embedding and head are both given; None: engines that have their own
-    segment_weight_bytes: tuple[int, ...]  # of each segment's weights, which a decode step through it reads once
+    segment_weight_bytes: tuple[int, ...]  # of each segment's weights that a decode step of one row reads
     head_weight_bytes: int
 
     @property

@@ -51,32 +51,57 @@ _BY_POSITION = {  # Ministral 3 scales its queries by their position, from the o
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1,
     "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
+_ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": 5},
+    "cohere2_moe": {
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "sliding_window": 5,
+    },
     "cwm": {"head_dim": 16, "sliding_window": 5},
+    "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {"moe_intermediate_size": 48, "moe_k": 3, "moe_num_experts": 5, "moe_num_shared_experts": 1},
     "exaone4": {"sliding_window": 5},
+    "exaone_moe": {**_ROUTED, "num_experts": 8, "sliding_window": 5},
+    "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
     "gemma": {"head_dim": 32},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
+    "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "granitemoeshared": {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 32},
     "helium": {"head_dim": 16},
+    "hunyuan_v1_moe": {"num_experts": 5, "moe_topk": 3, "head_dim": 16},
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "internlm3": {"head_dim": 16},
     "jais2": {},
+    "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "ministral": {"head_dim": 16, "sliding_window": 5},
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5},
     "nemotron": {"head_dim": 32},
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
     "olmo3": {"sliding_window": 5},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 3, "clip_qkv": 0.5},
     "phi": {"qk_layernorm": True},
+    "phimoe": {"num_local_experts": 5},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 5, "head_dim": 16, "norm_topk_prob": True},
     "seed_oss": {"head_dim": 16},
     "smollm3": {},  # every fourth layer rotates nothing
+    "solar_open": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16},
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": {"head_dim": 16, "sliding_window": 5},
@@ -102,9 +127,9 @@ class Zoo:
             config.initializer_range = 0.1
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim == 1:  # biases and norms' scales that differ from 0 and 1, so that mixing them up shows
-                        parameter.add_(torch.randn_like(parameter) * 0.1)
+                for tensor in model.state_dict().values():
+                    if tensor.ndim == 1:  # biases and norms' scales that differ from 0 and 1, so that mixing them up shows
+                        tensor.add_(torch.randn_like(tensor) * 0.1)
             model.save_pretrained(path)
         return path
 

@@ -174,7 +174,7 @@ def _target_lines(target: dict[str, Any], manifest: Manifest, whole: int) -> lis
         of_run = f"at most {manifest.limits.max_length} tokens"
     return [
         *lines,
-        f"  weights {_mib(weights)}, once for all {len(manifest.variants)} variants",
+        f"  weights {_mib(weights)} a step at full depth, once for all {len(manifest.variants)} variants",
         f"  KV buffer {_mib(kv)} a row of {of_run}",
         "",
     ]

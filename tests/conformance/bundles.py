@@ -17,6 +17,7 @@ BUNDLES: dict[str, tuple[str, ScheduleRequest, str]] = {  # name -> architecture
     "llama-absolute": ("llama", ScheduleRequest(name="linear", anchor=Anchor.ABSOLUTE, **_LINE), "none"),
     "opt-early-exit": ("opt", ScheduleRequest(name="linear", warmup_layers=LAYERS, **_LINE), "none"),
     "gpt2-few-variants": ("gpt2", ScheduleRequest(name="linear", max_variants=2, **_LINE), "none"),
+    "mixtral": ("mixtral", ScheduleRequest(name="linear", **_LINE), "none"),
     "qwen3-int8": ("qwen3", ScheduleRequest(name="power", speedup=2, span=10), "int8"),
 }
 

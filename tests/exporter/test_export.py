@@ -164,7 +164,7 @@ def test_what_cannot_be_exported_faithfully_is_refused_before_anything_is_writte
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "x", "auto_map": {"AutoConfig": "x.Y"}}, "custom code"),
         ({"use_bidirectional_attention": True}, "later tokens"),
-        ({"model_type": "mixtral"}, "mixture of experts"),
+        ({"model_type": "mixtral", "hidden_act": "gelu"}, "mixtral has experts with gelu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}, "positions|rotary"),
     ):
         shutil.copyfile(zoo.checkpoint("llama") / "config.json", folder / "config.json")
@@ -211,6 +211,34 @@ def test_options_out_of_range_are_refused(
     zoo: Zoo, tmp_path: Path, changes: dict[str, object], kind: type[SkipDecodeError], says: str
 ) -> None:
     _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", kind, says, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"targets": ("cpu", "cuda")}, "engines for cpu only; choose cpu"),
+        ({"targets": ("tensorrt-rtx:sm89",)}, "engines for cpu only; choose cpu"),
+        ({"quantize": "int4"}, "width of the experts 48 is no multiple of 32, .*; leave out --quantize"),
+    ],
+)
+def test_what_experts_cannot_be_compiled_for_is_refused(zoo: Zoo, tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    _refused(zoo.checkpoint("qwen3_moe"), tmp_path / "outs" / "bundle", TargetError, says, **changes)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_of_a_mixture_a_step_reads_the_experts_that_it_chooses(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Here 3 of 5, beside attention and router."""
+    full = ScheduleRequest(name="full")
+    made = export(
+        ExportRequest(
+            model=str(zoo.checkpoint("mixtral")), out=tmp_path / "b", schedule=full, max_length=MAX_LENGTH, quantize=quantize
+        )
+    )
+    (target,) = made.targets
+    stored = sum((tmp_path / "b" / path).with_suffix(".bin").stat().st_size for path in target.segments)
+    experts = LAYERS * 5 * 3 * 64 * 96 * (4 if quantize == "none" else 1 + 4 / 32)
+    assert 3 / 5 * experts < sum(target.segment_weight_bytes) < 4 / 5 * experts
+    assert stored > experts
 
 
 def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

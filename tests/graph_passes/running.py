@@ -21,3 +21,15 @@ def run_model(model: ir.Model, feeds: dict[str, Array]) -> list[Array]:
     options.use_per_session_threads = False
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
+
+
+def with_parameters(text: str, arrays: dict[str, Array]) -> ir.Model:
+    """The text's inputs of these names become parameters `layer.NAME` (text cannot hold a dotted name)."""
+    model = ir.from_onnx_text(text)
+    for name, array in arrays.items():
+        value = next(value for value in model.graph.inputs if value.name == name)
+        model.graph.inputs.remove(value)
+        value.name = f"layer.{name}"
+        value.const_value = ir.tensor(array, name=value.name)
+        model.graph.register_initializer(value)
+    return model

@@ -1,0 +1,65 @@
+"""A mixture of experts in the blocks that QuantizeWeightsPass makes of matrices.
+
+com.microsoft.MoE(x, router, W_gate_up [E,2I,H], -, W_down [E,H,I])
+-> com.microsoft.QMoE(x, router, both quantised, each with its scales[ and zero points]), activations in int8
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.quantize_weights import Parts, Quantization, register_parts
+from skipdecode.graph_passes.take_over import take_over
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizeExpertsPass(ir.passes.InPlacePass):
+    """Takes every mixture; their widths must be multiples of the block (`exporter.export` sees to it)."""
+
+    def __init__(self, how: Quantization) -> None:
+        super().__init__()
+        self.how = how
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type == "MoE" and node.domain == MS_DOMAIN]
+        for node in found:
+            self._replace(model.graph, node)
+        if found:
+            RemoveUnusedNodesPass()(model)
+        logger.info("quantised %d mixtures of experts to %d bits", len(found), self.how.bits)
+        return ir.passes.PassResult(model, bool(found))
+
+    def _replace(self, graph: ir.Graph, node: ir.Node) -> None:
+        rows, router, gate_up, _, down = node.inputs
+        assert gate_up is not None and down is not None
+        up_weight, up_scales, *up_zeros = register_parts(graph, str(gate_up.name), self._parts(gate_up))
+        down_weight, down_scales, *down_zeros = register_parts(graph, str(down.name), self._parts(down))
+        inputs = [rows, router, up_weight, up_scales, None, down_weight, down_scales, None]
+        if up_zeros:
+            inputs += [None, None, None, *up_zeros, *down_zeros]
+        form = {
+            "expert_weight_bits": self.how.bits,
+            "block_size": self.how.block_size,
+            "accuracy_level": 4,
+            "weights_prepacked": 0,
+        }
+        quantised = ir.node("QMoE", inputs, {**node.attributes, **form}, domain=MS_DOMAIN)
+        graph.insert_before(node, quantised)
+        take_over(node.outputs[0], quantised.outputs[0])
+        graph.remove(node, safe=True)
+
+    def _parts(self, parameter: ir.Value) -> Parts:
+        """A parameter [E,N,K] to levels [E, N, K * bits / 8], scales [E, N, K / block] and zero points beside them."""
+        tensor = parameter.const_value
+        assert tensor is not None
+        outputs = tensor.shape.numpy()[1]
+        each = [self.how.parts(np.asarray(matrix, dtype=np.float32)) for matrix in tensor.numpy()]
+        release_pages(tensor)
+        return {name: np.stack([parts[name].reshape(outputs, -1) for parts in each]) for name in each[0]}

@@ -1,0 +1,77 @@
+"""Every expert's product before, the chosen ones' in one operator after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.lower_experts import LowerExpertsPass
+from tests.graph_passes.running import Array, run_model, with_parameters
+
+EXPERTS, WIDTH, INNER, TOKENS = 5, 8, 4, 7
+GRAPH = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, float[5,8,4] down) => (float[T,8] y)
+<int64[1] first = {0}, int64[1] last = {2}, float[5] none = {0.0, 0.0, 0.0, 0.0, 0.0}, int64[1] second = {1}>
+{
+    length = Shape <start = 0, end = 1> (x)
+    many = Shape (none)
+    shape = Concat <axis = 0> (length, many)
+    zeros = Expand (none, shape)
+    rows = Unsqueeze (x, first)
+    turned_up = Transpose <perm = [0, 2, 1]> (gate_up)
+    both = MatMul (rows, turned_up)
+    gate, up = Split <axis = 2, num_outputs = 2> (both)
+    sigmoid = Sigmoid (gate)
+    silu = Mul (gate, sigmoid)
+    inner = Mul (silu, up)
+    turned_down = Transpose <perm = [0, 2, 1]> (down)
+    products = MatMul (inner, turned_down)
+    scattered = ScatterElements <axis = 1> (zeros, chosen, weights)
+    by_expert = Transpose <perm = [1, 0]> (scattered)
+    counts = Unsqueeze (by_expert, last)
+    counted = Mul (products, counts)
+    y = ReduceSum <keepdims = 0> (counted, first)
+}
+"""
+
+
+def mixture(text: str = GRAPH, *, width: int = WIDTH, inner: int = INNER, more: Mapping[str, Array] | None = None) -> ir.Model:
+    """A graph with parameters `layer.gate_up` and `layer.down`, and `more`."""
+    rng = np.random.default_rng(0)
+    shapes = {"gate_up": (EXPERTS, 2 * inner, width), "down": (EXPERTS, width, inner)}
+    drawn = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return with_parameters(text, drawn | dict(more or {}))
+
+
+def feeds(weights: tuple[float, float], width: int = WIDTH) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.standard_normal((TOKENS, width)).astype(np.float32),
+        "chosen": np.stack([rng.permutation(EXPERTS)[:2] for _ in range(TOKENS)]),
+        "weights": np.tile(np.array([weights], np.float32), (TOKENS, 1)),
+    }
+
+
+@pytest.mark.parametrize("weights", [(0.75, 0.25), (0.3, 0.1), (2.5, 1e-4), (1.0, 0.0)], ids=str)
+def test_the_chosen_experts_give_what_all_of_them_gave_whatever_their_weights_add_up_to(weights: tuple[float, float]) -> None:
+    before, after = mixture(), mixture()
+    assert LowerExpertsPass()(after).modified
+    assert "MatMul" not in [node.op_type for node in after.graph]
+    (node,) = [node for node in after.graph if node.op_type == "MoE"]
+    assert node.attributes["k"].as_int() == 2
+    assert {name for name in after.graph.initializers if "." in name} == {"layer.down", "layer.gate_up.interleaved"}
+    (expected,), (found,) = run_model(before, feeds(weights)), run_model(after, feeds(weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_without_experts_stays_as_it_is() -> None:
+    model = ir.from_onnx_text('<ir_version: 10, opset_import: ["" : 24]> g (float[B,8] x) => (float[B,8] y) { y = Relu (x) }')
+    assert not LowerExpertsPass()(model).modified
+
+
+def test_experts_with_another_activation_are_an_error_and_not_computed_all() -> None:
+    with pytest.raises(ir.passes.PostconditionError, match=r"layer\.gate_up"):
+        LowerExpertsPass()(mixture(GRAPH.replace("Mul (gate, sigmoid)", "Mul (sigmoid, sigmoid)")))

@@ -1,0 +1,73 @@
+"""Experts in fp32 before, in blocks after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.lower_experts import LowerExpertsPass
+from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
+from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from tests.graph_passes.running import Array, run_model, with_parameters
+from tests.graph_passes.test_lower_experts import GRAPH, feeds, mixture
+
+WIDTH, INNER = 128, 64
+WIDE = (
+    GRAPH.replace("float[T,8]", "float[T,128]")
+    .replace("float[5,8,8]", "float[5,128,128]")
+    .replace("float[5,8,4]", "float[5,128,64]")
+)
+PRODUCT = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[B,K] x, float[N,K] w) => (float[B,N] y) { turned = Transpose <perm = [1, 0]> (w)  y = MatMul (x, turned) }"""
+ROUTER = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[T,64] x, float[32,64] w, float[64,64] v) => (int64[T,2] chosen, float[T,64] y) <int64[1] two = {2}>
+{
+    logits = Gemm <transB = 1> (x, w)
+    scores = Softmax (logits)
+    best, chosen = TopK (scores, two)
+    turned = Transpose <perm = [1, 0]> (v)
+    y = MatMul (x, turned)
+}
+"""
+
+
+def _lowered() -> ir.Model:
+    model = mixture(WIDE, width=WIDTH, inner=INNER)
+    LowerExpertsPass()(model)
+    return model
+
+
+def _restored(weight: Array, how: Quantization) -> Array:
+    """What quantised matrices [E,N,K] stand for, found by multiplying with 1."""
+    return np.stack([_columns(matrix, how) for matrix in weight])
+
+
+def _columns(matrix: Array, how: Quantization) -> Array:
+    model = with_parameters(PRODUCT, {"w": matrix})
+    QuantizeWeightsPass(how)(model)
+    model.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
+    (columns,) = run_model(model, {"x": np.eye(matrix.shape[1], dtype=np.float32)})
+    return columns.T
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 64)])
+def test_quantised_experts_are_what_each_of_their_matrices_quantised_would_be(bits: int, block: int, method: str) -> None:
+    how = Quantization(bits=bits, block_size=block, method=method)
+    plain, quantised = _lowered(), _lowered()
+    assert QuantizeExpertsPass(how)(quantised).modified
+    assert "MoE" not in [node.op_type for node in quantised.graph]
+    for name in ("layer.gate_up.interleaved", "layer.down"):
+        value = plain.graph.initializers[name]
+        assert value.const_value is not None
+        value.const_value = ir.tensor(_restored(value.const_value.numpy(), how), name=name)
+    given = feeds((0.75, 0.25), WIDTH)
+    (expected,), (found,) = run_model(plain, given), run_model(quantised, given)
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02  # activations are rounded to 8 bits
+
+
+def test_the_router_keeps_its_numbers() -> None:
+    model = with_parameters(ROUTER, {"w": np.ones((32, 64), np.float32), "v": np.ones((64, 64), np.float32)})
+    QuantizeWeightsPass(Quantization(bits=4))(model)
+    assert sorted(node.op_type for node in model.graph) == ["Gemm", "MatMulNBits", "Softmax", "TopK"]
