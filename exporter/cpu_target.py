@@ -13,6 +13,7 @@ from skipdecode.cpu import cpu_features
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
+from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
@@ -44,7 +45,7 @@ def compile_cpu(
             and nothing is quantised.
     """
     quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), SkipNormPass()] if quantization else []
-    passes = [LowerAttentionPass(max_length=limits.max_length), LowerExpertsPass(), PackQKVPass(), *quantizing]
+    passes = [LowerAttentionPass(max_length=limits.max_length), LowerExpertsPass(), FuseRouterPass(), PackQKVPass(), *quantizing]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:

@@ -1,6 +1,7 @@
 """Reshapes whose target is worked out at run time, written with constants: 0 copies a dimension, -1 is what is left.
 
     Reshape(x [B,S,64], Concat(Shape(x)[0], Shape(x)[1], 4, 16)) -> Reshape(x, [0, 0, 4, 16])
+    Reshape(x) to the shape that x has                           -> x
 
 Each layer loses a handful of tiny operators, which cost as much as they compute nothing (2 us each on a CPU).
 """
@@ -11,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.take_over import can_take_over, take_over
+from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 
 class ConstantReshapePass(ir.passes.InPlacePass):
@@ -20,18 +21,16 @@ class ConstantReshapePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False
         for node in list(model.graph):
-            sizes = _constant_sizes(node)
-            if sizes is None:
-                continue
-            source, old = node.inputs[0], node.outputs[0]
-            assert source is not None
-            if -1 not in sizes and old.shape == source.shape and can_take_over(old, source):
+            source, old, sizes = node.inputs[0] if node.inputs else None, node.outputs[0], _constant_sizes(node)
+            if source is not None and node.op_type == "Reshape" and same_shape(source, old) and can_take_over(old, source):
                 take_over(old, source)
-            else:
+            elif sizes is not None:
                 shape = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
                 model.graph.insert_before(node, shape)
                 node.replace_input_with(1, shape.outputs[0])
                 node.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
+            else:
+                continue
             changed = True
         if changed:
             RemoveUnusedNodesPass()(model)

@@ -18,3 +18,9 @@ def take_over(old: ir.Value, new: ir.Value) -> None:
         name, old.name = old.name, f"{old.name}.before"
         new.name = name
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+
+
+def same_shape(one: ir.Value, other: ir.Value) -> bool:
+    """Whether both are known to have the same dimensions."""
+    known = one.shape is not None and all(isinstance(size, int) or size.value is not None for size in one.shape)
+    return known and one.shape == other.shape

@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.take_over import can_take_over, take_over
+from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 _EACH_ROW_ALONE = frozenset({"Add", "Mul", "Relu", "Gelu", "Sigmoid", "Tanh", "Erf", "Div", "Pow", "Cast"})
 _LAST_AXIS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -29,7 +29,7 @@ class UnflattenPass(ir.passes.InPlacePass):
             source = node.inputs[0] if node.inputs else None
             if node.op_type == "Reshape" and source in whole:
                 old = node.outputs[0]
-                if _same_shape(old, whole[source]) and can_take_over(old, whole[source]):
+                if same_shape(old, whole[source]) and can_take_over(old, whole[source]):
                     take_over(old, whole[source])
                     changed = True
             elif node.op_type == "Reshape" and source is not None and _flattens(source, node.outputs[0]):
@@ -85,11 +85,6 @@ def _flattens(source: ir.Value, flat: ir.Value) -> bool:
     if source.shape is None or flat.shape is None or len(source.shape) != 3 or len(flat.shape) != 2:
         return False
     return isinstance(flat.shape[1], int) and source.shape[2] == flat.shape[1]
-
-
-def _same_shape(one: ir.Value, other: ir.Value) -> bool:
-    known = one.shape is not None and all(isinstance(size, int) or size.value is not None for size in one.shape)
-    return known and one.shape == other.shape
 
 
 def _is_of_one_row(value: ir.Value) -> bool:

@@ -46,18 +46,19 @@ def test_dimensions_are_copied_or_left_over_where_that_says_the_same(parts: str,
     np.testing.assert_array_equal(run_model(model, {"x": x})[0], before)
 
 
-def test_a_reshape_to_its_own_shape_goes() -> None:
+@pytest.mark.parametrize("target", ["shape", "left"], ids=["worked out", "constant"])
+def test_a_reshape_to_its_own_shape_goes(target: str) -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     same (float[B,S,64] x) => (float[B,S,64] y)
-    <int64[1] width = {64}>
+    <int64[1] width = {64}, int64[3] left = {0, -1, 64}>
     {
         rows = Shape <start = 0, end = 1> (x)
         tokens = Shape <start = 1, end = 2> (x)
         shape = Concat <axis = 0> (rows, tokens, width)
         wide = Add (x, x)
-        y = Reshape (wide, shape)
+        y = Reshape (wide, TARGET)
     }"""
-    model = ir.from_onnx_text(text)
+    model = ir.from_onnx_text(text.replace("TARGET", target))
     ir.passes.common.ShapeInferencePass()(model)
     assert ConstantReshapePass()(model).modified
     assert [node.op_type for node in model.graph] == ["Add"]
