@@ -1,8 +1,12 @@
 """A mixture's router inside the operator, where the model chooses as the operator does: the K largest of a softmax.
 
-MoE(flat x, Log(ScatterElements(0, chosen, weights)), ..) * ReduceSum(weights), with chosen and weights from
-  TopK(Softmax(logits)), or that divided by its sum, or Softmax(TopK(logits))
--> MoE(x, logits, ..), which takes and gives [B,S,H]
+    MoE(flat x, Log(ScatterElements(0, chosen, weights)), ..) * ReduceSum(weights), with chosen and weights from
+      TopK(Softmax(logits)), or that divided by its sum, or Softmax(TopK(logits))
+    -> MoE(x, logits, ..), which takes and gives [B,S,H]
+
+Some 15 small operators a layer less. A decode step in int4 at batch 1, processes started anew, taking turns, medians of 7 pairs
+(AMD EPYC with AVX-512, 2 cores): Mixtral-like, 4 of 32 experts of 2048 x 1024, 1.24x as fast (0.92x to 1.35x); Granite-like, 8 of
+32 of 1024 x 512, 1.15x (1.07x to 1.41x).
 """
 
 from __future__ import annotations
