@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 GGUF_KINDS = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}  # llama.cpp's nearest: symmetric blocks of 32
 
@@ -36,7 +39,7 @@ def to_genai(checkpoint: Path, out: Path, kind: str, threads: int) -> None:
 
 
 def to_gguf(checkpoint: Path, out: Path, kind: str) -> None:
-    """A Llama checkpoint as GGUF, by llama.cpp's own writer and quantiser; without a tokenizer, which takes ids as they are."""
+    """A Llama or Mixtral as GGUF, by llama.cpp's own writer and quantiser; without a tokenizer, which takes ids as they are."""
     import gguf
     from safetensors.numpy import load_file
 
@@ -53,14 +56,17 @@ def to_gguf(checkpoint: Path, out: Path, kind: str) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_tokenizer_model("no_vocab")
     quantization = gguf.GGMLQuantizationType[GGUF_KINDS[kind]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, weight in load_file(checkpoint / "model.safetensors").items():
+    for name, weight in _experts_together(load_file(checkpoint / "model.safetensors")).items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _interleaved(weight, heads if "q_proj" in name else kv_heads)
         title = names.get_name(name, try_suffixes=(".weight",))
-        if weight.ndim == 1 or kind == "fp32":
+        if weight.ndim == 1 or kind == "fp32" or ".gate." in name:  # a mixture's router keeps its numbers
             writer.add_tensor(title, weight)
         else:
             writer.add_tensor(title, gguf.quants.quantize(weight, quantization), raw_dtype=quantization)
@@ -68,6 +74,14 @@ def to_gguf(checkpoint: Path, out: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _experts_together(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The matrices of a layer's experts as one [E,N,K], under their common name."""
+    together: dict[str, list[Any]] = {}
+    for name in sorted(tensors, key=lambda name: (len(name), name)):  # expert 9 before expert 10
+        together.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(tensors[name])
+    return {name: np.stack(parts) if ".experts." in name else parts[0] for name, parts in together.items()}
 
 
 def _interleaved(weight: Any, heads: int) -> Any:

@@ -2,7 +2,8 @@
 
 One interleaved run, same threads: this runtime at full depth and with linear schedules, in fp32, int8 and int4, against
 transformers (eager, and its step through torch.compile), CTranslate2 (fp32, int8) and, for the Llama-like model, ONNX Runtime
-GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0). Each system lives in its own process; in each round each takes its turn once.
+GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0); a mixture of experts (mixtral, only when asked for) against transformers and
+llama.cpp. Each system lives in its own process; in each round each takes its turn once.
 A point is rows x prompt tokens. Also told: time of the prompt's pass, resident memory, time outside engines, wall-clock gain
 against what the layer count promises. Peers that are not installed are left out and named.
 
@@ -31,7 +32,7 @@ from systems import System, make_systems, missing_peers
 from worker import in_process
 
 _MODELS, _KINDS, _POINTS = ("opt", "llama", "e2e"), ("fp32", "int8", "int4"), "1x32,4x32,16x32,1x512,1x2000"
-_MAX_LENGTH = {"opt": 2048, "llama": 2048, "e2e": 256}  # points beyond it are left out
+_MAX_LENGTH = {"opt": 2048, "llama": 2048, "mixtral": 2048, "e2e": 256}  # points beyond it are left out
 _PAUSE_S = 0.5  # between turns: some thread pools spin for 0.2 s after their work
 
 
@@ -160,7 +161,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny models, few tokens, nothing written")
     options = parser.parse_args()
     options.models, options.kinds = options.models.split(","), options.kinds.split(",")
-    unknown = {*options.models} - {*_MODELS} | {*options.kinds} - {*_KINDS}
+    unknown = {*options.models} - {*_MAX_LENGTH} | {*options.kinds} - {*_KINDS}
     if unknown or options.tokens < 3 or options.repeats < 2:
         parser.error(f"unknown: {', '.join(sorted(unknown))}" if unknown else "--tokens needs 3 or more, --repeats 2 or more")
     options.points = [Point(*map(int, point.split("x"))) for point in options.points.split(",")]

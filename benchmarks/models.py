@@ -17,6 +17,10 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
         "num_key_value_heads": 4, "vocab_size": 8192,
     },
+    "mixtral": {  # small experts, and more of them, as mixtures have them today
+        "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 8192,
+    },
 }  # fmt: skip
 _TINY: dict[str, dict[str, Any]] = {
     "opt": {
@@ -50,8 +54,7 @@ def checkpoint_config(name: str, tiny: bool) -> Any:
     """The shape, as transformers writes it."""
     import transformers
 
-    kind = {"opt": transformers.OPTConfig, "llama": transformers.LlamaConfig}[name]
-    return kind(**(_TINY if tiny else _SIZES)[name], **_SHARED)
+    return transformers.AutoConfig.for_model(name, **(_TINY if tiny else _SIZES)[name], **_SHARED)
 
 
 def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:

@@ -76,11 +76,11 @@ def make_systems(
     if compiled:
         start = lambda: Worker(TorchCompile, checkpoint, threads)  # noqa: E731
         systems.append(System(name="torch.compile fp32", kind="fp32", start=start, first_point_only=True))
-    if "CTranslate2" not in missing:
+    if model != "mixtral" and "CTranslate2" not in missing:
         systems += [_ctranslate2(checkpoint, folder, kind, threads) for kind in ("fp32", "int8") if kind in kinds]
     if model == "llama" and "ONNX Runtime GenAI" not in missing:
         systems += [_genai(checkpoint, folder, kind, threads) for kind in ("fp32", "int4") if kind in kinds]
-    if model == "llama" and "llama.cpp" not in missing:
+    if model in ("llama", "mixtral") and "llama.cpp" not in missing:
         systems += [_llama_cpp(checkpoint, folder, kind, threads) for kind in kinds]
     return systems
 
