@@ -1,4 +1,4 @@
-"""What transformers calls instead of its own experts while a layer is traced: every expert's product, times what it counts.
+"""What transformers calls instead of its own experts while a layer is traced: every expert, times its weight or 0.
 
 Standard ONNX has no operator for chosen experts alone; a target's lowering makes one of this (`lower_experts`).
 """
@@ -20,11 +20,11 @@ def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor
     """
     tokens, width = hidden.shape
     experts, doubled, _ = module.gate_up_proj.shape
-    counts = torch.zeros(tokens, experts, dtype=hidden.dtype).scatter(1, chosen, weights.to(hidden.dtype))
+    shares = torch.zeros(tokens, experts, dtype=hidden.dtype).scatter(1, chosen, weights.to(hidden.dtype))
     both = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
     gate, up = both.split(doubled // 2, dim=-1)
     products = _matmul(torch.nn.functional.silu(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
-    return (products * counts.T[:, :, None]).sum(0)
+    return (products * shares.T[:, :, None]).sum(0)
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -39,22 +39,21 @@ class FuseRouterPass(ir.passes.InPlacePass):
 
 def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
     scattered = _producer(_input(_producer(node.inputs[1], "Log"), 0), "ScatterElements")
-    scaled = next(iter(node.outputs[0].consumers()), None)
     routing = _routing(_input(scattered, 1), _input(scattered, 2))
-    if routing is None or scaled is None:
+    if routing is None:
         return False
     logits, normalised = routing
-    flat = node.inputs[0]
-    reshape = _producer(flat, "Reshape")
-    rows = flat if reshape is None or len(reshape.inputs[0].shape or ()) != 3 else reshape.inputs[0]  # type: ignore[union-attr]
-    assert rows is not None and flat is not None
+    (scaled,) = node.outputs[0].consumers()
+    flat = _input(node, 0)
+    rows = _unflattened(flat)
+    assert flat is not None and rows is not None and rows.shape is not None
     attributes = {**node.attributes, "normalize_routing_weights": ir.AttrInt64("normalize_routing_weights", normalised)}
     fused = ir.node("MoE", [rows, logits, *node.inputs[2:]], attributes, domain=MS_DOMAIN)
     made = fused.outputs[0]
     made.shape, made.type = rows.shape, rows.type
     graph.insert_before(node, fused)
     if rows is not flat:
-        shape = ir.node("Constant", [], {"value": ir.tensor(np.array([-1, _width(flat)], dtype=np.int64))})
+        shape = ir.node("Constant", [], {"value": ir.tensor(np.array([-1, rows.shape[-1]], dtype=np.int64))})
         again = ir.node("Reshape", [made, shape.outputs[0]])
         graph.insert_before(node, [shape, again])
         made = again.outputs[0]
@@ -62,30 +61,38 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
     return True
 
 
+def _unflattened(flat: ir.Value | None) -> ir.Value | None:
+    """The rows [B,S,H] that `flat` [T,H] came from; where it came from elsewhere, itself."""
+    rows = _input(_producer(flat, "Reshape"), 0)
+    if rows is None or rows.shape is None or flat is None or flat.shape is None:
+        return flat
+    return rows if len(rows.shape) == 3 and rows.shape[2] == flat.shape[1] else flat
+
+
 def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Value, int] | None:
     """The logits [T,E], and whether the weights of the chosen experts add up to 1."""
-    top, maker = _producer(chosen, "TopK"), weights.producer() if weights is not None else None
-    if top is None or maker is None or top.attributes.get_int("largest", default=1) != 1:
+    top = _producer(chosen, "TopK")
+    if top is None or top.attributes.get_int("largest", default=1) != 1:
         return None
     best, scores = top.outputs[0], top.inputs[0]
-    logits = _input(_producer(scores, "Softmax"), 0)
+    if scores is not None and _input(_producer(weights, "Softmax"), 0) is best:
+        return scores, 1
+    logits, share = _input(_producer(scores, "Softmax"), 0), _producer(weights, "Div")
     if logits is None:
-        return (scores, 1) if scores is not None and maker.op_type == "Softmax" and maker.inputs[0] is best else None
+        return None
     if weights is best:
         return logits, 0
-    total = _producer(_input(maker, 1), "ReduceSum") if maker.op_type == "Div" else None
-    return (logits, 1) if total is not None and maker.inputs[0] is best and total.inputs[0] is best else None
+    of_all = _input(share, 0) is best and _input(_producer(_input(share, 1), "ReduceSum"), 0) is best
+    return (logits, 1) if of_all else None
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """What makes a value, where that is such an operator on the last axis."""
     node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == op_type else None
+    if node is None or node.op_type != op_type:
+        return None
+    return node if op_type not in ("Softmax", "TopK") or node.attributes.get_int("axis", default=-1) in (-1, 1) else None
 
 
 def _input(node: ir.Node | None, index: int) -> ir.Value | None:
     return node.inputs[index] if node is not None and index < len(node.inputs) else None
-
-
-def _width(value: ir.Value) -> int:
-    assert value.shape is not None and isinstance(value.shape[-1], int)
-    return value.shape[-1]

@@ -53,8 +53,8 @@ class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
         both = op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(gate_up, perm=[0, 2, 1]))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
         products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), op.Transpose(down, perm=[0, 2, 1]))
-        counts = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
-        return op.ReduceSum(op.Mul(products, counts), [0], keepdims=0)
+        shares = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
+        return op.ReduceSum(op.Mul(products, shares), [0], keepdims=0)
 
     def check(self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value, **__: Any) -> MatchResult:
         result = MatchResult()
@@ -67,10 +67,10 @@ class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        counts = op.ScatterElements(zeros, chosen, weights, axis=1)
+        shares = op.ScatterElements(zeros, chosen, weights, axis=1)
         assert chosen.shape is not None
         mixed = op.MoE(
-            x, op.Log(counts), op.initializer(_taking_turns(gate_up)), None, down,
+            x, op.Log(shares), op.initializer(_taking_turns(gate_up)), None, down,
             k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, activation_alpha=1.0, activation_beta=0.0,
             normalize_routing_weights=1, _domain=MS_DOMAIN,
         )  # fmt: skip

@@ -1,7 +1,9 @@
 """A mixture of experts in the blocks that QuantizeWeightsPass makes of matrices.
 
-com.microsoft.MoE(x, router, W_gate_up [E,2I,H], -, W_down [E,H,I])
--> com.microsoft.QMoE(x, router, both quantised, each with its scales[ and zero points]), activations in int8
+    com.microsoft.MoE(x, router, W_gate_up [E,2I,H], -, W_down [E,H,I])
+    -> com.microsoft.QMoE(x, router, both quantised, each with its scales[ and zero points]), activations in int8
+
+ONNX Runtime packs these as it does matrices, and what it packs is stored and mapped.
 """
 
 from __future__ import annotations
