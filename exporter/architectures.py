@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -147,6 +148,9 @@ def settled(rotary: Any) -> Any:
 
     With `dynamic` and `longrope` it would ask each time how long the run is, which cannot be traced.
     """
-    kinds = rotary.rope_type  # some have one a kind of layer
-    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+    kinds, scaling = rotary.rope_type, rotary.config.rope_parameters
+    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # some have one a kind of layer
+    if "short_mscale" in scaling:  # Phi MoE asks its configuration
+        rotary.config = copy.copy(rotary.config)
+        rotary.config.rope_parameters = {**scaling, "rope_type": "default", "attention_factor": scaling["short_mscale"]}
     return rotary

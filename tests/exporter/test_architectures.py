@@ -60,8 +60,15 @@ def test_rotary_scalings_that_look_at_the_runs_length_are_exact_below_the_origin
     for name, scaling in (
         ("llama", {"rope_type": "dynamic", "factor": 2.0}),
         ("phi3", {"rope_type": "longrope", **longrope, "factor": 4.0, "original_max_position_embeddings": MAX_LENGTH}),
-    ):
-        config = CONFIGS[name]()
+        (
+            "phimoe",
+            {
+                "rope_type": "longrope", **longrope, "factor": 4.0, "original_max_position_embeddings": MAX_LENGTH,
+                "short_mscale": 1.25, "long_mscale": 7.0,
+            },
+        ),
+    ):  # fmt: skip
+        config = (CONFIGS | RELATIVES)[name]()
         config.rope_parameters = {"rope_theta": 100.0, "partial_rotary_factor": 1.0, **scaling}
         _assert_agrees(config, tmp_path / name)
 
