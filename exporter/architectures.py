@@ -12,7 +12,7 @@ from skipdecode.errors import ModelNotSupportedError
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token
 MIXTURES = (
-    "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
+    "afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
     "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)

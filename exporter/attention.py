@@ -29,7 +29,7 @@ def _attention(
     out = torch.onnx.ops.symbolic(
         "Attention", (query, key, value, attention_mask), attrs, dtype=query.dtype, shape=query.shape, version=OPSET
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as transformers' own: some look at it by `view`
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)

@@ -55,6 +55,7 @@ _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 _ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
+    "afmoe": {**_EXPERTS, "num_experts": 5, "num_shared_experts": 1, "head_dim": 16, "sliding_window": 5, "route_scale": 2.5},
     "apertus": {},
     "arcee": {},
     "cohere": {"use_qk_norm": True},
