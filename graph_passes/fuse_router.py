@@ -19,7 +19,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.lower_attention import MS_DOMAIN
 from skipdecode.graph_passes.take_over import take_over
-from skipdecode.graph_passes.unflatten import UnflattenPass
+from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,7 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
 def _unflattened(flat: ir.Value | None) -> ir.Value | None:
     """The rows [B,S,H] that `flat` [T,H] came from; where it came from elsewhere, itself."""
     rows = _input(_producer(flat, "Reshape"), 0)
-    if rows is None or rows.shape is None or flat is None or flat.shape is None:
-        return flat
-    return rows if len(rows.shape) == 3 and rows.shape[2] == flat.shape[1] else flat
+    return rows if rows is not None and flat is not None and flattens(rows, flat) else flat
 
 
 def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Value, int] | None:

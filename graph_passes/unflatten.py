@@ -32,7 +32,7 @@ class UnflattenPass(ir.passes.InPlacePass):
                 if same_shape(old, whole[source]) and can_take_over(old, whole[source]):
                     take_over(old, whole[source])
                     changed = True
-            elif node.op_type == "Reshape" and source is not None and _flattens(source, node.outputs[0]):
+            elif node.op_type == "Reshape" and source is not None and flattens(source, node.outputs[0]):
                 whole[node.outputs[0]] = source
             elif any(value in whole for value in node.inputs):
                 _follow(graph, node, whole)
@@ -80,7 +80,7 @@ def _matmul(graph: ir.Graph, node: ir.Node, inputs: list[ir.Value | None]) -> ir
     return nodes[-1].outputs[0]
 
 
-def _flattens(source: ir.Value, flat: ir.Value) -> bool:
+def flattens(source: ir.Value, flat: ir.Value) -> bool:
     """[B,S,H] -> [B*S,H]."""
     if source.shape is None or flat.shape is None or len(source.shape) != 3 or len(flat.shape) != 2:
         return False

@@ -7,6 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.clean_trace import clean_trace
+from tests.graph_passes.running import with_parameters
 
 RMS_NORM = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[B,S,8] x) => (float[B,S,8] y)
@@ -26,11 +27,8 @@ g (float[B,S,8] x) => (float[B,S,8] y)
 def with_weight(text: str, name: str, data: np.ndarray) -> ir.Model:
     """The text's value `weight` becomes the parameter `name` (text cannot hold a dotted name)."""
     kind = "float16" if data.dtype == np.float16 else "float"
-    model = ir.from_onnx_text(text.replace(" x) =>", f" x, {kind}{list(data.shape)} weight) =>"))
-    value = next(value for value in model.graph.inputs if value.name == "weight")
-    model.graph.inputs.remove(value)
-    value.name, value.const_value = name, ir.tensor(data, name=name)
-    model.graph.register_initializer(value)
+    model = with_parameters(text.replace(" x) =>", f" x, {kind}{list(data.shape)} weight) =>"), {"weight": data})
+    model.graph.initializers["layer.weight"].name = name
     return model
 
 

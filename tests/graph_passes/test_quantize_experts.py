@@ -30,6 +30,9 @@ g (float[T,64] x, float[32,64] w, float[64,64] v) => (int64[T,2] chosen, float[T
     y = MatMul (x, turned)
 }
 """
+ROUTED = """<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
+g (float[T,32] x, float[5,32] w, float[5,8,32] up, float[5,32,4] down) => (float[T,32] y)
+{ logits = Gemm <transB = 1> (x, w)  y = com.microsoft.MoE <k = 2> (x, logits, up, , down) }"""
 
 
 def _lowered() -> ir.Model:
@@ -65,6 +68,13 @@ def test_quantised_experts_are_what_each_of_their_matrices_quantised_would_be(bi
     given = feeds((0.75, 0.25), WIDTH)
     (expected,), (found,) = run_model(plain, given), run_model(quantised, given)
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02  # activations are rounded to 8 bits
+
+
+def test_the_operators_own_router_keeps_its_numbers() -> None:
+    drawn = {name: np.ones(shape, np.float32) for name, shape in (("w", (5, 32)), ("up", (5, 8, 32)), ("down", (5, 32, 4)))}
+    model = with_parameters(ROUTED, drawn)
+    QuantizeWeightsPass(Quantization(bits=4))(model)
+    assert [node.op_type for node in model.graph] == ["Gemm", "MoE"]
 
 
 def test_the_router_keeps_its_numbers() -> None:
