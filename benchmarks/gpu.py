@@ -61,7 +61,7 @@ def main() -> int:
     result = {"machine": facts() | device, "settings": settings, "not_measured": missing, "models": {}}
     for name in options.models:
         with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
-            _measure(name, Path(folder), targets, options, deadline, result)
+            _measure(name, options.bundles / name if options.bundles else Path(folder), targets, options, deadline, result)
     _plot(result, options)
     print(json.dumps(result))
     return 0
@@ -71,6 +71,7 @@ def _measure(
     name: str, folder: Path, targets: list[str], options: argparse.Namespace, deadline: float, result: dict[str, Any]
 ) -> None:
     """One model: into `result`, which is written after each stage."""
+    folder.mkdir(parents=True, exist_ok=True)
     if options.smoke:
         in_process(make_checkpoint, name, folder / "checkpoint", True)
     gb_per_s = in_process(bandwidth, "cpu" if options.smoke else "cuda")
@@ -161,6 +162,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="turns that each system takes at a point (%(default)s)")
     parser.add_argument("--minutes", type=float, default=8, help="after which nothing new is begun (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results)")
+    parser.add_argument("--bundles", type=Path, help="folder that keeps the bundles, for the next command too (a temporary one)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, written only where --out says")
     options = parser.parse_args()
     options.models, options.points = options.models.split(","), options.points.split(",")

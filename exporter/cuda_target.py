@@ -21,6 +21,7 @@ from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.graph_passes.uniform_norm import UniformNormPass
 
@@ -59,7 +60,7 @@ def compile_cuda(
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, plan, "cuda", report):
-        segments.append(compiled(graph, name, [*lowering, PackQKVPass(), *quantizing]))
+        segments.append(compiled(graph, name, [*lowering, PackQKVPass(), SkipNormPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *quantizing, FloatLogitsPass()])
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)

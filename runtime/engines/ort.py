@@ -170,7 +170,11 @@ def _provider(device: Device | None) -> tuple[str, dict[str, str]]:
     """A provider and its options."""
     if device is None or not device.stream:
         return _CPU, {}
-    return _CUDA, {"user_compute_stream": str(device.stream), "arena_extend_strategy": "kSameAsRequested"}
+    return _CUDA, {
+        "user_compute_stream": str(device.stream),
+        "arena_extend_strategy": "kSameAsRequested",
+        "enable_skip_layer_norm_strict_mode": "1",  # else norms in fp16 sum their squares in fp16
+    }
 
 
 def check_cuda() -> None:

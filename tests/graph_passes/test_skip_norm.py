@@ -41,6 +41,33 @@ def test_a_residual_sum_and_its_norm_become_one_operator_whose_sum_is_still_read
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sums", ["m = Add (a, beta)  x = Add (m, b)", "m = Add (beta, a)  x = Add (b, m)"])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_projections_bias_goes_into_it_too(name: str, sums: str) -> None:
+    before, after = (_shapes(_biased(NORMS[name], sums)) for _ in range(2))
+    assert SkipNormPass()(after).modified
+    assert [node.op_type for node in after.graph] == [name, "Add"]
+    rng = np.random.default_rng(0)
+    feeds = {key: rng.standard_normal((2, 3, 8)).astype(np.float32) for key in "ab"}
+    (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_biased_sum_that_others_read_stays() -> None:
+    sums = "m = Add (a, beta)  x = Add (m, b)"
+    after = _shapes(_biased(NORMS["SkipLayerNormalization"], sums, "hidden = Add (m, y)"))
+    assert SkipNormPass()(after).modified
+    assert [node.op_type for node in after.graph] == ["Add", "SkipLayerNormalization", "Add"]
+
+
+def _biased(norm: str, sums: str, most: str = "hidden = Add (x, y)") -> ir.Model:
+    beta = "float[8] beta = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8}"
+    return ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["" : 24]>
+        g (float[B,S,8] a, float[B,S,8] b) => (float[B,S,8] hidden) <{SCALE}, {beta}> {{ {sums}  y = {norm}  {most} }}"""
+    )
+
+
 def test_the_sum_may_be_the_graphs_output() -> None:
     norm = NORMS["SkipLayerNormalization"].replace("(x,", "(hidden,")
     text = f"""<ir_version: 10, opset_import: ["" : 24]>
