@@ -66,6 +66,8 @@ def _biased(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     add = value.producer() if value is not None and len(value.uses()) == 1 and not value.is_graph_output() else None
     if add is not None and add.op_type == "Add":
         for rows, bias in (add.inputs, add.inputs[::-1]):
-            if rows is not None and bias is not None and bias.is_initializer() and bias.shape is not None and len(bias.shape) == 1:
+            if rows is None or bias is None or bias.shape is None:
+                continue
+            if bias.is_initializer() and len(bias.shape) == 1:
                 return rows, bias
     return None

@@ -16,6 +16,11 @@
 #else
 #define SKD_BOTH
 #endif
+#ifdef __CUDA_ARCH__
+#define SKD_UNROLL _Pragma("unroll 8")  // so many loads are under way at a time
+#else
+#define SKD_UNROLL
+#endif
 
 namespace skipdecode {
 
@@ -76,7 +81,7 @@ struct Row {
   SKD_BOTH uint64_t Greatest() {
     Set(0);
     uint64_t own = 0;
-    for (int32_t id = block.thread(); id < vocabulary; id += block.size()) {
+    SKD_UNROLL for (int32_t id = block.thread(); id < vocabulary; id += block.size()) {
       const uint64_t key = KeyOf(logits[id], id);
       own = key > own ? key : own;
     }

@@ -16,7 +16,7 @@ struct HostBlock {
 
 #ifdef __CUDACC__
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;
 
 struct DeviceBlock {
   __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x); }
@@ -25,8 +25,14 @@ struct DeviceBlock {
   __device__ void add(uint64_t* sum, uint64_t value) const {
     if (value > 0) atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
   }
+  // All threads call it. Of a warp one asks: 64 bits in shared memory are compared and swapped until it succeeds.
   __device__ void greatest(uint64_t* most, uint64_t value) const {
-    atomicMax(reinterpret_cast<unsigned long long*>(most), static_cast<unsigned long long>(value));
+    for (int lane = 16; lane > 0; lane /= 2) {
+      const uint64_t other = __shfl_xor_sync(0xffffffffu, value, lane);
+      value = other > value ? other : value;
+    }
+    if (threadIdx.x % 32 == 0)
+      atomicMax(reinterpret_cast<unsigned long long*>(most), static_cast<unsigned long long>(value));
   }
 };
 
