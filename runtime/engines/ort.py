@@ -177,7 +177,7 @@ def _provider(device: Device | None) -> tuple[str, dict[str, str]]:
 
 
 def check_cuda() -> None:
-    """Refuse an ONNX Runtime that was built without CUDA, and load CUDA's libraries where they came with pip.
+    """Refuse an ONNX Runtime that was built without CUDA; load CUDA's libraries where they came with pip, choose its kernels.
 
     Raises:
         TargetError: with what to install.

@@ -245,8 +245,20 @@ def test_cudas_libraries_are_loaded_without_a_word(monkeypatch: pytest.MonkeyPat
     loaded: list[str] = []
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: (loaded.append("all"), print("Failed to load libcudnn.so.9")))
+    monkeypatch.setenv("ORT_ENABLE_XQA", "0")  # check_cuda sets it for the process
     engines_ort.check_cuda()
     assert loaded == ["all"] and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_attention_is_not_xqas_unless_the_user_says_so(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: None)
+    monkeypatch.setenv("ORT_ENABLE_XQA", own or "")
+    if own is None:
+        monkeypatch.delenv("ORT_ENABLE_XQA")
+    engines_ort.check_cuda()
+    assert os.environ["ORT_ENABLE_XQA"] == (own or "0")
 
 
 @pytest.mark.parametrize(

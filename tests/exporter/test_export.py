@@ -138,6 +138,18 @@ def test_segments_are_as_large_as_their_compiled_weights_allow(zoo: Zoo, tmp_pat
         assert [len(layers) for layers in export(request).segments] == sizes
 
 
+def test_segments_are_larger_where_no_cpu_engine_shares_them(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_bytes = exports.skeleton(zoo.model("llama").config).layer_bytes // 2  # in fp16
+    monkeypatch.setattr(exports, "SEGMENT_BYTES", layer_bytes)
+    monkeypatch.setattr(exports, "CUDA_SEGMENT_BYTES", LAYERS * layer_bytes)
+    for targets, count in ((("cuda",), 1), (("cpu", "cuda"), LAYERS)):
+        request = ExportRequest(
+            model=str(zoo.checkpoint("llama")), out=tmp_path / targets[0], schedule=ScheduleRequest(name="full"), dtype="fp16",
+            targets=targets,
+        )  # fmt: skip
+        assert len(export(request).segments) == count
+
+
 def _copy(zoo: Zoo, tmp_path: Path) -> Path:
     return Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
 
