@@ -31,8 +31,7 @@ struct DeviceBlock {
       const uint64_t other = __shfl_xor_sync(0xffffffffu, value, lane);
       value = other > value ? other : value;
     }
-    if (threadIdx.x % 32 == 0)
-      atomicMax(reinterpret_cast<unsigned long long*>(most), static_cast<unsigned long long>(value));
+    if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<unsigned long long*>(most), static_cast<unsigned long long>(value));
   }
 };
 
