@@ -40,8 +40,9 @@ def test_cpp_measures_both_runtimes() -> None:
 
 
 def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path) -> None:
-    result = json.loads(_run("gpu.py", "--out", str(tmp_path)).splitlines()[-1])
-    (written,) = tmp_path.glob("*.json")
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    result = json.loads(_run("gpu.py", "--out", str(out), "--bundles", str(kept)).splitlines()[-1])
+    (written,) = out.glob("*.json")
     assert json.loads(written.read_text()) == result and not result["not_measured"]
     one, two = result["models"]["opt"]["points"]
     assert [(point["batch"], point["context"]) for point in (one, two)] == [(1, 8), (2, 8)]
@@ -52,6 +53,7 @@ def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path)
     assert all(row["decode_ms_per_step"] > 0 for row in rows.values())
     compiled = rows["transformers static cache, torch.compile"]
     assert (compiled["graphs"], compiled["graph_breaks"]) == (1, 0), "the peer is not what it claims to be"
+    assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "one-engine"}
 
 
 def test_gpu_tells_what_there_was_no_time_for() -> None:
