@@ -255,7 +255,7 @@ def test_attention_is_not_xqas_unless_the_user_says_so(own: str | None, monkeypa
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: None)
     monkeypatch.setenv("ORT_ENABLE_XQA", own or "")
-    if own is None:
+    if own is None:  # set before, so that it is as it was after the test
         monkeypatch.delenv("ORT_ENABLE_XQA")
     engines_ort.check_cuda()
     assert os.environ["ORT_ENABLE_XQA"] == (own or "0")
