@@ -6,7 +6,7 @@
 with a projection's bias, where a or b is its sum (Add(product, bias)), as the operator's last input.
 
 A decode step in int4, interleaved (AMD EPYC, 2 cores): OPT 24 x 1024 1.04x as fast at batch 1 and 1.00x at batch 4, Llama-like
-16 x 1024 1.03x at both, 1.00x in another run. In fp32, where weights take the time, 0.98x to 1.00x: so for quantised engines there.
+16 x 1024 1.03x at both, 1.00x in another run. In fp32, where weights take the time, 0.98x to 1.00x: for quantised engines there.
 On an H200, where each kernel costs its launch, a step of OPT-1.3B in fp16 at batch 1 goes from 1.92 to 1.68 ms.
 """
 
