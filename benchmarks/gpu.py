@@ -61,7 +61,7 @@ def main() -> int:
     result = {"machine": facts() | device, "settings": settings, "not_measured": missing, "models": {}}
     for name in options.models:
         with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
-            _measure(name, options.bundles / name if options.bundles else Path(folder), targets, options, deadline, result)
+            _measure(name, (options.bundles or Path(folder)) / name, targets, options, deadline, result)
     _plot(result, options)
     print(json.dumps(result))
     return 0

@@ -32,11 +32,10 @@ def find_projection(value: ir.Value | None) -> Projection | None:
             return None
         factor, node = float(number.numpy().item()), _sole_producer(node.inputs[0])
     if node is not None and node.op_type == "Add":
-        bias = next((each for each in node.inputs if each is not None and each.is_initializer()), None)
-        rest = [each for each in node.inputs if each is not bias]
-        if bias is None or len(rest) != 1 or bias.const_value is None or len(bias.const_value.shape) != 1:
+        parts = _parts(node)
+        if parts is None:
             return None
-        node = _sole_producer(rest[0])
+        node, bias = _sole_producer(parts[0]), parts[1]
     if node is None or node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[1] is None:
         return None
     weight, turn = node.inputs[1], node.inputs[1].producer()
@@ -47,8 +46,21 @@ def find_projection(value: ir.Value | None) -> Projection | None:
     return Projection(source=node.inputs[0], weight=weight, turned=turn is not None, bias=bias, factor=factor)
 
 
+def without_bias(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+    """Rows and the bias [N] that are summed to `value`, which nobody else reads; None where it is something else."""
+    add = _sole_producer(value)
+    return _parts(add) if add is not None and add.op_type == "Add" else None
+
+
+def _parts(add: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    for rows, bias in (add.inputs, add.inputs[::-1]):
+        if rows is not None and bias is not None and bias.is_initializer() and bias.const_value is not None:
+            return (rows, bias) if len(bias.const_value.shape) == 1 else None
+    return None
+
+
 def _sole_producer(value: ir.Value | None) -> ir.Node | None:
-    return value.producer() if value is not None and len(value.uses()) == 1 else None
+    return value.producer() if value is not None and len(value.uses()) == 1 and not value.is_graph_output() else None
 
 
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:

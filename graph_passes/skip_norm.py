@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.projection import without_bias
 from skipdecode.graph_passes.take_over import can_take_over, take_over
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ def _fits(norm: ir.Node, add: ir.Node) -> bool:
 
 
 def _fuse(graph: ir.Graph, norm: ir.Node, add: ir.Node) -> None:
-    one, other = add.inputs if _biased(add.inputs[0]) else add.inputs[::-1]  # one: with a bias, if any is
-    rows, bias = _biased(one) or (one, None)
+    one, other = add.inputs if without_bias(add.inputs[0]) else add.inputs[::-1]  # one: with a bias, if any is
+    rows, bias = without_bias(one) or (one, None)
     beta = norm.inputs[2:] or [None] if norm.op_type == "LayerNormalization" else []
     inputs = [rows, other, norm.inputs[1], *beta, *([bias] if bias else [])]
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
@@ -60,15 +61,3 @@ def _fuse(graph: ir.Graph, norm: ir.Node, add: ir.Node) -> None:
         assert can_take_over(old, new)
         take_over(old, new)
     graph.remove([norm, add], safe=True)
-
-
-def _biased(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """Rows and the bias [H] that are summed to `value`, which nobody else reads."""
-    add = value.producer() if value is not None and len(value.uses()) == 1 and not value.is_graph_output() else None
-    if add is not None and add.op_type == "Add":
-        for rows, bias in (add.inputs, add.inputs[::-1]):
-            if rows is None or bias is None or bias.shape is None:
-                continue
-            if bias.is_initializer() and len(bias.shape) == 1:
-                return rows, bias
-    return None

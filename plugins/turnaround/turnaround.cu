@@ -16,7 +16,7 @@ struct HostBlock {
 
 #ifdef __CUDACC__
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = SKD_TURNAROUND_THREADS;
 
 struct DeviceBlock {
   __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x); }

@@ -10,6 +10,8 @@
 
 #include <stdint.h>
 
+#define SKD_TURNAROUND_THREADS 1024  // of the kernel's block, for those who launch it by its name; a block a row
+
 #ifdef __cplusplus
 extern "C" {
 #endif

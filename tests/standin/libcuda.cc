@@ -205,7 +205,7 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
 CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
                         CUstream stream, void** parameters, void**) {
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
-  if (x != static_cast<unsigned>(state.rows) || threads != 1024) return CUDA_ERROR_INVALID_VALUE;
+  if (x != static_cast<unsigned>(state.rows) || threads != SKD_TURNAROUND_THREADS) return CUDA_ERROR_INVALID_VALUE;
   return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL});
 }
 
