@@ -1,4 +1,5 @@
-// skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS]: how fast does a bundle decode at batch 1, and where does the time go?
+// skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS [calls]]: how fast does a bundle decode at batch 1, and where does the time
+// go? calls: on a GPU, without CUDA graphs.
 //
 // Full depth and the bundle's schedule take turns; one JSON object on standard output, medians, units in the keys.
 // benchmarks/cpp.py runs it beside the Python runtime.
@@ -12,7 +13,7 @@
 namespace {
 
 struct Figures {
-  std::vector<double> token_ms, outside_us, prefill_ms;
+  std::vector<double> token_ms, outside_us, prefill_ms, graphs;
 };
 
 double Median(std::vector<double> values) {
@@ -37,26 +38,31 @@ void Decode(const skipdecode::Bundle& bundle, uint32_t prompt_tokens, uint32_t n
   figures->token_ms.push_back(static_cast<double>(counters.decode_ns) / steps / 1e6);
   figures->outside_us.push_back(static_cast<double>(counters.decode_ns - counters.decode_engine_ns) / steps / 1e3);
   figures->prefill_ms.push_back(static_cast<double>(counters.prefill_ns) / 1e6);
+  figures->graphs.push_back(static_cast<double>(counters.graph_launches) / steps);
 }
 
 nlohmann::json Row(const Figures& figures) {
   return {{"token_ms", Median(figures.token_ms)},
           {"outside_engines_us_per_step", Median(figures.outside_us)},
+          {"graph_launches_per_step", Median(figures.graphs)},
           {"prefill_ms", Median(figures.prefill_ms)}};
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 2 && count != 5) {
-    std::cerr << "usage: skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS]\n";
+  const bool calls = count == 6 && std::string(arguments[5]) == "calls";
+  if (count != 2 && count != 5 && !calls) {
+    std::cerr << "usage: skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS [calls]]\n";
     return 2;
   }
   try {
-    const auto prompt_tokens = static_cast<uint32_t>(count == 5 ? std::stoul(arguments[2]) : 32);
-    const auto new_tokens = static_cast<uint32_t>(count == 5 ? std::stoul(arguments[3]) : 65);
-    const auto rounds = static_cast<int>(count == 5 ? std::stoul(arguments[4]) : 7);
-    const auto bundle = skipdecode::Bundle::Load(arguments[1]);
+    const auto prompt_tokens = static_cast<uint32_t>(count >= 5 ? std::stoul(arguments[2]) : 32);
+    const auto new_tokens = static_cast<uint32_t>(count >= 5 ? std::stoul(arguments[3]) : 65);
+    const auto rounds = static_cast<int>(count >= 5 ? std::stoul(arguments[4]) : 7);
+    skd_load_options options = skipdecode::LoadOptions();
+    options.no_cuda_graphs = calls ? 1 : 0;
+    const auto bundle = skipdecode::Bundle::Load(arguments[1], options);
     Figures full, scheduled, warm_up;
     for (const bool full_depth : {true, false}) Decode(bundle, prompt_tokens, new_tokens, full_depth, &warm_up);
     for (int round = 0; round < rounds; ++round) {

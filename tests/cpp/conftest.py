@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,9 @@ LIBRARIES = BUILD / "deps" / "lib"
 class Driver:
     """tests/cpp/driver.cc: a request a line, an answer a line."""
 
-    def __init__(self) -> None:
-        program = BUILD / "release" / "tests" / "skd_driver"
-        self._process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, **environment: str) -> None:
+        program, pipe = BUILD / "release" / "tests" / "skd_driver", subprocess.PIPE
+        self._process = subprocess.Popen([program], stdin=pipe, stdout=pipe, text=True, env={**os.environ, **environment})
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -11,10 +11,20 @@ namespace {
 
 using Json = nlohmann::json;
 
-const skipdecode::Bundle& Loaded(const std::string& path) {
+skipdecode::Bundle Load(const Json& request) {
+  skd_load_options options = skipdecode::LoadOptions();
+  const std::string target = request.value("target", ""), library = request.value("onnxruntime_library", "");
+  if (!target.empty()) options.target = target.c_str();
+  if (!library.empty()) options.onnxruntime_library = library.c_str();
+  options.no_cuda_graphs = request.value("cuda_graphs", true) ? 0 : 1;
+  return skipdecode::Bundle::Load(request.at("bundle"), options);
+}
+
+const skipdecode::Bundle& Loaded(const Json& request) {
   static std::map<std::string, skipdecode::Bundle> bundles;
-  if (bundles.count(path) == 0) bundles.emplace(path, skipdecode::Bundle::Load(path));
-  return bundles.at(path);
+  const std::string key = request.at("bundle").get<std::string>() + (request.value("cuda_graphs", true) ? "" : " by calls");
+  if (bundles.count(key) == 0) bundles.emplace(key, Load(request));
+  return bundles.at(key);
 }
 
 skd_row_options RowOptions(const Json& request) {
@@ -38,7 +48,7 @@ Json Generate(const Json& request) {
   bool step_told = true;
   uint64_t previous = 0;
   skipdecode::Generate(
-      Loaded(request.at("bundle")), prompts, RowOptions(request),
+      Loaded(request), prompts, RowOptions(request),
       [&](const skd_event& event) {
         sequences[event.row]["token_ids"].push_back(event.token);
         if (event.finish != SKD_FINISH_NONE) sequences[event.row]["finish_reason"] = reasons[event.finish];
@@ -52,10 +62,10 @@ Json Generate(const Json& request) {
   return {{"sequences", sequences}, {"layers", layers}};
 }
 
-// The logits that each token was chosen from, but for a row's last one.
+// The logits that each token was chosen from, but for a row's last one, and how many runs of engines were graphs.
 Json Logits(const Json& request) {
   const auto prompts = request.at("prompts").get<std::vector<std::vector<int64_t>>>();
-  const skipdecode::Bundle& bundle = Loaded(request.at("bundle"));
+  const skipdecode::Bundle& bundle = Loaded(request);
   const uint64_t vocab_size = bundle.info().vocab_size;
   skd_session_options room = skipdecode::SessionOptions();
   room.max_rows = static_cast<uint32_t>(prompts.size());
@@ -73,12 +83,12 @@ Json Logits(const Json& request) {
       if (event.prefill == 0 && event.finish == SKD_FINISH_NONE) take(event.row);
     }
   }
-  return {{"logits", logits}};
+  return {{"logits", logits}, {"graph_launches", session.counters().graph_launches}};
 }
 
 Json Tokenize(const Json& request) {
   const std::string library = request.value("genai_library", "");
-  skipdecode::Tokenizer tokenizer(Loaded(request.at("bundle")), library.empty() ? nullptr : library.c_str());
+  skipdecode::Tokenizer tokenizer(Loaded(request), library.empty() ? nullptr : library.c_str());
   Json answer = {{"ids", Json::array()}, {"texts", Json::array()}, {"streamed", Json::array()}};
   for (const auto& text : request.at("texts")) {
     const std::vector<int64_t> ids = tokenizer.Encode(text.get<std::string>());
@@ -100,12 +110,8 @@ Json Tokenize(const Json& request) {
   return answer;
 }
 
-Json Load(const Json& request) {
-  skd_load_options options = skipdecode::LoadOptions();
-  const std::string target = request.value("target", ""), library = request.value("onnxruntime_library", "");
-  if (!target.empty()) options.target = target.c_str();
-  if (!library.empty()) options.onnxruntime_library = library.c_str();
-  const skd_bundle_info info = skipdecode::Bundle::Load(request.at("bundle"), options).info();
+Json Info(const Json& request) {
+  const skd_bundle_info info = Load(request).info();
   return {{"name", info.name},
           {"num_layers", info.num_layers},
           {"num_variants", info.num_variants},
@@ -119,7 +125,7 @@ Json Answer(const Json& request) {
   if (command == "generate") return Generate(request);
   if (command == "logits") return Logits(request);
   if (command == "tokenize") return Tokenize(request);
-  return Load(request);
+  return Info(request);
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ std::vector<std::string> Paths() {
 class Pair {
  public:
   explicit Pair(const std::string& path)
-      : exact_(skd::LoadBundle(path, "cpu", 2, "")), narrow_(skd::LoadBundle(path, "cuda", 2, "", skd::Device::kCpu)) {
+      : exact_(skd::LoadBundle(path, "cpu", 2, "")), narrow_(skd::LoadBundle(path, "cuda", 2, "", true, skd::Device::kCpu)) {
     for (const auto& bundle : {exact_, narrow_}) decoders_.emplace_back(bundle, bundle->manifest.schedule, 3, 8, 12);
   }
   void Add(const Tokens& prompt) {

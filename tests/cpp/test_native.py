@@ -14,6 +14,7 @@ from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.cpp.conftest import BUILD, LIBRARIES
+from tests.standin import driver as standin
 
 ROOT = Path(__file__).parents[2]
 _SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"
@@ -69,6 +70,17 @@ def test_engines_for_a_gpu_are_checked_on_a_cpu(build: str, gpu_bundles: list[Pa
         [BUILD / build / "tests" / "skd_device_tests"],
         env=environment(SKD_TEST_DEVICE_BUNDLES=" ".join(map(str, gpu_bundles))),
         capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "All tests passed" in done.stdout
+
+
+@pytest.mark.parametrize("build", ["release", "address", "thread"])
+def test_the_gpus_stream_and_graphs_are_checked_on_a_stand_in_for_the_driver(build: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BUILD / build / "tests" / "skd_cuda_tests"],
+        env=environment(LD_LIBRARY_PATH=f"{standin.build(tmp_path)}:{LIBRARIES}"),
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "All tests passed" in done.stdout

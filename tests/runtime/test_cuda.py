@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 
 from skipdecode.device_loop import AHEAD
-from skipdecode.plugins import turnaround
 from skipdecode.schedule import Anchor
 from tests.runtime import device
+from tests.standin import driver as standin
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]
@@ -32,13 +31,7 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a libcuda.so.1."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc, which brings cuda.h, is not on the PATH")
-    folder = tmp_path_factory.mktemp("driver")
-    command = ["nvcc", "-std=c++17", "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror"]
-    command += ["-Xlinker", "-soname=libcuda.so.1", "-x", "c++", str(ROOT / "tests/standin/libcuda.cc"), str(turnaround.SOURCE)]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
-    return folder
+    return standin.build(tmp_path_factory.mktemp("driver"))
 
 
 def _run(driver: Path, bundle: Path, requests: list[dict[str, Any]], *options: str) -> subprocess.CompletedProcess[str]:

@@ -59,11 +59,11 @@ void CheckCompiled(const Target& target, const std::filesystem::path& path) {
 }
 
 // As many at a time as there are cores: ONNX Runtime packs quantised weights as it loads, to compare them with the stored ones.
-std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled) {
+std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled, bool cuda_graphs) {
   std::vector<std::optional<Engine>> loaded(files.size());
   std::atomic<size_t> next{0};
   const auto work = [&] {
-    for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled);
+    for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled, cuda_graphs);
   };
   std::vector<std::future<void>> workers;
   for (size_t i = 0; i < std::min(files.size(), static_cast<size_t>(CoresOfThisProcess())); ++i) {
@@ -106,7 +106,8 @@ Block ShareTiedWeight(const std::filesystem::path& path, int64_t vocabulary, con
 }  // namespace
 
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
-                                         const std::string& onnxruntime_library, std::optional<Device> asked_device) {
+                                         const std::string& onnxruntime_library, bool cuda_graphs,
+                                         std::optional<Device> asked_device) {
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
@@ -117,7 +118,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   if (compiled) CheckCompiled(target, path);
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
-  std::vector<Engine> engines = LoadEngines(files, device, compiled);
+  std::vector<Engine> engines = LoadEngines(files, device, compiled, cuda_graphs);
   const Memory memory(device, compiled ? "float32" : manifest.dtype);
   Block tied_weight(nullptr, nullptr);
   if (!compiled && target.tied_weight) {

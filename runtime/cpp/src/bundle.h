@@ -29,9 +29,10 @@ struct Bundle {
   double load_s;
 };
 
-// `device`: none: the target's own. Engines for a GPU run on a CPU too, where they can be checked.
+// `cuda_graphs`: as Engine's. `device`: none: the target's own. Engines for a GPU run on a CPU too, where they can be checked.
 // Throws SKD_ERROR_BUNDLE, SKD_ERROR_TARGET.
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target, uint32_t threads,
-                                         const std::string& onnxruntime_library, std::optional<Device> device = std::nullopt);
+                                         const std::string& onnxruntime_library, bool cuda_graphs = true,
+                                         std::optional<Device> device = std::nullopt);
 
 }  // namespace skd

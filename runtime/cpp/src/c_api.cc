@@ -140,7 +140,7 @@ void skd_status_destroy(skd_status* status) {
   if (status != &no_memory) delete status;
 }
 
-skd_load_options skd_load_options_default(void) { return {sizeof(skd_load_options), nullptr, 0, nullptr}; }
+skd_load_options skd_load_options_default(void) { return {sizeof(skd_load_options), nullptr, 0, nullptr, 0}; }
 
 skd_session_options skd_session_options_default(void) { return {sizeof(skd_session_options), 1, 0, 0, 0}; }
 
@@ -150,7 +150,8 @@ skd_status* skd_bundle_load(const char* path, const skd_load_options* options, s
   return Guarded([&] {
     Need(path != nullptr && bundle != nullptr, "path or bundle is NULL");
     const skd_load_options given = Given(options, skd_load_options_default());
-    auto loaded = skd::LoadBundle(path, TextOf(given.target), given.threads, TextOf(given.onnxruntime_library));
+    auto loaded =
+        skd::LoadBundle(path, TextOf(given.target), given.threads, TextOf(given.onnxruntime_library), given.no_cuda_graphs == 0);
     *bundle = new skd_bundle{std::move(loaded)};
   });
 }

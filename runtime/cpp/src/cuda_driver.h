@@ -1,18 +1,65 @@
-// NVIDIA's driver: the few calls that keep arrays on a GPU. ONNX Runtime's C API has a copy between devices only since version
-// 23, the packaged headers are 21; the driver is wherever its CUDA provider runs. The GPU is the first one.
+// NVIDIA's driver: the functions that this library calls, found when the first of them is needed. ONNX Runtime's C API has a copy
+// between devices only since version 23, the packaged headers are 21, and no graphs of a caller's own; the driver is wherever its
+// CUDA provider runs. The GPU is the first one.
 #pragma once
 
 #include <cstddef>
 
 namespace skd::cuda_driver {
 
-// All throw SKD_ERROR_TARGET where there is no driver or no GPU, or where it fails; they return when the work is done.
+// as cuda.h has them
+using Result = int;
+using Address = unsigned long long;  // NOLINT(google-runtime-int)
+struct Stream;
+struct Event;
+struct Graph;
+struct Node;
+struct Launchable;  // CUgraphExec
 
-// Zeros. Throws SKD_ERROR_CAPACITY where the GPU has not this much memory.
-std::byte* Allocate(size_t bytes);
-void Free(std::byte* memory) noexcept;
-void Send(std::byte* to, const void* from, size_t bytes);
-void Receive(void* to, const std::byte* from, size_t bytes);
-void Copy(std::byte* to, const std::byte* from, size_t bytes);
+// CUDA_MEMCPY3D: what a graph's copies are told by; the source is all that is read here.
+struct Copy3D {
+  size_t source_x, source_y, source_z, source_lod;
+  unsigned source_type;  // CUmemorytype
+  const void* source_host;
+  Address source_device;
+  void* rest[18];
+};
+
+constexpr unsigned kHostMemory = 1, kDeviceMemory = 2;  // CUmemorytype
+constexpr int kCopyNode = 1, kHostNode = 3;             // CUgraphNodeType
+
+struct Driver {
+  Result (*use)(void* context);
+  Result (*describe)(Result error, const char** text);
+  Result (*allocate)(Address* memory, size_t bytes);
+  Result (*free)(Address memory);
+  Result (*allocate_host)(void** memory, size_t bytes);
+  Result (*free_host)(void* memory);
+  Result (*set)(Address memory, unsigned char value, size_t bytes, Stream* stream);
+  Result (*send)(Address to, const void* from, size_t bytes, Stream* stream);
+  Result (*receive)(void* to, Address from, size_t bytes, Stream* stream);
+  Result (*copy)(Address to, Address from, size_t bytes, Stream* stream);
+  Result (*create_stream)(Stream** stream, unsigned flags);
+  Result (*create_event)(Event** event, unsigned flags);
+  Result (*record)(Event* event, Stream* stream);
+  Result (*wait)(Event* event);
+  Result (*begin_capture)(Stream* stream, int mode);
+  Result (*end_capture)(Stream* stream, Graph** graph);
+  Result (*nodes)(Graph* graph, Node** nodes, size_t* count);
+  Result (*node_type)(Node* node, int* type);
+  Result (*copy_of)(Node* node, Copy3D* copy);
+  Result (*attribute)(void* value, int name, Address pointer);
+  Result (*instantiate)(Launchable** launchable, Graph* graph, unsigned long long flags);  // NOLINT(google-runtime-int)
+  Result (*launch)(Launchable* launchable, Stream* stream);
+  Result (*destroy_graph)(Graph* graph);
+  Result (*destroy_launchable)(Launchable* launchable);
+  void* context;  // the device's primary one, which ONNX Runtime uses too
+};
+
+// Ready to be called on this thread. Throws SKD_ERROR_TARGET where there is no driver or no GPU.
+const Driver& Ready();
+
+// Throws SKD_ERROR_TARGET, or SKD_ERROR_CAPACITY where CUDA has no memory left; 0 passes.
+void Check(const Driver& driver, Result result);
 
 }  // namespace skd::cuda_driver

@@ -59,7 +59,7 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       prompt_positions_(bundle_->memory, max_prompt),
       prompt_last_(bundle_->memory, 1),
       seqlens_k_(bundle_->memory, max_rows),
-      prompt_valid_(bundle_->memory, 1),
+      prompt_valid_(bundle_->memory, max_prompt / kPrefillChunk + 1),
       totals_(Size(max_rows)),
       climbs_(Size(max_rows * max_rows)),
       embeds_(Size(max_rows)),
@@ -69,7 +69,10 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
   route_counts_.reserve(Size(max_rows));
   std::iota(prompt_positions_.data(), prompt_positions_.data() + max_prompt, 0);
   prompt_positions_.Send(max_prompt);
-  for (const SegmentEngine& segment : bundle_->segments) least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
+  for (const SegmentEngine& segment : bundle_->segments) {
+    least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
+    most_totals_.push_back(static_cast<int32_t>(kv_.SlotsOf(segment.layers.front())));
+  }
 }
 
 int64_t Decoder::Step(const int64_t* tokens) {
@@ -90,9 +93,10 @@ int64_t Decoder::Step(const int64_t* tokens) {
   position_ids_.Send(count);
   seqlens_k_.Send(count);
   const auto began = std::chrono::steady_clock::now();
-  for (const Call& call : route_) call.Run();  // nothing lies between two calls, so one clock does for all (50 ns a reading)
+  // nothing lies between two calls, so one clock does for all (50 ns a reading)
+  for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
+  logits_.Receive(0, count * vocab_size_);  // waits, where calls do not
   engine_ns_ += NanosecondsSince(began);
-  logits_.Receive(0, count * vocab_size_);
   for (Position& position : positions_) {
     ++position.length;
     ++position.t;
@@ -144,12 +148,13 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
   for (int64_t start = 0; start < count; start += kPrefillChunk) {
     const int64_t size = std::min(kPrefillChunk, count - start);
     std::byte* hidden = Hidden(prompt_hidden_, start);
-    prompt_valid_[0] = static_cast<int32_t>(start + size - 1);
-    prompt_valid_.Send(1);
-    int32_t total = prompt_valid_[0] + 1;
+    const int64_t chunk = start / kPrefillChunk;
+    prompt_valid_[chunk] = static_cast<int32_t>(start + size - 1);
+    prompt_valid_.Send(1, chunk);
+    int32_t total = prompt_valid_[chunk] + 1;
     std::vector<Tensor> inputs{memory.Floats("hidden", hidden, {1, size, hidden_size_}),
                                Int64s(memory, "position_ids", prompt_positions_.seen(start), {1, size}),
-                               SeqlensK(memory, prompt_valid_.seen(), 1), Total(&total)};
+                               SeqlensK(memory, prompt_valid_.seen(chunk), 1), Total(&total)};
     std::vector<Tensor> outputs{memory.Floats("hidden_out", hidden, {1, size, hidden_size_})};
     for (size_t i = 0; i < segment.layers.size(); ++i) {
       const int64_t layer = segment.layers[i];
@@ -179,7 +184,8 @@ const Binding& Decoder::Climb(size_t segment, int64_t start) {
   std::byte* hidden = Hidden(hidden_, start);
   std::vector<Tensor> inputs{memory.Floats("hidden", hidden, {count, 1, hidden_size_}),
                              Int64s(memory, "position_ids", position_ids_.seen(start), {count, 1}),
-                             SeqlensK(memory, seqlens_k_.seen(start), count), Total(&totals_[Size(start)])};
+                             SeqlensK(memory, seqlens_k_.seen(start), count),
+                             Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])};
   std::vector<Tensor> outputs{memory.Floats("hidden_out", hidden, {count, 1, hidden_size_})};
   for (const int64_t layer : bundle_->segments[segment].layers) {
     BindLayer(memory, layer, kv_.Key(layer, start), kv_.Value(layer, start), kv_.Shape(layer, count), &inputs, &outputs);

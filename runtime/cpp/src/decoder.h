@@ -36,6 +36,8 @@ class Decoder {
   const float* Logits(int64_t row) const { return logits_.data() + row * vocab_size_; }
 
   uint64_t engine_ns() const { return engine_ns_; }
+  // Runs of engines in steps that were launches of CUDA graphs.
+  uint64_t graph_launches() const { return graph_launches_; }
   uint64_t kv_bytes() const { return kv_.bytes(); }
 
  private:
@@ -63,7 +65,9 @@ class Decoder {
   Twin<float> logits_;
   Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
   Twin<int32_t> seqlens_k_, prompt_valid_;
-  std::vector<int32_t> totals_;  // read by engines on the host, wherever they run
+  // Read by engines on the host, wherever they run: of each row, the most valid tokens from it on. A GPU's steps are put on its
+  // stream before the ones before them are done, and recorded: of each segment, the most that there can be.
+  std::vector<int32_t> totals_, most_totals_;
   // bound when first needed
   std::vector<std::vector<std::optional<Binding>>> climbs_;  // [(rows - 1) * max_rows + first row][segment]
   std::vector<std::optional<Binding>> embeds_, heads_;       // [rows - 1]
@@ -71,7 +75,7 @@ class Decoder {
   // found anew when a row computes another count of layers, or rows come and go
   std::vector<Call> route_;
   std::vector<int64_t> counts_, route_counts_;  // layers of each row: in this step, and those that `route_` is for
-  uint64_t engine_ns_ = 0;
+  uint64_t engine_ns_ = 0, graph_launches_ = 0;
 };
 
 template <typename Moved>

@@ -42,6 +42,10 @@ void LoadApi(const std::string& library) {
   Ort::InitApi(api);
 }
 
+// Its uneven Split of slices that lie side by side (Phi-3's query, key, value) copies from the host's memory at each run, where a
+// graph would read it too.
+constexpr char kUnwanted[] = "GatherSliceToSplitFusion";
+
 void UseCuda(Ort::SessionOptions& options) {
   const OrtApi& api = Ort::GetApi();
   OrtCUDAProviderOptionsV2* cuda = nullptr;
@@ -52,8 +56,10 @@ void UseCuda(Ort::SessionOptions& options) {
     // an arena doubles what it takes at a time, which for weights is up to twice their size
     const char *const key = "arena_extend_strategy", *const value = "kSameAsRequested";
     Ort::ThrowOnError(api.UpdateCUDAProviderOptions(cuda, &key, &value, 1));
+    Ort::ThrowOnError(api.UpdateCUDAProviderOptionsWithValue(cuda, "user_compute_stream", cuda_stream::Handle()));
     options.AddConfigEntry("session.use_device_allocator_for_initializers", "1");
     options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");  // a node there would wait for each step
+    options.AddConfigEntry("optimization.disable_specified_optimizers", kUnwanted);
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
     throw TargetError("ONNX Runtime cannot use cuda on this machine (" + std::string(error.what()).substr(0, 200) + ")",
@@ -111,13 +117,18 @@ size_t SizeOf(ONNXTensorElementDataType type) {
   }
 }
 
-Engine::Engine(const std::filesystem::path& path, Device device, bool optimized) : session_(nullptr) {
+Engine::Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs)
+    : device_(device), cuda_graphs_(cuda_graphs), session_(nullptr) {
   Ort::SessionOptions options;
   options.DisablePerSessionThreads();
   options.AddConfigEntry("session.use_env_allocators", "1");
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
   options.SetGraphOptimizationLevel(optimized ? ORT_DISABLE_ALL : ORT_ENABLE_ALL);
-  if (device == Device::kCuda) UseCuda(options);
+  if (device == Device::kCuda) {
+    UseCuda(options);
+    options_ = Ort::RunOptions();
+    options_.AddConfigEntry("disable_synchronize_execution_providers", "1");  // its results are waited for, not its runs
+  }
   try {
     session_ = Ort::Session(*environment, path.c_str(), options);
     Ort::AllocatorWithDefaultOptions allocator;
@@ -135,7 +146,7 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized)
 }
 
 Binding Engine::Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const {
-  Binding bound(&session_);
+  Binding bound(this);
   for (const auto* given : {&inputs, &shared_}) {
     for (const Tensor& tensor : *given) {
       if (input_names_.count(tensor.name) > 0) bound.binding_.BindInput(tensor.name.c_str(), View(tensor));

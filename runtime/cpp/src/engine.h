@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -11,6 +12,8 @@
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
+
+#include "replay.h"
 
 namespace skd {
 
@@ -48,15 +51,30 @@ class Binding;
 struct Call {
   OrtSession* session;
   const OrtIoBinding* binding;
-  void Run() const { Ort::ThrowOnError(Ort::GetApi().RunWithBinding(session, nullptr, binding)); }
+  const OrtRunOptions* options;
+  Replay* replay;  // none on a CPU
+
+  // On a GPU: puts it on the stream.
+  void Run() const {
+    if (replay == nullptr) return RunNow();
+    cuda_stream::Run([this] { RunNow(); });
+  }
+  // As a step does, the same again and again. Returns whether it was the launch of a graph.
+  bool Repeat() const {
+    if (replay != nullptr) return replay->Run([this] { RunNow(); });
+    RunNow();
+    return false;
+  }
+  void RunNow() const { Ort::ThrowOnError(Ort::GetApi().RunWithBinding(session, options, binding)); }
 };
 
 // A compiled graph; may be run from several threads at once, each through bindings of its own.
 class Engine {
  public:
   // `optimized`: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
+  // `cuda_graphs`: whether calls that are repeated become CUDA graphs, on a GPU.
   // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used.
-  Engine(const std::filesystem::path& path, Device device, bool optimized);
+  Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs);
   // Bind this with all inputs from now on: a weight that another engine reads too. The caller keeps its memory.
   void Share(Tensor weight) { shared_.push_back(std::move(weight)); }
   // Inputs that this engine does not read are left out. An output may be the same memory as an input.
@@ -64,6 +82,9 @@ class Engine {
 
  private:
   friend class Binding;
+  Device device_;
+  bool cuda_graphs_;
+  Ort::RunOptions options_{nullptr};
   mutable Ort::Session session_;  // Run is const by ONNX Runtime's promise, not by its C++ type
   std::unordered_set<std::string> input_names_;
   std::vector<Tensor> shared_;
@@ -74,13 +95,16 @@ class Binding {
  public:
   void Run() const { call().Run(); }
   // Valid as long as this binding and its engine are.
-  Call call() const { return {*session_, binding_}; }
+  Call call() const { return {engine_->session_, binding_, engine_->options_, replay_.get()}; }
 
  private:
   friend class Engine;
-  explicit Binding(Ort::Session* session) : session_(session), binding_(*session) {}
-  Ort::Session* session_;
+  explicit Binding(const Engine* engine) : engine_(engine), binding_(engine->session_) {
+    if (engine->device_ == Device::kCuda) replay_ = std::make_unique<Replay>(engine->cuda_graphs_);
+  }
+  const Engine* engine_;
   Ort::IoBinding binding_;
+  std::unique_ptr<Replay> replay_;
 };
 
 }  // namespace skd

@@ -16,6 +16,8 @@ class KvBuffer {
   // `prompt` and `new_tokens`: the most of any row. `memory` must outlive the buffer.
   KvBuffer(const Memory& memory, const Model& model, const Schedule& schedule, int64_t rows, int64_t prompt, int64_t new_tokens);
 
+  // Positions that a row of `layer` has room for.
+  int64_t SlotsOf(int64_t layer) const { return slots_[static_cast<size_t>(layer)]; }
   // Whether any decode step computes `layer`.
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
   // The addresses of `row`, from which the later rows go on; `layer` must have slots.
@@ -30,7 +32,6 @@ class KvBuffer {
   uint64_t bytes() const;
 
  private:
-  int64_t SlotsOf(int64_t layer) const { return slots_[static_cast<size_t>(layer)]; }
   int64_t RowBytes(int64_t layer) const { return kv_heads_ * SlotsOf(layer) * slot_bytes_; }
 
   const Memory& memory_;

@@ -7,7 +7,7 @@
 #include <new>
 #include <utility>
 
-#include "cuda_driver.h"
+#include "cuda_stream.h"
 
 namespace skd {
 namespace {
@@ -36,7 +36,7 @@ Memory::Memory(Device device, const std::string& floats) : device_(device), floa
 
 Block Memory::Allocate(size_t bytes) const {
   if (bytes == 0) return {nullptr, FreeOnHost};
-  if (!on_host()) return {cuda_driver::Allocate(bytes), [](std::byte* memory) { cuda_driver::Free(memory); }};
+  if (!on_host()) return {cuda_stream::Allocate(bytes), [](std::byte* memory) { cuda_stream::Free(memory); }};
   // zeroed by the system page by page, when a page is first touched
   auto* memory = static_cast<std::byte*>(std::calloc(bytes, 1));  // NOLINT(cppcoreguidelines-no-malloc)
   if (memory == nullptr) throw std::bad_alloc();
@@ -44,11 +44,16 @@ Block Memory::Allocate(size_t bytes) const {
   return {memory, FreeOnHost};
 }
 
+Block Memory::AllocateHost(size_t bytes) const {
+  if (on_host() || bytes == 0) return Allocate(bytes);
+  return {cuda_stream::AllocateHost(bytes), [](std::byte* memory) { cuda_stream::FreeHost(memory); }};
+}
+
 void Memory::Send(std::byte* to, const void* from, size_t bytes) const {
   if (on_host()) {
     std::memcpy(to, from, bytes);
   } else {
-    cuda_driver::Send(to, from, bytes);
+    cuda_stream::Send(to, from, bytes);
   }
 }
 
@@ -56,7 +61,7 @@ void Memory::Receive(void* to, const std::byte* from, size_t bytes) const {
   if (on_host()) {
     std::memcpy(to, from, bytes);
   } else {
-    cuda_driver::Receive(to, from, bytes);
+    cuda_stream::Receive(to, from, bytes);
   }
 }
 
@@ -64,7 +69,7 @@ void Memory::Copy(std::byte* to, const std::byte* from, size_t bytes) const {
   if (on_host()) {
     std::memcpy(to, from, bytes);
   } else {
-    cuda_driver::Copy(to, from, bytes);
+    cuda_stream::Copy(to, from, bytes);
   }
 }
 

@@ -25,6 +25,10 @@ class Memory {
   size_t float_size() const { return SizeOf(floats_); }
   // Throws SKD_ERROR_CAPACITY, std::bad_alloc.
   Block Allocate(size_t bytes) const;
+  // On the host, where the GPU reads and writes it by itself.
+  Block AllocateHost(size_t bytes) const;
+  // Everything happens in the order in which it is asked for; on a GPU only Receive waits for its end. What is sent from
+  // AllocateHost's memory must stay as it is until then.
   void Send(std::byte* to, const void* from, size_t bytes) const;
   void Receive(void* to, const std::byte* from, size_t bytes) const;
   void Copy(std::byte* to, const std::byte* from, size_t bytes) const;
@@ -42,29 +46,27 @@ class Memory {
 template <typename T>
 class Twin {
  public:
-  Twin(const Memory& memory, int64_t count) : memory_(memory), host_(static_cast<size_t>(count)), copy_(nullptr, nullptr) {
-    if (!memory.in_place()) copy_ = memory.Allocate(sizeof(T) * host_.size());
+  Twin(const Memory& memory, int64_t count)
+      : memory_(memory), host_(memory.AllocateHost(sizeof(T) * static_cast<size_t>(count))), copy_(nullptr, nullptr) {
+    if (!memory.in_place()) copy_ = memory.Allocate(sizeof(T) * static_cast<size_t>(count));
   }
-  T& operator[](int64_t index) { return host_[static_cast<size_t>(index)]; }
-  T* data() { return host_.data(); }
-  const T* data() const { return host_.data(); }
+  T& operator[](int64_t index) { return data()[index]; }
+  T* data() { return reinterpret_cast<T*>(host_.get()); }
+  const T* data() const { return reinterpret_cast<const T*>(host_.get()); }
   // Element `index`, as engines see it.
-  std::byte* seen(int64_t index = 0) {
-    return (copy_ ? copy_.get() : reinterpret_cast<std::byte*>(host_.data())) + index * static_cast<int64_t>(sizeof(T));
-  }
-  // Let engines see the first `count` elements as the host has them.
-  void Send(int64_t count) {
-    if (copy_) memory_.Send(copy_.get(), host_.data(), sizeof(T) * static_cast<size_t>(count));
+  std::byte* seen(int64_t index = 0) { return (copy_ ? copy_.get() : host_.get()) + index * static_cast<int64_t>(sizeof(T)); }
+  // Let engines see `count` elements, from `first` on, as the host has them.
+  void Send(int64_t count, int64_t first = 0) {
+    if (copy_) memory_.Send(seen(first), data() + first, sizeof(T) * static_cast<size_t>(count));
   }
   // Let the host see `count` elements, from `first` on, as engines have them.
   void Receive(int64_t first, int64_t count) {
-    if (copy_) memory_.Receive(host_.data() + first, seen(first), sizeof(T) * static_cast<size_t>(count));
+    if (copy_) memory_.Receive(data() + first, seen(first), sizeof(T) * static_cast<size_t>(count));
   }
 
  private:
   const Memory& memory_;
-  std::vector<T> host_;
-  Block copy_;
+  Block host_, copy_;
 };
 
 }  // namespace skd

@@ -121,6 +121,7 @@ skd_counters Session::Counters() const {
   skd_counters counters = counters_;
   counters.decode_engine_ns = decoder_.engine_ns();
   counters.kv_bytes = decoder_.kv_bytes();
+  counters.graph_launches = decoder_.graph_launches();
   return counters;
 }
 

@@ -50,6 +50,7 @@ typedef struct skd_load_options {
   const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
   uint32_t threads;   /* of the process's one pool, decided by the first load; 0: one a core */
   const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this */
+  uint32_t no_cuda_graphs;         /* not 0: on a GPU every run of an engine is a call, none the launch of a CUDA graph (0) */
 } skd_load_options;
 
 typedef struct skd_bundle_info {
@@ -99,8 +100,9 @@ typedef struct skd_counters {
   uint64_t tokens; /* generated, of all rows */
   uint64_t prefill_ns;
   uint64_t decode_ns;        /* of all decode steps */
-  uint64_t decode_engine_ns; /* of it, from the first call of ONNX Runtime to the end of the last */
+  uint64_t decode_engine_ns; /* of it, from the first call of ONNX Runtime to the logits on the host */
   uint64_t kv_bytes;         /* of the KV buffer */
+  uint64_t graph_launches;   /* of the engines' runs in decode steps, those that were launches of a CUDA graph */
 } skd_counters;
 
 /* Not 0 cancels the row of `event`. Called on the thread that called skd_generate. */

@@ -1,0 +1,196 @@
+#include "cuda_stream.h"
+
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+
+namespace skd::cuda_stream {
+namespace {
+
+using cuda_driver::Address;
+using cuda_driver::Check;
+using cuda_driver::Driver;
+using cuda_driver::Node;
+
+constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: the default stream does not wait for it, nor it for that one
+constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
+constexpr int kRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED: engines may allocate while they are recorded
+constexpr int kMemoryType = 2;        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+
+struct Shared {
+  cuda_driver::Stream* stream = nullptr;
+  cuda_driver::Event* event = nullptr;  // what was asked for so far
+  std::mutex mutex;                     // held while work is put on the stream
+};
+
+// Never destroyed: blocks of other static objects may be freed after it would have been.
+Shared& TheStream() {
+  static Shared* const shared = [] {
+    const Driver& driver = cuda_driver::Ready();
+    auto* made = new Shared();
+    Check(driver, driver.create_stream(&made->stream, kApart));
+    Check(driver, driver.create_event(&made->event, kWithoutTime));
+    return made;
+  }();
+  return *shared;
+}
+
+// The driver, on this thread, with the stream for itself.
+struct Turn {
+  Shared& shared = TheStream();
+  std::lock_guard<std::mutex> lock{shared.mutex};
+  const Driver& driver = cuda_driver::Ready();
+};
+
+void WaitForAll(const Turn& turn) {
+  Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
+  Check(turn.driver, turn.driver.wait(turn.shared.event));
+}
+
+Address Of(const std::byte* memory) { return reinterpret_cast<Address>(memory); }
+
+bool ReadsTheHost(const Driver& driver, const cuda_driver::Copy3D& copy) {
+  if (copy.source_type == cuda_driver::kHostMemory) return true;
+  // an address says more than a copy's own word: under unified addressing pinned memory may pass for the device's
+  unsigned type = 0;
+  Check(driver, driver.attribute(&type, kMemoryType, copy.source_device));
+  return type != cuda_driver::kDeviceMemory;
+}
+
+void CheckRepeats(const Driver& driver, cuda_driver::Graph* graph) {
+  size_t count = 0;
+  Check(driver, driver.nodes(graph, nullptr, &count));
+  std::vector<Node*> nodes(count);
+  if (count == 0) throw TargetError("a graph has nothing in it", "decode without graphs");
+  Check(driver, driver.nodes(graph, nodes.data(), &count));
+  for (Node* node : nodes) {
+    int type = 0;
+    Check(driver, driver.node_type(node, &type));
+    cuda_driver::Copy3D copy{};
+    if (type == cuda_driver::kCopyNode) Check(driver, driver.copy_of(node, &copy));
+    if (type == cuda_driver::kHostNode || (type == cuda_driver::kCopyNode && ReadsTheHost(driver, copy))) {
+      throw TargetError("a graph calls the host or reads its memory", "decode without graphs");
+    }
+  }
+}
+
+// The stream is as it was, whatever `calls` throw.
+cuda_driver::Graph* Recorded(const Turn& turn, const Calls& calls) {
+  const auto& [shared, lock, driver] = turn;
+  Check(driver, driver.begin_capture(shared.stream, kRelaxed));
+  cuda_driver::Graph* graph = nullptr;
+  try {
+    calls();
+  } catch (...) {
+    driver.end_capture(shared.stream, &graph);  // what it says of the broken capture is not the reason
+    if (graph != nullptr) driver.destroy_graph(graph);
+    throw;
+  }
+  Check(driver, driver.end_capture(shared.stream, &graph));
+  return graph;
+}
+
+}  // namespace
+
+std::byte* Allocate(size_t bytes) {
+  const Turn turn;
+  Address memory = 0;
+  try {
+    Check(turn.driver, turn.driver.allocate(&memory, bytes));
+  } catch (const Error& error) {
+    if (error.code() != SKD_ERROR_CAPACITY) throw;
+    throw CapacityError("the GPU has no " + std::to_string(bytes >> 20) + " MiB left for a buffer",
+                        "ask for fewer rows, shorter prompts or fewer new tokens");
+  }
+  Check(turn.driver, turn.driver.set(memory, 0, bytes, turn.shared.stream));
+  return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr): the driver's addresses are integers
+}
+
+void Free(std::byte* memory) noexcept {
+  try {
+    const Turn turn;
+    WaitForAll(turn);
+    turn.driver.free(Of(memory));
+  } catch (...) {  // the driver is gone, and its memory with it
+  }
+}
+
+std::byte* AllocateHost(size_t bytes) {
+  const Turn turn;
+  void* memory = nullptr;
+  Check(turn.driver, turn.driver.allocate_host(&memory, bytes));
+  return static_cast<std::byte*>(std::memset(memory, 0, bytes));
+}
+
+void FreeHost(std::byte* memory) noexcept {
+  try {
+    const Turn turn;
+    WaitForAll(turn);
+    turn.driver.free_host(memory);
+  } catch (...) {  // as above
+  }
+}
+
+void Send(std::byte* to, const void* from, size_t bytes) {
+  const Turn turn;
+  Check(turn.driver, turn.driver.send(Of(to), from, bytes, turn.shared.stream));
+}
+
+void Receive(void* to, const std::byte* from, size_t bytes) {
+  {
+    const Turn turn;
+    Check(turn.driver, turn.driver.receive(to, Of(from), bytes, turn.shared.stream));
+    Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
+  }
+  // without the turn: other threads put their work on the stream meanwhile
+  const Driver& driver = cuda_driver::Ready();
+  Check(driver, driver.wait(TheStream().event));
+}
+
+void Copy(std::byte* to, const std::byte* from, size_t bytes) {
+  const Turn turn;
+  Check(turn.driver, turn.driver.copy(Of(to), Of(from), bytes, turn.shared.stream));
+}
+
+void* Handle() { return TheStream().stream; }
+
+void Run(const Calls& calls) {
+  const Turn turn;
+  calls();
+}
+
+Graph::Graph(const Calls& calls) : launchable_(nullptr) {
+  const Turn turn;
+  const Driver& driver = turn.driver;
+  cuda_driver::Graph* graph = Recorded(turn, calls);
+  try {
+    CheckRepeats(driver, graph);
+    Check(driver, driver.instantiate(&launchable_, graph, 0));
+  } catch (...) {
+    driver.destroy_graph(graph);
+    throw;
+  }
+  driver.destroy_graph(graph);
+}
+
+Graph::Graph(Graph&& other) noexcept : launchable_(std::exchange(other.launchable_, nullptr)) {}
+
+Graph::~Graph() {
+  if (launchable_ == nullptr) return;
+  try {
+    const Turn turn;
+    turn.driver.destroy_launchable(launchable_);  // one that is on its way is destroyed when it has arrived
+  } catch (...) {                                 // the driver is gone, and its graphs with it
+  }
+}
+
+void Graph::Launch() const {
+  const Turn turn;
+  Check(turn.driver, turn.driver.launch(launchable_, turn.shared.stream));
+}
+
+}  // namespace skd::cuda_stream

@@ -1,0 +1,25 @@
+#include "replay.h"
+
+#include <exception>
+
+namespace skd {
+
+bool Replay::Run(const cuda_stream::Calls& call) {
+  if (state_ == State::kTaken) {
+    try {
+      graph_.emplace(call);
+      state_ = State::kRecorded;
+    } catch (const std::exception&) {  // nothing has run: whatever broke the recording, the same call may be made now
+      state_ = State::kCalls;
+    }
+  }
+  if (state_ == State::kRecorded) {
+    graph_->Launch();
+    return true;
+  }
+  cuda_stream::Run(call);
+  if (state_ == State::kNew) state_ = State::kTaken;
+  return false;
+}
+
+}  // namespace skd

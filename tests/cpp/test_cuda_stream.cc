@@ -1,0 +1,136 @@
+// The GPU's stream and graphs, on a stand-in for NVIDIA's driver (tests/standin/libcuda.cc), which must be found first.
+#include <dlfcn.h>
+
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <future>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cuda_stream.h"
+#include "error.h"
+#include "replay.h"
+
+namespace {
+
+constexpr size_t kBytes = 64;
+
+template <typename Function>
+Function* Driver(const char* name) {
+  void* found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
+  if (found == nullptr) throw std::runtime_error(name);
+  return reinterpret_cast<Function*>(found);
+}
+
+// Puts work on the stream, as an engine does: `done` counts how often it was done.
+void Enqueue(int* done) {
+  const auto count = [](void* data) { ++*static_cast<int*>(data); };
+  Driver<int(void*, void (*)(void*), void*)>("standin_launch")(skd::cuda_stream::Handle(), count, done);
+}
+
+// Runs `also` beside that work, five times; returns how many of them were launches of a graph, -1 where work was lost.
+int GraphsOfFive(const skd::cuda_stream::Calls& also, bool graphs = true) {
+  skd::Replay replay(graphs);
+  int done = 0, launched = 0;
+  const skd::cuda_stream::Calls calls = [&] {
+    Enqueue(&done);
+    also();
+  };
+  for (int time = 1; time <= 5; ++time) {
+    launched += replay.Run(calls) ? 1 : 0;
+    if (done != time) return -1;
+  }
+  return launched;
+}
+
+size_t Taken() { return Driver<size_t()>("standin_taken")(); }
+
+}  // namespace
+
+TEST_CASE("bytes come back from the GPU as they were sent and copied, and are zeros before") {
+  const size_t taken = Taken();
+  {
+    using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
+    const Block first(skd::cuda_stream::Allocate(kBytes), skd::cuda_stream::Free);
+    const Block second(skd::cuda_stream::Allocate(kBytes), skd::cuda_stream::Free);
+    const Block pinned(skd::cuda_stream::AllocateHost(kBytes), skd::cuda_stream::FreeHost);
+    std::vector<char> sent(kBytes, 'a'), found(kBytes, 'b');
+    skd::cuda_stream::Receive(found.data(), second.get(), kBytes);
+    CHECK(found == std::vector<char>(kBytes, 0));
+    CHECK(std::memcmp(pinned.get(), found.data(), kBytes) == 0);
+    skd::cuda_stream::Send(first.get(), sent.data(), kBytes);
+    skd::cuda_stream::Copy(second.get(), first.get(), kBytes);
+    skd::cuda_stream::Receive(pinned.get(), second.get(), kBytes);
+    CHECK(std::memcmp(pinned.get(), sent.data(), kBytes) == 0);
+    CHECK(Taken() >= taken + 3 * kBytes);
+  }
+  CHECK(Taken() == taken);
+}
+
+TEST_CASE("a GPU without room is an error that says how much was asked for") {
+  try {
+    skd::cuda_stream::Allocate(size_t{3} << 30);
+    FAIL("it was allocated");
+  } catch (const skd::Error& error) {
+    CHECK(error.code() == SKD_ERROR_CAPACITY);
+    CHECK(std::string(error.what()).find("no 3072 MiB left") != std::string::npos);
+  }
+}
+
+TEST_CASE("a run that is repeated is a graph from its second time on, and leaves no memory behind") {
+  const size_t taken = Taken();
+  CHECK(GraphsOfFive([] {}) == 4);
+  CHECK(Taken() == taken);
+  CHECK(GraphsOfFive([] {}, false) == 0);
+}
+
+TEST_CASE("a run that calls the host stays a call") {
+  CHECK(GraphsOfFive([] {
+          const auto nothing = [](void*) {};
+          Driver<int(void*, void (*)(void*), void*)>("cuLaunchHostFunc")(skd::cuda_stream::Handle(), nothing, nullptr);
+        }) == 0);
+}
+
+TEST_CASE("a run that reads memory of the host stays a call") {
+  std::byte* const pinned = skd::cuda_stream::AllocateHost(kBytes);
+  std::byte* const memory = skd::cuda_stream::Allocate(kBytes);
+  CHECK(GraphsOfFive([&] {
+          using Copy = int(unsigned long long, const void*, size_t, void*);  // NOLINT(google-runtime-int)
+          auto* const send = Driver<Copy>("cuMemcpyHtoDAsync_v2");
+          REQUIRE(send(reinterpret_cast<uintptr_t>(memory), pinned, kBytes, skd::cuda_stream::Handle()) == 0);
+        }) == 0);
+  skd::cuda_stream::Free(memory);
+  skd::cuda_stream::FreeHost(pinned);
+}
+
+TEST_CASE("a run of which no graph can be made stays a call") {
+  int* const without_graphs = Driver<int>("standin_without_graphs");
+  *without_graphs = 1;
+  CHECK(GraphsOfFive([] {}) == 0);
+  *without_graphs = 0;
+}
+
+TEST_CASE("what a run throws while it is recorded is thrown by the call that follows") {
+  skd::Replay replay(true);
+  int done = 0;
+  replay.Run([&] { Enqueue(&done); });
+  CHECK_THROWS_AS(replay.Run([] { throw skd::CapacityError("full", "wait"); }), skd::Error);
+  CHECK_FALSE(replay.Run([&] { Enqueue(&done); }));
+  CHECK(done == 2);
+}
+
+TEST_CASE("threads take turns on the stream, and each records its own runs") {
+  const auto work = [] {
+    int launched = 0;
+    for (int round = 0; round < 50; ++round) {
+      std::byte* const memory = skd::cuda_stream::Allocate(kBytes);
+      launched += GraphsOfFive([] {});
+      skd::cuda_stream::Free(memory);
+    }
+    return launched;
+  };
+  std::future<int> other = std::async(std::launch::async, work);
+  CHECK(work() == 50 * 4);
+  CHECK(other.get() == 50 * 4);
+}
