@@ -245,20 +245,25 @@ def test_cudas_libraries_are_loaded_without_a_word(monkeypatch: pytest.MonkeyPat
     loaded: list[str] = []
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: (loaded.append("all"), print("Failed to load libcudnn.so.9")))
-    monkeypatch.setenv("ORT_ENABLE_XQA", "0")  # check_cuda sets it for the process
+    for name, value in engines_ort.ENVIRONMENT.items():  # check_cuda sets it for the process
+        monkeypatch.setenv(name, value)
     engines_ort.check_cuda()
     assert loaded == ["all"] and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("own", [None, "1"])
-def test_attention_is_not_xqas_unless_the_user_says_so(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", engines_ort.ENVIRONMENT)
+@pytest.mark.parametrize("own", [None, "the user's"])
+def test_what_cudas_libraries_read_from_the_environment_is_the_users_where_they_say_so(
+    name: str, own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: None)
-    monkeypatch.setenv("ORT_ENABLE_XQA", own or "")
-    if own is None:  # set before, so that it is as it was after the test
-        monkeypatch.delenv("ORT_ENABLE_XQA")
+    for each in engines_ort.ENVIRONMENT:  # set before they are missing, so that they are as they were after the test
+        monkeypatch.setenv(each, own or "")
+        if own is None:
+            monkeypatch.delenv(each)
     engines_ort.check_cuda()
-    assert os.environ["ORT_ENABLE_XQA"] == (own or "0")
+    assert os.environ[name] == (own or engines_ort.ENVIRONMENT[name])
 
 
 @pytest.mark.parametrize(
