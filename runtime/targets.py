@@ -104,7 +104,8 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target) -> Engines:
     if all(name.startswith("sm") for name in built_for) and device.capability not in built_for:
         raise TargetError(
             f"the plans are for {target.machine}, this GPU is {device.capability}",
-            f"export the model again with --target {target.name}:{device.capability} --force", where=str(bundle),
+            f"export the model again with --target {target.name}:{device.capability} --force, or cuda where that is unknown",
+            where=str(bundle),
         )  # fmt: skip
     shared = tensorrt.PlanRuntime(target.name, device, KernelCache(_kernels_of(bundle)))
     run = device.turn_around()

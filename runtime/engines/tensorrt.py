@@ -114,6 +114,7 @@ class TensorRTEngine:
     """A plan, ready to be bound.
 
     Raises:
+        TargetError: the library does not serve the GPU.
         BundleError: the library refuses the file, or it is not as this version exports it: KV buffers in place, logits in fp32.
     """
 
@@ -122,9 +123,10 @@ class TensorRTEngine:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             self._engine = shared.runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
-            raise BundleError(
-                f"cannot be loaded ({shared.log.first_error()})", "export the model again with the same --target", where=str(path)
-            )
+            reason = shared.log.first_error()
+            if "does not support this compute capability" in reason:  # portable plans, too, leave out some GPUs (H100, H200)
+                raise TargetError(f"{shared.trt.__name__} does not serve this GPU ({reason})", "export with --target cuda")
+            raise BundleError(f"cannot be loaded ({reason})", "export the model again with the same --target", where=str(path))
         engine, modes = self._engine, shared.trt.TensorIOMode
         found = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)

@@ -30,6 +30,8 @@ TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int
 SCRATCH = 4096
 Enqueue = Callable[[int, Callable[[], None]], None]  # stream, what is to be done on it
 
+DAMAGED = "the plan is damaged"  # what the library says of a plan that it does not know
+
 
 def library(bundle: Path, enqueue: Enqueue) -> Any:
     """What stands for the Python package `tensorrt_rtx`, for the plans of one bundle."""
@@ -57,7 +59,7 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
         def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
             found = known.get(hashlib.sha256(plan).digest())
             if found is None:
-                self._log.log(trt.ILogger.Severity.ERROR, "the plan is damaged")
+                self._log.log(trt.ILogger.Severity.ERROR, DAMAGED)
                 return None
             return Engine(*found, made.limits.max_batch, self._log, enqueue)
 

@@ -71,6 +71,22 @@ def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeyp
         tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
 
 
+def test_a_gpu_that_the_library_does_not_serve_is_one_line(
+    gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TensorRT-RTX 1.7.1 says of any plan on an H200."""
+    said = "Error Code 6: API Usage Error (.. capability 9.0. .. TensorRT-RTX does not support this compute capability, so ..)"
+    monkeypatch.setattr(standin, "DAMAGED", said)
+    stands_in = library(gpu_bundle(Anchor.GENERATED), lambda stream, work: work())
+    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    plan = tmp_path / "head.plan"
+    plan.write_bytes(b"a plan")
+    with pytest.raises(
+        TargetError, match=r"^tensorrt_rtx does not serve this GPU \(Error .* capability, .*\); export with --target cuda$"
+    ):
+        tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
+
+
 def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = gpu_bundle(Anchor.GENERATED)
     stands_in = library(bundle, lambda stream, work: work())
@@ -136,7 +152,7 @@ class _Gpu(HostDevice):
     ("version", "says"),
     [
         ("1.0.0", r"the plans were built by tensorrt-rtx \S+, installed is 1\.0\.0; export .* --target tensorrt-rtx --force"),
-        (None, r"the plans are for sm89, this GPU is sm86; export the model again with --target tensorrt-rtx:sm86 --force"),
+        (None, r"the plans are for sm89, this GPU is sm86; export .* --target tensorrt-rtx:sm86 --force, or cuda where"),
     ],
 )
 def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
