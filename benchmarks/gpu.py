@@ -3,13 +3,13 @@
 Each variant of a bundle that computes all layers, a half, a third, a quarter and a fifth of them (what schedules of 1x to 5x
 compute on average), on ONNX Runtime and, where it serves the GPU, on TensorRT-RTX, against transformers on a static cache, eager
 and with its step through torch.compile (CUDA graphs; it compiles for each point anew, so it gets two: 1x128 and 8x128). Rows x
-valid positions: 1, 8, 32 x 128, 1024. Each system in its own process, taking turns. A step is one CUDA graph that ends with the
-choice of its tokens. Also told: bytes a step over the bandwidth that a copy within the GPU reaches, the gain that the bytes
-promise, the host's time a step, the price of segments (1.3B as one engine against the chain of its segments), what is not
-measured and why.
+valid positions: 1, 8, 32 x 128, 1024; with weights in int8 and int4 1x128 and 8x128. Each system in its own process, taking
+turns. A step is one CUDA graph that ends with the choice of its tokens. Also told: bytes a step over the bandwidth that a copy
+within the GPU reaches, the gain that the bytes promise, the host's time a step, the price of segments (1.3B as one engine against
+the chain of its segments), what is not measured and why.
 
-What matters most comes first: our variants at one row, the price of segments, the peers at one row, the other rows. The results
-file is written again after each of them, so what was measured before a failure or a kill is there.
+What matters most comes first: our variants at one row, the price of segments, the peers at one row, quantised weights, the other
+rows. The results file is written again after each of them, so what was measured before a failure or a kill is there.
 
 examples:
   gpu.py --models opt-1.3b                (a command a model: each fits into ten minutes)
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  before ONNX Runtime: each process imports this file, and torch brings the CUDA that both load
-from gpu_figures import ONE_ENGINE, add_turns, show
+from gpu_figures import ONE_ENGINE, QUANTIZED, add_turns, kind_of, show
 from gpu_order import Processes, Stage, stages
 from gpu_systems import SPEEDUPS, Ours, TorchSteps, bandwidth, device_facts, export_bundle, refused
 from machine import RESULTS, facts, write_results
@@ -38,7 +38,7 @@ from models import make_checkpoint
 from worker import Worker, in_process
 
 _MODELS, _POINTS = "opt-1.3b,opt-6.7b", "1x128,1x1024,8x128,32x128,8x1024,32x1024"
-_COMPILED_AT = ("1x128", "8x128", "1x8")  # the last: --smoke's
+_COMPILED_AT = _QUANTIZED_AT = ("1x128", "8x128", "1x8")  # the last: --smoke's
 _EAGER, _COMPILED = "transformers static cache", "transformers static cache, torch.compile"
 _PATIENCE_S = 150  # for an answer: torch.compile takes up to a minute
 
@@ -102,7 +102,8 @@ def _makers(
     def ours(system: str, target: str) -> Worker:
         bundle, one_engine = folder / system.replace(" ", "-"), system == ONE_ENGINE
         if not bundle.exists():
-            export_s[system] = in_process(export_bundle, model, bundle, target, one_engine, not smoke)
+            quantize = kind_of(system) if kind_of(system) in QUANTIZED else "none"
+            export_s[system] = in_process(export_bundle, model, bundle, target, one_engine, not smoke, quantize)
         return Worker(Ours, bundle, device, one_engine, patience_s=_PATIENCE_S)
 
     def peer(compiled: bool) -> Worker:
@@ -114,12 +115,17 @@ def _makers(
         found[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
     if smoke or name == _MODELS.split(",")[0]:
         found[ONE_ENGINE] = lambda: ours(ONE_ENGINE, targets[0])
-    return found | {_EAGER: lambda: peer(False), _COMPILED: lambda: peer(True)}
+    found |= {_EAGER: lambda: peer(False), _COMPILED: lambda: peer(True)}
+    if "cuda" in targets:
+        found |= {f"cuda {kind}": lambda kind=kind: ours(f"cuda {kind}", "cuda") for kind in QUANTIZED}  # type: ignore[misc]
+    return found
 
 
 def _takes_part(system: str, point: str) -> bool:
     if system == ONE_ENGINE:
         return point.startswith("1x")
+    if kind_of(system) != "fp16":
+        return point in _QUANTIZED_AT
     return system != _COMPILED or point in _COMPILED_AT
 
 

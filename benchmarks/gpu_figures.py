@@ -8,20 +8,27 @@ from typing import Any
 from summary import decode_times
 
 ONE_ENGINE = "one engine"
+QUANTIZED = ("int8", "int4")
 Cells = dict[str, list[dict[str, Any]]]  # system -> what each of its turns gave
+
+
+def kind_of(system: str) -> str:
+    """What its weights are stored in; a system of quantised ones has their kind as its last word."""
+    last = system.split()[-1]
+    return last if last in QUANTIZED else "fp16"
 
 
 def add_turns(point: dict[str, Any], found: Cells, gb_per_s: float) -> list[dict[str, Any]]:
     """Add to a point's figures what it does not have yet; returns the rows that are new.
 
-    Peers, and the one engine, are compared with the chain of segments that took turns with them.
+    Peers, the one engine and quantised weights are compared with the chain of segments that took turns with them.
     """
-    chain = next((system for system, cells in found.items() if "variants" in cells[0] and system != ONE_ENGINE), None)
+    chain = next((system for system, cells in found.items() if "variants" in cells[0] and _is_the_chain(system)), None)
     ours = _times(found[chain], 0) if chain else []
     rows: list[dict[str, Any]] = []
     for system, cells in found.items():
         if "variants" in cells[0]:
-            rows += _variants(system, cells, gb_per_s)
+            rows += _variants(system, cells, gb_per_s, found[chain] if chain and kind_of(system) != "fp16" else None)
             point["prefill_ms"].setdefault(system, round(statistics.median(cell["prefill_ms"] for cell in cells), 2))
         else:
             rows.append(_peer(system, cells, ours))
@@ -43,6 +50,7 @@ def show(model: str, point: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         if "gain" in row:
             text += f"  {row['gain']:.2f}x of {row['promised_gain']:.2f}x  {row['share_of_copy_bandwidth']:.0%} of copy bandwidth"
             text += f"  {row['host_us']:.0f} us of the host"
+            text += f"  {row['times_as_fast_as_fp16']:.2f}x as fast as fp16" if "times_as_fast_as_fp16" in row else ""
         elif "skipdecode_full_depth_times_as_fast" in row:
             text += f"  full depth here: {row['skipdecode_full_depth_times_as_fast']:.2f}x as fast"
         print(text)
@@ -50,18 +58,30 @@ def show(model: str, point: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         print(f"  the chain of segments takes {point['price_of_segments']:.3f}x one engine's time", flush=True)
 
 
+def _is_the_chain(system: str) -> bool:
+    return system != ONE_ENGINE and kind_of(system) == "fp16"
+
+
 def _times(cells: list[dict[str, Any]], index: int) -> list[float]:
     """Of a variant: each round's ms a step."""
     return [statistics.median(cell["variants"][index]["ms"]) for cell in cells]
 
 
-def _variants(system: str, cells: list[dict[str, Any]], gb_per_s: float) -> list[dict[str, Any]]:
+def _variants(
+    system: str, cells: list[dict[str, Any]], gb_per_s: float, fp16: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """A row a variant; `fp16`: the cells of the same variants in fp16 that took turns with these."""
     rows = []
     full, variants = _times(cells, 0), cells[0]["variants"]
     for index, variant in enumerate(variants):
         times = _times(cells, index)
         ms = statistics.median(times)
-        row = {"system": f"skipdecode {system} {variant['name']}", "kind": "fp16", "rounds": len(cells)} | decode_times(times)
+        row = {"system": f"skipdecode {system} {variant['name']}", "kind": kind_of(system), "rounds": len(cells)} | decode_times(
+            times
+        )
+        if fp16:
+            pairs = zip(_times(fp16, index), times, strict=False)
+            row["times_as_fast_as_fp16"] = round(statistics.median(theirs / mine for theirs, mine in pairs), 4)
         rows.append(row | {
             "layers": variant["layers"],
             "read_bytes": variant["read_bytes"],

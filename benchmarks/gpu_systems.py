@@ -17,7 +17,7 @@ _STEPS, _WARM_UP = 36, 4  # of a peer at a turn; together a multiple of 8: atten
 _WHOLE_BYTES = 16 << 30  # of a segment that takes all layers: more than 6.7B parameters have in fp16
 
 
-def export_bundle(model: str, bundle: Path, target: str, one_engine: bool, random_weights: bool) -> float:
+def export_bundle(model: str, bundle: Path, target: str, one_engine: bool, random_weights: bool, quantize: str) -> float:
     """Export; returns seconds. `one_engine`: full depth alone, in one segment."""
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.exporter.model_names import load_config
@@ -30,7 +30,8 @@ def export_bundle(model: str, bundle: Path, target: str, one_engine: bool, rando
     whole = {"segment_bytes": _WHOLE_BYTES} if one_engine else {}
     started = time.perf_counter()
     export(ExportRequest(
-        model=model, out=bundle, random_weights=random_weights, targets=(target,), dtype="fp16", slim=True, max_batch=32,
+        model=model, out=bundle, random_weights=random_weights, targets=(target,), dtype="fp16", quantize=quantize,
+        slim=True, max_batch=32,
         schedule=ScheduleRequest(name="full" if one_engine else f"table:{table}"), **whole,
     ))  # fmt: skip
     return round(time.perf_counter() - started, 1)

@@ -47,14 +47,17 @@ def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path)
     one, two = result["models"]["opt"]["points"]
     assert [(point["batch"], point["context"]) for point in (one, two)] == [(1, 8), (2, 8)]
     rows = {row["system"]: row for point in (two, one) for row in point["systems"]}
-    layers = [row["layers"] for name, row in rows.items() if name.startswith("skipdecode cuda")]
+    layers = [row["layers"] for name, row in rows.items() if name.startswith("skipdecode cuda v")]
     assert layers == sorted(layers, reverse=True) and len(layers) > 2
     assert one["price_of_segments"] > 0 and two["prefill_ms"]["cuda"] > 0
     assert all(row["decode_ms_per_step"] > 0 for row in rows.values())
+    quantized = [row for name, row in rows.items() if name.startswith("skipdecode cuda int4 v")]
+    assert [row["layers"] for row in quantized] == layers
+    assert all(row["kind"] == "int4" and row["times_as_fast_as_fp16"] > 0 for row in quantized)
     compiled = rows["transformers static cache, torch.compile"]
     assert (compiled["graphs"], compiled["graph_breaks"]) == (1, 0), "the peer is not what it claims to be"
     assert compiled["skipdecode_full_depth_ms"] > 0
-    assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "one-engine"}
+    assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "cuda-int8", "cuda-int4", "one-engine"}
 
 
 def test_gpu_tells_what_there_was_no_time_for() -> None:
