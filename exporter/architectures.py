@@ -15,6 +15,11 @@ MIXTURES = (
     "afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
     "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
+# those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
+# which its CUDA provider leaves to the CPU
+SOFTMAX_ROUTED = (
+    "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),

@@ -16,10 +16,13 @@ from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
+from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
+from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
+from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
@@ -44,8 +47,9 @@ def compile_cuda(
     """
     tied = None if quantization else graphs.tied
     tying = [TiedWeightPass(tied)] if tied else []
-    quantizing = [QuantizeWeightsPass(quantization)] if quantization else []
+    quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization)] if quantization else []
     lowering = [UniformNormPass(), NarrowRotaryPass(), LowerAttentionPass(max_length=limits.max_length)]
+    experts = [LowerExpertsPass(), FuseRouterPass()]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, passes: Sequence[ir.passes.PassBase]) -> str:
@@ -60,7 +64,7 @@ def compile_cuda(
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, plan, "cuda", report):
-        segments.append(compiled(graph, name, [*lowering, PackQKVPass(), SkipNormPass(), *quantizing]))
+        segments.append(compiled(graph, name, [*lowering, *experts, PackQKVPass(), SkipNormPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *quantizing, FloatLogitsPass()])
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import MIXTURES, check_supported
+from skipdecode.exporter.architectures import MIXTURES, SOFTMAX_ROUTED, check_supported
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -176,11 +176,8 @@ def _max_length(request: ExportRequest, config: Any) -> int:
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
-    other = next((target.name for target in targets if target.name != "cpu"), None)
-    if other and bones.config.model_type in MIXTURES:
-        raise TargetError(
-            f"{bones.config.model_type} is a mixture of experts, which has engines for cpu only", "choose cpu", where="--target"
-        )
+    if bones.config.model_type in MIXTURES:
+        _check_mixture(request, targets, bones)
     if not any(target.is_tensorrt for target in targets):
         if request.builder != BuilderOptions():
             raise TargetError(
@@ -200,11 +197,31 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
     _check_disk(request, targets, bones)
 
 
+def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton) -> None:
+    """What ONNX Runtime's CUDA kernels of mixtures do not take; TensorRT has none."""
+    name = bones.config.model_type
+    if any(target.is_tensorrt for target in targets):
+        raise TargetError(f"{name} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target")
+    if not any(target.name == "cuda" for target in targets):
+        return
+    if name not in SOFTMAX_ROUTED:
+        raise TargetError(f"{name} chooses its experts as no CUDA kernel of ONNX Runtime does", "choose cpu", where="--target")
+    multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load
+    for width, what in _widths(bones).items():
+        if width % multiple:
+            remedy = "choose cpu" if width % 8 else "leave out --quantize, or choose cpu"
+            raise TargetError(f"the {what} {width} is no multiple of {multiple}, as cuda needs it", remedy, where="--target")
+
+
+def _widths(bones: Skeleton) -> dict[int, str]:
+    """Of the inputs of nearly all weights."""
+    experts = {shape[2] for name, shape in bones.shapes.items() if name.endswith("experts.down_proj")}
+    return {bones.config.hidden_size: "hidden size"} | dict.fromkeys(experts, "width of the experts")
+
+
 def _check_block(block: int, bones: Skeleton) -> None:
-    """Other matrices may stay as they are where blocks do not fit; these are nearly all of the weights."""
-    widths = {bones.config.hidden_size: "hidden size"}
-    widths |= {shape[2]: "width of the experts" for name, shape in bones.shapes.items() if name.endswith("experts.down_proj")}
-    for width, what in widths.items():
+    """Other matrices may stay as they are where blocks do not fit."""
+    for width, what in _widths(bones).items():
         if width % block:
             raise TargetError(
                 f"the {what} {width} is no multiple of {block}, so the weights would stay as they are",

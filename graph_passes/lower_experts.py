@@ -28,7 +28,7 @@ class LowerExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewriter.RewritePass([_Experts.rule()])(model).modified
+        modified = rewriter.RewritePass([_Experts.rule(), _NarrowExperts.rule()])(model).modified
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
             RemoveUnusedNodesPass()(model)
@@ -50,11 +50,14 @@ class LowerExpertsPass(ir.passes.InPlacePass):
 
 class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        return op.ReduceSum(self.weighted(op, x, zeros, chosen, weights, gate_up, down), [0], keepdims=0)
+
+    def weighted(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
         both = op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(gate_up, perm=[0, 2, 1]))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
         products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), op.Transpose(down, perm=[0, 2, 1]))
         shares = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
-        return op.ReduceSum(op.Mul(products, shares), [0], keepdims=0)
+        return op.Mul(products, shares)
 
     def check(self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value, **__: Any) -> MatchResult:
         result = MatchResult()
@@ -75,6 +78,14 @@ class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
             normalize_routing_weights=1, _domain=MS_DOMAIN,
         )  # fmt: skip
         return op.Mul(mixed, op.ReduceSum(weights, op.Constant(value_ints=[1]), keepdims=1))
+
+
+class _NarrowExperts(_Experts):
+    """A sum of narrow floats is traced in fp32."""
+
+    def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        products = self.weighted(op, x, zeros, chosen, weights, gate_up, down)
+        return op.Cast(op.ReduceSum(op.Cast(products), [0], keepdims=0))
 
 
 def _taking_turns(gate_up: ir.Value) -> ir.LazyTensor:

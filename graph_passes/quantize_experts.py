@@ -3,7 +3,7 @@
     com.microsoft.MoE(x, router, W_gate_up [E,2I,H], -, W_down [E,H,I])
     -> com.microsoft.QMoE(x, router, both quantised, each with its scales[ and zero points]), activations in int8
 
-ONNX Runtime packs these as it does matrices, and what it packs is stored and mapped.
+ONNX Runtime packs these as it does matrices: for a CPU what it packs is stored and mapped, for a GPU each load packs anew.
 """
 
 from __future__ import annotations
@@ -64,4 +64,5 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         outputs = tensor.shape.numpy()[1]
         each = [self.how.parts(np.asarray(matrix, dtype=np.float32)) for matrix in tensor.numpy()]
         release_pages(tensor)
-        return {name: np.stack([parts[name].reshape(outputs, -1) for parts in each]) for name in each[0]}
+        stacked = {name: np.stack([parts[name].reshape(outputs, -1) for parts in each]) for name in each[0]}
+        return stacked | {"scales": stacked["scales"].astype(tensor.dtype.numpy())}  # the rows' own dtype: CUDA takes no other

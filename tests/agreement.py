@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,22 @@ def assert_gives_the_references_logits(
         prompts: longest first, of the lengths that the decoder was made for.
         tolerance: of each row's largest logit.
     """
+    for where, error in _errors(decoder, model, prompts, new):
+        assert error <= tolerance, where
+
+
+def assert_mostly_gives_the_references_logits(
+    decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int, tolerance: float
+) -> None:
+    """As above, for half of all logits: a mixture of random weights chooses another expert for a bit that was rounded away.
+
+    So does torch itself: the tests' Mixtral differs by up to 0.1 in fp16 and 0.2 in bf16, in the median by 0.002 and 0.02.
+    """
+    assert np.median([error for _, error in _errors(decoder, model, prompts, new)]) <= tolerance
+
+
+def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int) -> Iterator[tuple[tuple[int, int], float]]:
+    """Row and step, and the largest difference as a share of the row's largest logit."""
     expected = [greedy_tokens(model, decoder.schedule, prompt, new) for prompt in prompts]
     decoder.prefill(prompts)
     for step in range(new):
@@ -28,4 +44,4 @@ def assert_gives_the_references_logits(
             decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
         for row, (_, logits) in enumerate(expected):
             wanted = logits[step].numpy()
-            assert np.abs(decoder.logits[row] - wanted).max() <= tolerance * np.abs(wanted).max(), (row, step)
+            yield (row, step), np.abs(decoder.logits[row] - wanted).max() / np.abs(wanted).max()

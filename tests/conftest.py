@@ -90,7 +90,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "ministral": {"head_dim": 16, "sliding_window": 5},
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
     "nemotron": {"head_dim": 32},
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},

@@ -49,5 +49,5 @@ def test_experts_that_do_not_fit_together_are_one_line(zoo: Zoo, tmp_path: Path)
         changed = {name: tensor for name, tensor in (state | change).items() if tensor is not None}
         save_file(changed, tmp_path / "model.safetensors")
         with pytest.raises(ModelNotSupportedError, match=says) as caught:
-            _source(tmp_path)("model.layers.3.mlp.experts.gate_up_proj", (5, 192, 64))
+            _source(tmp_path)("model.layers.3.mlp.experts.gate_up_proj", (5, 256, 64))
         assert "\n" not in str(caught.value)

@@ -22,6 +22,7 @@ from skipdecode.engines import Engines, Sharing
 from skipdecode.engines import ort as engines_ort
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.exporter import cli
+from skipdecode.exporter.architectures import SOFTMAX_ROUTED
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
@@ -29,7 +30,7 @@ from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from skipdecode.trace import Trace
 from skipdecode.validation.step_bytes import StepBytes
-from tests.agreement import assert_gives_the_references_logits
+from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
 from tests.conftest import MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
@@ -55,6 +56,18 @@ def test_fp16_engines_agree_with_the_reference(name: str, zoo: Zoo, tmp_path: Pa
     model = zoo.model(name).half().float()
     decoder = Decoder(engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=4)
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
+
+
+@pytest.mark.parametrize("name", SOFTMAX_ROUTED)
+def test_fp16_mixtures_mostly_agree_and_count_nothing(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    """CUDA's provider would leave what counts rows to the CPU."""
+    _export(zoo, name, tmp_path / "b", dtype="fp16")
+    made, engines = _on_cpu(tmp_path / "b")
+    for path in made.targets[0].segments:
+        assert not {"Shape", "Size"} & {node.op_type for node in ir.load(tmp_path / "b" / path).graph}
+    model = zoo.model(name).half().float()
+    decoder = Decoder(engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=4)
+    assert_mostly_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("fp16", True), ("auto", False)])
@@ -90,13 +103,14 @@ def test_an_absolute_anchor_skips_in_the_prompt_too(zoo: Zoo, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.05), ("int4", 0.5)])
-def test_quantised_engines_stay_near(quantize: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
-    made = _export(zoo, "opt", tmp_path / "b", quantize=quantize)
+@pytest.mark.parametrize("name", ["opt", "mixtral"])
+def test_quantised_engines_stay_near(name: str, quantize: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
+    made = _export(zoo, name, tmp_path / "b", quantize=quantize)
     assert made.targets[0].weights == quantize
     manifest, engines = _on_cpu(tmp_path / "b")
     decoder = Decoder(engines, manifest.model, manifest.schedule, [len(PROMPTS[0])], NEW)
     decoder.prefill(PROMPTS[:1])
-    _, logits = greedy_tokens(zoo.model("opt"), manifest.schedule, PROMPTS[0], 1)
+    _, logits = greedy_tokens(zoo.model(name), manifest.schedule, PROMPTS[0], 1)
     wanted = logits[0].numpy()
     assert 0 < np.linalg.norm(decoder.logits[0] - wanted) / np.linalg.norm(wanted) < tolerance
 
@@ -118,6 +132,28 @@ def test_a_layer_is_few_operators_all_in_the_narrow_dtype(dtype: str, zoo: Zoo, 
     assert {value.dtype for value in graph.initializers.values()} - {ir.DataType.INT64} == {narrow}
     assert made.targets[0].weights == dtype
     assert ir.load(tmp_path / "b" / made.targets[0].head).graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+def test_a_layers_experts_are_one_operator_in_the_narrow_dtype_with_its_router_inside(
+    dtype: str, quantize: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    made = _export(zoo, "mixtral", tmp_path / "b", dtype=dtype, quantize=quantize)
+    graph = ir.load(tmp_path / "b" / made.targets[0].segments[0]).graph
+    layers, plain = len(made.segments[0]), quantize == "none"
+    counts = Counter(node.op_type for node in graph)
+    products = {"MatMul": 2, "Transpose": 2, "MoE": 1} if plain else {"MatMulNBits": 2, "QMoE": 1}
+    assert counts == Counter(
+        {
+            "GroupQueryAttention": layers, "SkipSimplifiedLayerNormalization": 2 * layers - 1, "RMSNormalization": 1,
+            "Reshape": layers, "Gemm": layers, "Add": 1, **{name: layers * count for name, count in products.items()},
+        }
+    )  # fmt: skip
+    mixture = next(node for node in graph if node.op_type in ("MoE", "QMoE"))
+    narrow = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
+    given = [value for value in mixture.inputs if value is not None]
+    assert {value.dtype for value in given} == ({narrow} if plain else {narrow, ir.DataType.UINT8})
 
 
 def test_keys_and_values_are_counted_in_the_narrow_dtype(both: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,13 +228,29 @@ def test_options_out_of_range_are_refused(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"targets": ("cpu", "cuda")}, "engines for cpu only; choose cpu"),
-        ({"targets": ("tensorrt-rtx:sm89",)}, "engines for cpu only; choose cpu"),
+        ({"targets": ("cpu", "tensorrt-rtx:sm89")}, "which TensorRT has no layer for; choose cpu or cuda"),
         ({"quantize": "int4"}, "width of the experts 48 is no multiple of 32, .*; leave out --quantize"),
+        ({"quantize": "int4", "targets": ("cuda",)}, "experts 48 is no multiple of 64, .*; leave out --quantize, or choose cpu"),
     ],
 )
 def test_what_experts_cannot_be_compiled_for_is_refused(zoo: Zoo, tmp_path: Path, changes: dict[str, object], says: str) -> None:
     _refused(zoo.checkpoint("qwen3_moe"), tmp_path / "outs" / "bundle", TargetError, says, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("minimax_m2", {}, "minimax_m2 chooses its experts as no CUDA kernel of ONNX Runtime does; choose cpu"),
+        ("mixtral", {"intermediate_size": 100}, "width of the experts 100 is no multiple of 8, as cuda needs it; choose cpu"),
+    ],
+)
+def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(
+    name: str, changes: dict[str, object], says: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    shutil.copytree(zoo.checkpoint(name), tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -248,7 +264,7 @@ def test_of_a_mixture_a_step_reads_the_experts_that_it_chooses(quantize: str, zo
     )
     (target,) = made.targets
     stored = sum((tmp_path / "b" / path).with_suffix(".bin").stat().st_size for path in target.segments)
-    experts = LAYERS * 5 * 3 * 64 * 96 * (4 if quantize == "none" else 1 + 4 / 32)
+    experts = LAYERS * 5 * 3 * 64 * 128 * (4 if quantize == "none" else 1 + 4 / 32)
     assert 3 / 5 * experts < sum(target.segment_weight_bytes) < 4 / 5 * experts
     assert stored > experts
 

@@ -17,15 +17,17 @@ from skipdecode.device import HostDevice
 from skipdecode.engines.ort import check_cuda
 from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
-from tests.agreement import assert_gives_the_references_logits
+from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12
 NAMES = ["opt", "llama", "gpt_neox", "gemma3", "phi3"]
+MIXTURES = ["mixtral", "qwen2_moe"]  # weights that add up to 1; that do not, with a shared expert, and a layer without experts
 SCHEDULE = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9)
 
 
@@ -104,6 +106,43 @@ def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, t
         decoder.prefill(PROMPTS[:1])
         logits.append(decoder.logits[0].copy())
     assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.1)])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_mostly_agrees_with_the_reference(name: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
+    generator = skipdecode.load(_export(zoo, name, tmp_path / "b", dtype=dtype), target="cuda")
+    prompts = sorted(PROMPTS, key=len, reverse=True)
+    decoder = generator.decoder([len(prompt) for prompt in prompts], NEW)
+    assert_mostly_gives_the_references_logits(decoder, zoo.model(name), prompts, NEW, tolerance)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixtures_steps_are_captured_and_begin_as_calls_do(name: str, bundle: Callable[[str], Path]) -> None:
+    """Later tokens may differ: its kernels may add up in any order, and a rounded bit may choose another expert."""
+    made = []
+    for cuda_graphs in (True, False):
+        generator = skipdecode.load(bundle(name), target="cuda", cuda_graphs=cuda_graphs)
+        for _ in range(3):
+            made.append(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True).sequences)
+        loop = generator._kept_loop
+        assert loop is not None and loop.graphs == (len(loop.decoder._routes) if cuda_graphs else 0)
+    for sequences in made[1:]:
+        same = [one.token_ids[:3] == other.token_ids[:3] for one, other in zip(sequences, made[0], strict=True)]
+        assert sum(same) >= 2, [row.token_ids for row in sequences]
+
+
+@pytest.mark.parametrize(
+    ("quantize", "method", "tolerance"), [("int8", "rtn", 0.2), ("int4", "rtn", 0.6), ("int4", "k-quant", 0.6)]
+)
+def test_a_quantised_mixture_stays_near(quantize: str, method: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
+    """Of what a CPU says it may differ more: there activations are in int8, and another expert may be chosen."""
+    bundle = _export(zoo, "mixtral", tmp_path / "b", quantize=quantize, quantize_method=method, targets=("cuda",))
+    decoder = skipdecode.load(bundle).decoder([len(PROMPTS[0])], NEW)
+    decoder.prefill(PROMPTS[:1])
+    _, logits = greedy_tokens(zoo.model("mixtral"), decoder.schedule, PROMPTS[0], 1)
+    wanted = logits[0].numpy()
+    assert 0 < np.linalg.norm(decoder.logits[0] - wanted) < tolerance * np.linalg.norm(wanted)
 
 
 def test_keys_and_values_are_updated_in_place(llama: Path) -> None:

@@ -70,6 +70,15 @@ def test_quantised_experts_are_what_each_of_their_matrices_quantised_would_be(bi
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02  # activations are rounded to 8 bits
 
 
+def test_scales_are_of_the_rows_dtype() -> None:
+    drawn = {name: np.ones(shape, np.float16) for name, shape in (("w", (5, 32)), ("up", (5, 64, 32)), ("down", (5, 32, 32)))}
+    text = ROUTED.replace("float[", "float16[").replace("[5,8,32]", "[5,64,32]").replace("[5,32,4]", "[5,32,32]")
+    model = with_parameters(text, drawn)
+    QuantizeExpertsPass(Quantization(bits=8))(model)
+    (node,) = [node for node in model.graph if node.op_type == "QMoE"]
+    assert {value.dtype for value in node.inputs[2:] if value is not None} == {ir.DataType.FLOAT16, ir.DataType.UINT8}
+
+
 def test_the_operators_own_router_keeps_its_numbers() -> None:
     drawn = {name: np.ones(shape, np.float32) for name, shape in (("w", (5, 32)), ("up", (5, 8, 32)), ("down", (5, 32, 4)))}
     model = with_parameters(ROUTED, drawn)
