@@ -32,6 +32,9 @@ ENVIRONMENT = {
     # Without a workspace cuBLAS sums a product of few rows in one kernel: in a graph a workspace is an allocation and a sum of
     # its parts behind the product. A layer of OPT-6.7B takes 133 us and not 141, of 8 rows 139 and not 148.
     "CUBLAS_WORKSPACE_CONFIG": ":0:0",
+    # A mixture's kernels are else timed when they are first run, each engine's in scratch memory that it keeps (four layers of 32
+    # experts: 2654 MiB and not 1884, the first prompt after 1.6 s and not 0.3), and then sum in any order; a step is no faster.
+    "ORT_FORCE_DETERMINISTIC_MOE": "1",
 }
 # What its arena, CUDA and cuBLAS say.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|out of memory|ALLOC_FAILED")
