@@ -20,8 +20,14 @@ skipdecode::Bundle Load(const Json& request) {
   return skipdecode::Bundle::Load(request.at("bundle"), options);
 }
 
-const skipdecode::Bundle& Loaded(const Json& request) {
+// By path and kind of calls; emptied before main returns, because CUDA's libraries are gone when static objects are destroyed.
+std::map<std::string, skipdecode::Bundle>& Bundles() {
   static std::map<std::string, skipdecode::Bundle> bundles;
+  return bundles;
+}
+
+const skipdecode::Bundle& Loaded(const Json& request) {
+  auto& bundles = Bundles();
   const std::string key = request.at("bundle").get<std::string>() + (request.value("cuda_graphs", true) ? "" : " by calls");
   if (bundles.count(key) == 0) bundles.emplace(key, Load(request));
   return bundles.at(key);
@@ -140,4 +146,5 @@ int main() {
     }
     std::cout << answer.dump(-1, ' ', true, Json::error_handler_t::replace) << std::endl;
   }
+  Bundles().clear();
 }

@@ -1,13 +1,17 @@
 /* skipdecode.h: load a bundle that skip-export wrote and generate with it. C99; no exception crosses this border.
  *
- * Errors      Every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where,
- * what to do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails. Ownership   What a
- * *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the matching
- *             *_destroy or skd_free. Every destroy function takes NULL. A session and a tokenizer keep what they need of their
- * bundle alive, so handles may be destroyed in any order. Threads     A bundle may be shared by any number of threads. A session
- * serves one thread at a time; sessions of one bundle run beside each other. A tokenizer may be shared, its calls take turns.
- * Statuses belong to whoever got them. Options     Option structs start with struct_size; fill them with their *_default() and
- * change what differs. Every destroy function and skd_free may be called from any thread.
+ * Errors: every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where, what to
+ * do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails.
+ *
+ * Ownership: what a *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the
+ * matching *_destroy or skd_free, which take NULL and may be called from any thread. A session and a tokenizer keep what they
+ * need of their bundle alive, so handles may be destroyed in any order; on a GPU before main returns, after which CUDA's
+ * libraries are gone.
+ *
+ * Threads: a bundle may be shared by any number of threads. A session serves one thread at a time; sessions of one bundle run
+ * beside each other. A tokenizer may be shared, its calls take turns. Statuses belong to whoever got them.
+ *
+ * Options: structs start with struct_size; fill them with their *_default() and change what differs.
  */
 #ifndef SKIPDECODE_SKIPDECODE_H_
 #define SKIPDECODE_SKIPDECODE_H_
