@@ -1,6 +1,6 @@
-// NVIDIA's driver: the functions that this library calls, found when the first of them is needed. ONNX Runtime's C API has a copy
-// between devices only since version 23, the packaged headers are 21, and no graphs of a caller's own; the driver is wherever its
-// CUDA provider runs. The GPU is the first one.
+// NVIDIA's driver: the functions that this library calls, found when the first of them is needed. ONNX Runtime's C API has no
+// graphs of a caller's own, and copies between devices only since version 23, where the packaged headers are 21; the driver is
+// wherever its CUDA provider runs. The GPU is the first one.
 #pragma once
 
 #include <cstddef>

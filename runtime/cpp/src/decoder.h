@@ -65,8 +65,8 @@ class Decoder {
   Twin<float> logits_;
   Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
   Twin<int32_t> seqlens_k_, prompt_valid_;
-  // Read by engines on the host, wherever they run: of each row, the most valid tokens from it on. A GPU's steps are put on its
-  // stream before the ones before them are done, and recorded: of each segment, the most that there can be.
+  // Read by engines on the host, wherever they run: of each row, the most valid tokens from it on; for a GPU, whose graphs keep
+  // what was there when they were recorded, of each segment the most that there can be.
   std::vector<int32_t> totals_, most_totals_;
   // bound when first needed
   std::vector<std::vector<std::optional<Binding>>> climbs_;  // [(rows - 1) * max_rows + first row][segment]
