@@ -75,11 +75,16 @@ def test_engines_for_a_gpu_are_checked_on_a_cpu(build: str, gpu_bundles: list[Pa
     assert "All tests passed" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def standin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return standin.build(tmp_path_factory.mktemp("driver"))
+
+
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
-def test_the_gpus_stream_and_graphs_are_checked_on_a_stand_in_for_the_driver(build: str, tmp_path: Path) -> None:
+def test_the_gpus_stream_and_graphs_are_checked_on_a_stand_in_for_the_driver(build: str, standin_folder: Path) -> None:
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_cuda_tests"],
-        env=environment(LD_LIBRARY_PATH=f"{standin.build(tmp_path)}:{LIBRARIES}"),
+        env=environment(LD_LIBRARY_PATH=f"{standin_folder}:{LIBRARIES}"),
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
