@@ -38,10 +38,14 @@ class Driver:
         assert self._process.wait(timeout=30) == 0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def built() -> None:
+def skip_unless_built() -> None:
     if not (BUILD / "release" / "tests" / "skd_driver").exists():
         pytest.skip("the C++ library is not built: make cpp")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built() -> None:
+    skip_unless_built()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skipdecode.cuda import CudaDevice
+from skipdecode.engines.ort import check_cuda
 from skipdecode.errors import TargetError
 
 
@@ -15,3 +16,12 @@ def gpu() -> None:
     except TargetError as error:
         pytest.skip(str(error))
     import torch  # noqa: F401  its CUDA libraries are what ONNX Runtime finds
+
+
+@pytest.fixture(scope="session")
+def provider(gpu: None) -> None:
+    """ONNX Runtime's for CUDA."""
+    try:
+        check_cuda()
+    except TargetError as error:
+        pytest.skip(str(error))

@@ -12,26 +12,20 @@ import pytest
 import torch
 
 import skipdecode
-from skipdecode.engines.ort import ENVIRONMENT, check_cuda
-from skipdecode.errors import TargetError
+from skipdecode.engines.ort import ENVIRONMENT
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
-from tests.cpp.conftest import BUILD, Driver
+from tests.cpp.conftest import Driver, skip_unless_built
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    if not (BUILD / "release" / "tests" / "skd_driver").exists():
-        pytest.skip("the C++ library is not built: make cpp")
-    try:
-        check_cuda()
-    except TargetError as error:
-        pytest.skip(str(error))
+def driver(provider: None) -> Iterator[Driver]:
+    skip_unless_built()
     libraries = (Path(torch.__file__).parents[1] / "nvidia").glob("*/lib")  # cuBLAS and cuDNN, where they came with pip
     path = ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")])
     opened = Driver(LD_LIBRARY_PATH=path, **ENVIRONMENT)  # as Python's runtime has it

@@ -15,8 +15,6 @@ import skipdecode
 from skipdecode.cli import validate
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
-from skipdecode.engines.ort import check_cuda
-from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
@@ -29,6 +27,7 @@ PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12
 NAMES = ["opt", "llama", "gpt_neox", "gemma3", "phi3"]
 MIXTURES = ["mixtral", "qwen2_moe"]  # weights that add up to 1; that do not, with a shared expert, and a layer without experts
+pytestmark = pytest.mark.usefixtures("provider")
 SCHEDULE = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9)
 
 
@@ -36,14 +35,6 @@ def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> Path:
     given = {"schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("cpu", "cuda"), **changes}
     export(ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given))  # type: ignore[arg-type]
     return out
-
-
-@pytest.fixture(scope="module", autouse=True)
-def provider() -> None:
-    try:
-        check_cuda()
-    except TargetError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -45,6 +44,15 @@ struct Turn {
   std::lock_guard<std::mutex> lock{shared.mutex};
   const Driver& driver = cuda_driver::Ready();
 };
+
+// What must not throw; where the driver is gone, its memory and graphs are, too.
+template <typename Work>
+void Quietly(Work work) noexcept {
+  try {
+    work(Turn());
+  } catch (...) {  // NOLINT(bugprone-empty-catch)
+  }
+}
 
 void WaitForAll(const Turn& turn) {
   Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
@@ -111,12 +119,10 @@ std::byte* Allocate(size_t bytes) {
 }
 
 void Free(std::byte* memory) noexcept {
-  try {
-    const Turn turn;
+  Quietly([memory](const Turn& turn) {
     WaitForAll(turn);
     turn.driver.free(Of(memory));
-  } catch (...) {  // the driver is gone, and its memory with it
-  }
+  });
 }
 
 std::byte* AllocateHost(size_t bytes) {
@@ -127,12 +133,10 @@ std::byte* AllocateHost(size_t bytes) {
 }
 
 void FreeHost(std::byte* memory) noexcept {
-  try {
-    const Turn turn;
+  Quietly([memory](const Turn& turn) {
     WaitForAll(turn);
     turn.driver.free_host(memory);
-  } catch (...) {  // as above
-  }
+  });
 }
 
 void Send(std::byte* to, const void* from, size_t bytes) {
@@ -177,15 +181,9 @@ Graph::Graph(const Calls& calls) : launchable_(nullptr) {
   driver.destroy_graph(graph);
 }
 
-Graph::Graph(Graph&& other) noexcept : launchable_(std::exchange(other.launchable_, nullptr)) {}
-
 Graph::~Graph() {
-  if (launchable_ == nullptr) return;
-  try {
-    const Turn turn;
-    turn.driver.destroy_launchable(launchable_);  // one that is on its way is destroyed when it has arrived
-  } catch (...) {                                 // the driver is gone, and its graphs with it
-  }
+  // one that is on its way is destroyed when it has arrived
+  Quietly([this](const Turn& turn) { turn.driver.destroy_launchable(launchable_); });
 }
 
 void Graph::Launch() const {

@@ -39,10 +39,8 @@ class Graph {
   // what the host has now: a launch would not notice that it has changed.
   explicit Graph(const Calls& calls);
   ~Graph();
-  Graph(Graph&& other) noexcept;
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
-  Graph& operator=(Graph&&) = delete;
   // The addresses that were recorded must still be valid.
   void Launch() const;
 
