@@ -25,12 +25,12 @@ def to_ctranslate2(checkpoint: Path, out: Path, kind: str) -> None:
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
-def to_genai(checkpoint: Path, out: Path, kind: str, threads: int) -> None:
-    """ONNX Runtime GenAI's own model builder; `kind` is fp32, or int4: blocks of 32, int8 activations, as here."""
+def to_genai(checkpoint: Path, out: Path, kind: str, threads: int, block: int) -> None:
+    """ONNX Runtime GenAI's own model builder; `kind` is fp32, or int4: blocks of `block`, int8 activations, as here."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(out), "-p", kind]
     command += ["-e", "cpu", "-c", str(out / "cache")]
     if kind == "int4":
-        command += ["--extra_options", "int4_block_size=32", "int4_accuracy_level=4", "int4_is_symmetric=true"]
+        command += ["--extra_options", f"int4_block_size={block}", "int4_accuracy_level=4", "int4_is_symmetric=true"]
     subprocess.run(command, check=True, capture_output=True)
     path = out / "genai_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

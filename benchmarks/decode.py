@@ -42,7 +42,7 @@ def main() -> int:
     settings = {
         "points": [str(point) for point in options.points], "kinds": options.kinds, "speedups": options.speedups,
         "threads": options.threads, "new_tokens": options.tokens, "missing_peers": missing_peers(),
-        "anew": options.anew, "smoke": options.smoke,
+        "anew": options.anew, "block": options.block, "smoke": options.smoke,
     }  # fmt: skip
     result: dict[str, Any] = {"machine": facts(), "settings": settings, "models": {}}
     if missing_peers():
@@ -63,8 +63,9 @@ def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict
     _progress(f"{name}: exporting and converting")
     in_process(make_checkpoint, name, folder / "checkpoint", options.smoke)
     systems = make_systems(
-        name, folder / "checkpoint", options.kinds, options.speedups, options.tokens - 1, options.threads, not options.smoke
-    )
+        name, folder / "checkpoint", options.kinds, options.speedups, options.tokens - 1, options.threads, options.block,
+        not options.smoke,
+    )  # fmt: skip
     points = [point for point in options.points if point.context + options.tokens <= _MAX_LENGTH[name]]
     figures: dict[str, Any] = {"points": []}
     for point in points:
@@ -133,6 +134,7 @@ def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
     varied = [
         *([] if list(result["models"]) == list(_MODELS) else result["models"]),
         *([] if options.kinds == list(_KINDS) else options.kinds),
+        *([] if options.block == 32 else [f"block-{options.block}"]),
         *([] if ",".join(map(str, options.points)) == _POINTS else map(str, options.points)),
     ]
     path = write_results("-".join(["decode", *varied]), result)
@@ -147,6 +149,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--models", default=",".join(_MODELS), help="with commas (%(default)s)")
     parser.add_argument("--kinds", default=",".join(_KINDS), help="of weights (%(default)s)")
+    parser.add_argument("--block", type=int, default=32, help="of quantised weights (%(default)s)")
     parser.add_argument("--points", default=_POINTS, help="rows x prompt tokens (%(default)s)")
     parser.add_argument(
         "--speedups",

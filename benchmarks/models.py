@@ -73,19 +73,25 @@ def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:
     _make_tokenizer(config.vocab_size).save_pretrained(folder)
 
 
-def make_bundles(checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int) -> list[tuple[int, Shape]]:
+def make_bundles(
+    checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int, block: int
+) -> list[tuple[int, Shape]]:
     """Export each (kind of weights, speedup, folder)."""
-    return [make_bundle(checkpoint, out, speedup, span, kind) for kind, speedup, out in wanted]
+    return [make_bundle(checkpoint, out, speedup, span, kind, block) for kind, speedup, out in wanted]
 
 
-def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32") -> tuple[int, Shape]:
+def make_bundle(
+    checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32", block: int = 32
+) -> tuple[int, Shape]:
     """Export; a speedup of None is full depth. Returns the bundle's count of variants, and what its steps read."""
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.schedule_builders import ScheduleRequest
 
     schedule = ScheduleRequest(name="full") if speedup is None else ScheduleRequest(name="linear", speedup=speedup, span=span)
     quantize = "none" if kind == "fp32" else kind
-    made = export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize, slim=True))
+    made = export(
+        ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize, quantize_block=block, slim=True)
+    )
     (target,), model = made.targets, made.model
     return len(made.variants), Shape(
         num_layers=model.num_layers,

@@ -53,17 +53,27 @@ def missing_peers() -> list[str]:
 
 
 def make_systems(
-    model: str, checkpoint: Path, kinds: Sequence[str], speedups: Sequence[float], span: int, threads: int, compiled: bool
+    model: str,
+    checkpoint: Path,
+    kinds: Sequence[str],
+    speedups: Sequence[float],
+    span: int,
+    threads: int,
+    block: int,
+    compiled: bool,
 ) -> list[System]:
     """Write every system's files beside `checkpoint`. All speedups in the first kind; the others at full depth and the first one.
 
     Args:
+        block: of quantised weights, ours and ONNX Runtime GenAI's; CTranslate2 has one a row of a matrix, llama.cpp 32 inputs.
         compiled: with torch.compile, which takes a minute or more a model.
     """
     folder, systems, missing = checkpoint.parent, [], missing_peers()
     wanted = [(kind, speedup) for kind in kinds for speedup in (None, *(speedups if kind == kinds[0] else speedups[:1]))]
     bundles = [folder / f"{kind}-{speedup}" for kind, speedup in wanted]
-    made = in_process(make_bundles, checkpoint, [(*one, bundle) for one, bundle in zip(wanted, bundles, strict=True)], span)
+    made = in_process(
+        make_bundles, checkpoint, [(*one, bundle) for one, bundle in zip(wanted, bundles, strict=True)], span, block
+    )
     for (kind, speedup), bundle, (variants, shape) in zip(wanted, bundles, made, strict=True):
         systems.append(
             System(
@@ -79,7 +89,7 @@ def make_systems(
     if model != "mixtral" and "CTranslate2" not in missing:
         systems += [_ctranslate2(checkpoint, folder, kind, threads) for kind in ("fp32", "int8") if kind in kinds]
     if model == "llama" and "ONNX Runtime GenAI" not in missing:
-        systems += [_genai(checkpoint, folder, kind, threads) for kind in ("fp32", "int4") if kind in kinds]
+        systems += [_genai(checkpoint, folder, kind, threads, block) for kind in ("fp32", "int4") if kind in kinds]
     if model in ("llama", "mixtral") and "llama.cpp" not in missing:
         systems += [_llama_cpp(checkpoint, folder, kind, threads) for kind in kinds]
     return systems
@@ -92,9 +102,9 @@ def _ctranslate2(checkpoint: Path, folder: Path, kind: str, threads: int) -> Sys
     return System(name=f"ctranslate2 {kind}", kind=kind, start=lambda: Worker(CTranslate2, out, threads, compute))
 
 
-def _genai(checkpoint: Path, folder: Path, kind: str, threads: int) -> System:
+def _genai(checkpoint: Path, folder: Path, kind: str, threads: int, block: int) -> System:
     out = folder / f"genai-{kind}"
-    to_genai(checkpoint, out, kind, threads)
+    to_genai(checkpoint, out, kind, threads, block)
     return System(name=f"ort-genai {kind}", kind=kind, start=lambda: Worker(GenAi, out, threads))
 
 
