@@ -30,7 +30,7 @@ def to_genai(checkpoint: Path, out: Path, kind: str, threads: int, block: int) -
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(out), "-p", kind]
     command += ["-e", "cpu", "-c", str(out / "cache")]
     if kind == "int4":
-        command += ["--extra_options", f"int4_block_size={block}", "int4_accuracy_level=4", "int4_is_symmetric=true"]
+        command += ["--extra_options", f"block_size={block}", "accuracy_level=4", "is_symmetric=true"]
     subprocess.run(command, check=True, capture_output=True)
     path = out / "genai_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
