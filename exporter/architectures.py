@@ -12,14 +12,17 @@ from skipdecode.errors import ModelNotSupportedError
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token
 MIXTURES = (
-    "afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared",
-    "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+    "glm4_moe_lite", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe",
+    "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
 SOFTMAX_ROUTED = (
     "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
+# those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
@@ -29,9 +32,9 @@ _PARTS = {
     **dict.fromkeys(
         (
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
-            "glm4", "granite", "helium", "hyperclovax", "internlm3", "jais2", "llama", "ministral", "ministral3", "mistral",
-            "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
-            "vaultgemma", *MIXTURES,
+            "glm4", "granite", "helium", "hyperclovax", "internlm3", "jais2", "llama", "minicpm3", "ministral", "ministral3",
+            "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+            "starcoder2", "vaultgemma", "youtu", *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -102,8 +105,8 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, a rotary scaling that
-            `max_length` tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, values wider than keys, a rotary
+            scaling that `max_length` tokens would exceed, or an architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
@@ -111,10 +114,25 @@ def check_supported(config: Any, max_length: int) -> None:
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     if config.model_type in MIXTURES and config.hidden_act not in ("silu", "swish"):
         raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
+    if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
+        raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
     _check_rotary(config, max_length)
     longest = getattr(config, "max_position_embeddings", None)
     if longest and max_length > longest:
         raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+
+
+def key_sizes(config: Any) -> tuple[int, int]:
+    """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened."""
+    heads: int = config.num_attention_heads
+    if config.model_type in LATENT:
+        return heads, config.qk_head_dim
+    return getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def expands_latents(layer: torch.nn.Module) -> bool:
+    """Whether the layer's attention expands keys and values from a latent, which alone transformers would cache."""
+    return hasattr(getattr(layer, "self_attn", None), "expand_kv")
 
 
 def attention_window(config: Any, layer: int) -> int | None:

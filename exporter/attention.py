@@ -20,16 +20,29 @@ def _attention(
     attention_mask: torch.Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    kv_buffer: ScatterCache | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C]."""
+    """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C].
+
+    With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D.
+    """
+    size = value.shape[-1]
+    if kv_buffer is not None:
+        key, value = kv_buffer.update(key, widened(value, key.shape[-1]))
     attrs: dict[str, Any] = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
     if softcap:
         attrs["softcap"] = float(softcap)
     out = torch.onnx.ops.symbolic(
         "Attention", (query, key, value, attention_mask), attrs, dtype=query.dtype, shape=query.shape, version=OPSET
     )
-    return out.transpose(1, 2).contiguous(), None  # as transformers' own: some look at it by `view`
+    rows = out.transpose(1, 2)
+    return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # as transformers' own: some `view` it
+
+
+def widened(value: torch.Tensor, size: int) -> torch.Tensor:
+    """Values with zeros up to the size of the keys: a KV buffer holds both, and a weighted sum of zeros is zero."""
+    return torch.nn.functional.pad(value, (0, size - value.shape[-1]))
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)

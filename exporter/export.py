@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import MIXTURES, SOFTMAX_ROUTED, check_supported
+from skipdecode.exporter.architectures import LATENT, MIXTURES, SOFTMAX_ROUTED, check_supported
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -176,6 +176,11 @@ def _max_length(request: ExportRequest, config: Any) -> int:
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
+    if bones.config.model_type in LATENT and any(target.name != "cpu" for target in targets):
+        raise TargetError(
+            f"{bones.config.model_type} expands keys and values from a latent, which has only been run on cpu", "choose cpu",
+            where="--target",
+        )  # fmt: skip
     if bones.config.model_type in MIXTURES:
         _check_mixture(request, targets, bones)
     if not any(target.is_tensorrt for target in targets):

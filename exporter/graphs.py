@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, layer_kind, settled
+from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, key_sizes, layer_kind, settled
 from skipdecode.exporter.attention import ATTENTION_NAME
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
@@ -90,15 +90,15 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
-    heads = config.num_attention_heads
+    kv_heads, head_size = key_sizes(config)
     return Skeleton(
         config=config,
         dtype=dtype,
         parts=decoder_parts(model),
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
         canonical=canonical | {name: name for name in buffers},
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=head_size,
+        num_kv_heads=kv_heads,
         vocab_size=model.get_output_embeddings().weight.shape[0],
     )
 

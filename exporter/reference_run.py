@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import check_supported
+from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents
+from skipdecode.exporter.attention import widened
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
@@ -94,7 +95,15 @@ def _keys_and_values(
     cache = DynamicCache()
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
-    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    return [_expanded(layer, kept.keys, kept.values) for layer, kept in zip(decoder_layers(model), cache.layers, strict=True)]
+
+
+def _expanded(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the runtime's KV buffer holds of what transformers has cached, of the first row."""
+    if expands_latents(layer):
+        keys, values = layer.self_attn.expand_kv(keys, values)
+        values = widened(values, keys.shape[-1])
+    return keys[0], values[0]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as Output
 
-from skipdecode.exporter.architectures import DecoderParts
+from skipdecode.exporter.architectures import DecoderParts, expands_latents
 from skipdecode.exporter.attention import OPSET, ScatterCache
 
 IR_VERSION = 10
@@ -35,6 +35,21 @@ class _Embed(torch.nn.Module):  # type: ignore[misc]
         return hidden
 
 
+class _ComplexTurns:
+    """Stands for DeepSeek-V2's rotary table, complex [B,S,D/2]: a layer adds an axis for its heads, which torch.onnx does not."""
+
+    def __init__(self, turns: torch.Tensor) -> None:
+        self.turns = torch.view_as_complex(torch.view_as_real(turns)[:, None])
+
+    def to(self, *_: Any) -> _ComplexTurns:
+        """The layer moves it to the query's device."""
+        return self
+
+    def unsqueeze(self, _: int) -> torch.Tensor:
+        """Complex [B,1,S,D/2]."""
+        return self.turns
+
+
 class _Layer(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D] -> hidden, present_key, present_value."""
 
@@ -43,6 +58,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
+        self.latent = expands_latents(layer)
 
     def forward(
         self, hidden: torch.Tensor, position_ids: torch.Tensor, past_key: torch.Tensor, past_value: torch.Tensor
@@ -55,9 +71,12 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         arguments: dict[str, Any] = {"attention_mask": visible[:, None], "position_ids": position_ids, "use_cache": True}
         if self.rotary is not None:
             by_type = (self.layer_type,) if "layer_type" in inspect.signature(self.rotary.forward).parameters else ()
-            arguments["position_embeddings"] = self.rotary(hidden, position_ids, *by_type)
+            turns = self.rotary(hidden, position_ids, *by_type)
+            complex_turns = isinstance(turns, torch.Tensor) and turns.is_complex()
+            arguments["position_embeddings"] = _ComplexTurns(turns) if complex_turns else turns
         names = inspect.signature(self.layer.forward).parameters
-        arguments["layer_past" if "layer_past" in names else "past_key_values"] = cache
+        # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
+        arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else "past_key_values"] = cache
         out = self.layer(hidden, **arguments)
         return out, cache.present_key, cache.present_value
 

@@ -13,6 +13,7 @@ from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
 from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _rotary_embedding
 
+from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
@@ -37,6 +38,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
+        ConcatPartsPass(),
         InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),

@@ -65,7 +65,8 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         rotated = _producer(query, "RotaryEmbedding"), _producer(new_key, "RotaryEmbedding")
         query, new_key = (_value(rotary, 0) for rotary in rotated)
         interleaved = rotated[0].attributes["interleaved"].as_int()
-    out = _single_consumer(_single_consumer(node.outputs[0], "Transpose").outputs[0], "Reshape")
+    turned = _single_consumer(node.outputs[0], "Transpose")
+    (out,) = turned.outputs[0].consumers()
     rows = [
         _rows(graph, out, value, heads * head_size)
         for value, heads in ((query, num_heads), (new_key, kv_heads), (new_value, kv_heads))
@@ -87,8 +88,12 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         num_outputs=3,
     )
     graph.insert_before(out, lowered)
-    for old, new in ((out.outputs[0], 0), (present_key, 1), (present_value, 2)):
+    for old, new in ((present_key, 1), (present_value, 2)):
         take_over(old, lowered.outputs[new])
+    if out.op_type == "Reshape":
+        take_over(out.outputs[0], lowered.outputs[0])
+    else:  # a part of each head: values narrower than keys
+        take_over(turned.outputs[0], _heads(graph, out, lowered.outputs[0], num_heads, head_size))
 
 
 def _value(node: ir.Node, index: int) -> ir.Value:
@@ -156,6 +161,14 @@ def _rows(graph: ir.Graph, before: ir.Node, value: ir.Value, width: int) -> ir.V
     rows = ir.node("Reshape", [value, shape.outputs[0]])
     graph.insert_before(before, [shape, rows])
     return rows.outputs[0]
+
+
+def _heads(graph: ir.Graph, before: ir.Node, rows: ir.Value, num_heads: int, head_size: int) -> ir.Value:
+    """[B,S,N*D] -> [B,S,N,D]."""
+    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, num_heads, head_size], dtype=np.int64))})
+    heads = ir.node("Reshape", [rows, shape.outputs[0]])
+    graph.insert_before(before, [shape, heads])
+    return heads.outputs[0]
 
 
 def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: int) -> list[ir.Value] | None:

@@ -53,10 +53,16 @@ _BY_POSITION = {  # Ministral 3 scales its queries by their position, from the o
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 _ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+# attention whose keys and values are expanded from a latent
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
     "afmoe": {**_EXPERTS, "num_experts": 5, "num_shared_experts": 1, "head_dim": 16, "sliding_window": 5, "route_scale": 2.5},
     "apertus": {},
+    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 1},
     "arcee": {},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": 5},
@@ -68,6 +74,17 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
     },
     "cwm": {"head_dim": 16, "sliding_window": 5},
+    "deepseek_v2": {
+        **_EXPERTS,
+        **_LATENT,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "deepseek_v3": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 1},
     "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "ernie4_5": {"head_dim": 16},
     "ernie4_5_moe": {"moe_intermediate_size": 48, "moe_k": 3, "moe_num_experts": 5, "moe_num_shared_experts": 1},
@@ -78,6 +95,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24},  # as wide as its keys
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "granitemoeshared": {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 32},
@@ -88,6 +106,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "jais2": {},
     "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
+    "minicpm3": {**_LATENT, "q_lora_rank": None},
     "ministral": {"head_dim": 16, "sliding_window": 5},
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
@@ -106,6 +125,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": {"head_dim": 16, "sliding_window": 5},
+    "youtu": {**_LATENT, "rope_interleave": False},
 }
 RELATIVES: dict[str, Callable[[], Any]] = {
     name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})

@@ -114,6 +114,16 @@ def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp
     assert_gives_the_references_logits(decoder, zoo.model("gemma3"), RAGGED, NEW, 1e-3)
 
 
+def test_values_wider_than_keys_are_refused() -> None:
+    """A KV buffer has one size for both."""
+    config = RELATIVES["minicpm3"]()
+    config.v_head_dim = config.qk_head_dim
+    check_supported(config, 48)
+    config.v_head_dim += 1
+    with pytest.raises(ModelNotSupportedError, match="has values of 25 a head, more than its keys"):
+        check_supported(config, 48)
+
+
 def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:
     config = CONFIGS["gemma3"]()
     check_supported(config, 48)

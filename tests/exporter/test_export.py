@@ -253,6 +253,12 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
 
 
+@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
+def test_latent_attention_is_refused_where_it_has_not_been_run(target: str, zoo: Zoo, tmp_path: Path) -> None:
+    says = "--target: minicpm3 expands keys and values from a latent, which has only been run on cpu; choose cpu"
+    _refused(zoo.checkpoint("minicpm3"), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
+
+
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_of_a_mixture_a_step_reads_the_experts_that_it_chooses(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
     """Here 3 of 5, beside attention and router."""

@@ -1,0 +1,63 @@
+"""Parts that a trace writes one by one into an empty tensor as one Concat (DeepSeek's keys: an expanded part, a rotated one).
+
+    ScatterND(ScatterND(ConstantOfShape, [0 .. n), a), [n .. D), b), with the last axis turned to the front and back
+    -> Concat(a, b)
+
+Each of the six Transposes moves all new keys. MiniCPM3's layers, 8 of them in int4: a prompt of 512 tokens 1.10x and 1.16x as
+fast, a step of 16 rows 1.03x and 1.06x, of one 0.98x and 1.02x (AMD EPYC, 2 cores, interleaved, busy, two runs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import rewriter
+from onnxscript.rewriter import _ir_utils
+from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
+
+_FRONT = [3, 1, 2, 0]  # swaps the first and the last axis
+
+
+class ConcatPartsPass(ir.passes.InPlacePass):
+    """Two parts of the last of four axes; declines where a width is not static or the two do not fill the tensor."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = rewriter.RewritePass([_TwoParts.rule()])(model).modified
+        if modified:
+            RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, modified)
+
+
+class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(remove_nodes=False)  # constants have other readers
+
+    def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
+        empty = op.ConstantOfShape(shape)
+        return _written(op, _written(op, empty, first, start1, end1), second, start2, end2)
+
+    def check(self, context: Any, first: ir.Value, second: ir.Value, **bounds: ir.Value) -> MatchResult:
+        result = MatchResult()
+        whole = context.output_values[0]
+        one, two, both = (value.shape[3] if value.shape is not None else None for value in (first, second, whole))
+        if not isinstance(one, int) or not isinstance(two, int) or not isinstance(both, int):
+            return result.fail("A width is not static.", whole)
+        start1, end1, start2, end2 = (
+            _ir_utils.get_singleton_value(bounds[name]) for name in ("start1", "end1", "start2", "end2")
+        )
+        if start1 != 0 or end1 != one or start2 != one or end2 is None or end2 < both or one + two != both:
+            return result.fail("The parts do not fill it.", whole)
+        return result
+
+    def rewrite(self, op: Any, first: ir.Value, second: ir.Value, **_: Any) -> Any:
+        return op.Concat(first, second, axis=-1)
+
+
+def _written(op: Any, rows: Any, part: Any, start: Any, end: Any) -> Any:
+    """The pattern of rows [B,N,S,D] with `part` at [start, end) of the last axis."""
+    every = op.Range(0, op.Gather(op.Shape(rows), 3), 1)
+    places = op.Unsqueeze(op.Slice(every, start, end, [0], [1]), [-1])
+    turned = op.ScatterND(op.Transpose(rows, perm=_FRONT), places, op.Transpose(part, perm=_FRONT))
+    return op.Transpose(turned, perm=_FRONT)
