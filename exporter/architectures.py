@@ -13,7 +13,7 @@ from skipdecode.errors import ModelNotSupportedError
 # mixtures of experts, whose layers choose a few of many MLPs for each token
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-    "glm4_moe_lite", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe",
+    "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe",
     "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
@@ -23,6 +23,10 @@ SOFTMAX_ROUTED = (
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+# those with attention sinks, which no test has seen on a GPU
+WITH_SINKS = ("gpt_oss",)
+# those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
+IN_MXFP4 = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),

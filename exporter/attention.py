@@ -20,11 +20,13 @@ def _attention(
     attention_mask: torch.Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     kv_buffer: ScatterCache | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C].
 
+    `s_aux` [NH]: a model's attention sinks, a score a head that takes its share of the softmax and has no value (gpt-oss).
     With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D.
     """
     size = value.shape[-1]
@@ -33,9 +35,11 @@ def _attention(
     attrs: dict[str, Any] = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
     if softcap:
         attrs["softcap"] = float(softcap)
-    out = torch.onnx.ops.symbolic(
-        "Attention", (query, key, value, attention_mask), attrs, dtype=query.dtype, shape=query.shape, version=OPSET
-    )
+    inputs = (query, key, value, attention_mask)
+    if s_aux is None:
+        out = torch.onnx.ops.symbolic("Attention", inputs, attrs, dtype=query.dtype, shape=query.shape, version=OPSET)
+    else:
+        out = _beside_sinks(inputs, attrs, s_aux)
     rows = out.transpose(1, 2)
     return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # as transformers' own: some `view` it
 
@@ -43,6 +47,22 @@ def _attention(
 def widened(value: torch.Tensor, size: int) -> torch.Tensor:
     """Values with zeros up to the size of the keys: a KV buffer holds both, and a weighted sum of zeros is zero."""
     return torch.nn.functional.pad(value, (0, size - value.shape[-1]))
+
+
+def _beside_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks: torch.Tensor) -> torch.Tensor:
+    """Attention [B,NH,S,D] without the sinks [NH], times what they leave of the softmax: e^scores / (e^scores + e^sink)."""
+    query, key, value, _ = inputs
+    scores_shape = (*query.shape[:3], key.shape[2])
+    out, _, _, scores = torch.onnx.ops.symbolic_multi_out(
+        "Attention",
+        inputs,
+        {**attrs, "qk_matmul_output_mode": 2},  # the fourth output: scores as the softmax has them, scaled, capped and masked
+        dtypes=(query.dtype,) * 4,
+        shapes=(query.shape, key.shape, value.shape, scores_shape),
+        version=OPSET,
+    )
+    left: torch.Tensor = torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - sinks.view(-1, 1, 1))
+    return out * left
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)

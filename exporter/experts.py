@@ -14,17 +14,29 @@ EXPERTS_NAME = "skipdecode_onnx"
 
 
 def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """SwiGLU experts: hidden [T,H], K of E experts `chosen` for each token [T,K] int64, their weights [T,K] -> [T,H].
+    """SwiGLU experts: hidden [T,H], K of E experts `chosen` for each token [T,K] int64, their weights [T,K] -> [T,H]."""
+    tokens, experts = hidden.shape[0], module.down_proj.shape[0]
+    shares = torch.zeros(tokens, experts, dtype=hidden.dtype).scatter(1, chosen, weights.to(hidden.dtype))
+    products = (_biased if module.has_bias else _plain)(module, hidden)
+    return (products * shares.T[:, :, None]).sum(0)
 
-    `module` has `gate_up_proj` [E,2I,H], an expert's gate above its up, and `down_proj` [E,H,I].
-    """
+
+def _plain(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """[T,H] -> [E,T,H]: `gate_up_proj` [E,2I,H], an expert's gate above its up, and `down_proj` [E,H,I]."""
     tokens, width = hidden.shape
     experts, doubled, _ = module.gate_up_proj.shape
-    shares = torch.zeros(tokens, experts, dtype=hidden.dtype).scatter(1, chosen, weights.to(hidden.dtype))
     both = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
     gate, up = both.split(doubled // 2, dim=-1)
-    products = _matmul(torch.nn.functional.silu(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
-    return (products * shares.T[:, :, None]).sum(0)
+    return _matmul(torch.nn.functional.silu(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
+
+
+def _biased(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """gpt-oss': `gate_up_proj` [E,H,2I], whose columns are gate, up, gate, up, .., and `down_proj` [E,I,H], both with a bias."""
+    tokens, width = hidden.shape
+    experts, _, doubled = module.gate_up_proj.shape
+    both = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)) + module.gate_up_proj_bias[:, None]
+    inner = module._apply_gate(both)  # the model's own: it clamps
+    return _matmul(inner, module.down_proj, (experts, tokens, width)) + module.down_proj_bias[:, None]
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import LATENT, MIXTURES, SOFTMAX_ROUTED, check_supported
+from skipdecode.exporter.architectures import LATENT, MIXTURES, SOFTMAX_ROUTED, WITH_SINKS, check_supported
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -209,6 +209,8 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], bon
         raise TargetError(f"{name} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target")
     if not any(target.name == "cuda" for target in targets):
         return
+    if name in WITH_SINKS:
+        raise TargetError(f"{name} has attention sinks, which are tested on cpu alone", "choose cpu", where="--target")
     if name not in SOFTMAX_ROUTED:
         raise TargetError(f"{name} chooses its experts as no CUDA kernel of ONNX Runtime does", "choose cpu", where="--target")
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load
@@ -220,8 +222,10 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], bon
 
 def _widths(bones: Skeleton) -> dict[int, str]:
     """Of the inputs of nearly all weights."""
-    experts = {shape[2] for name, shape in bones.shapes.items() if name.endswith("experts.down_proj")}
-    return {bones.config.hidden_size: "hidden size"} | dict.fromkeys(experts, "width of the experts")
+    hidden = bones.config.hidden_size
+    matrices = (shape for name, shape in bones.shapes.items() if name.endswith("experts.down_proj"))
+    experts = {shape[1] * shape[2] // hidden for shape in matrices}  # [E,H,I], or turned
+    return {hidden: "hidden size"} | dict.fromkeys(experts, "width of the experts")
 
 
 def _check_block(block: int, bones: Skeleton) -> None:

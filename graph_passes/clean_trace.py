@@ -15,6 +15,7 @@ from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _r
 
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
+from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
 
@@ -39,6 +40,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
+        HalvesRotaryPass(),
         InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),

@@ -3,6 +3,8 @@
     present = TensorScatter(past, new, start);  Attention(query, present_key, present_value, visible)
     -> GroupQueryAttention(query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache)
 
+    Attention(..) * Sigmoid(ReduceLogSumExp(its scores) - sinks)  ->  the same, with `head_sink`
+
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
 holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
 shows a window of the last tokens becomes the operator's `local_window_size`.
@@ -59,13 +61,14 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     past_value, new_value = _value(scatter_value, 0), _value(scatter_value, 1)
     num_heads, kv_heads = _static_dim(query, 1), _static_dim(past_key, 1)
     head_size = _static_dim(past_key, 3)
+    attended, sinks = _beside_sinks(node)
     table = _rotary_table(graph, query, new_key, max_length)
     interleaved = 0
     if table is not None:
         rotated = _producer(query, "RotaryEmbedding"), _producer(new_key, "RotaryEmbedding")
         query, new_key = (_value(rotary, 0) for rotary in rotated)
         interleaved = rotated[0].attributes["interleaved"].as_int()
-    turned = _single_consumer(node.outputs[0], "Transpose")
+    turned = _single_consumer(attended, "Transpose")
     (out,) = turned.outputs[0].consumers()
     rows = [
         _rows(graph, out, value, heads * head_size)
@@ -82,7 +85,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         attributes["softcap"] = node.attributes["softcap"].as_float()
     lowered = ir.node(
         "GroupQueryAttention",
-        [*rows, past_key, past_value, *_length_inputs(graph), *(table or ())],
+        [*rows, past_key, past_value, *_length_inputs(graph), *_optional_inputs(table, sinks)],
         attributes,
         domain=MS_DOMAIN,
         num_outputs=3,
@@ -118,6 +121,22 @@ def _static_dim(value: ir.Value, axis: int) -> int:
     size = value.shape[axis] if value.shape is not None else None
     assert isinstance(size, int), f"{value.name}: dimension {axis} is not static"
     return size
+
+
+def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
+    """What is read of an attention, and the sinks [NH] that take their share of its softmax; None: it has none."""
+    if len(attention.outputs) < 4:
+        return attention.outputs[0], None
+    assert attention.attributes["qk_matmul_output_mode"].as_int() == 2, "scores that are not those of the softmax"
+    difference = _single_consumer(_single_consumer(attention.outputs[3], "ReduceLogSumExp").outputs[0], "Sub")
+    left = _single_consumer(_single_consumer(difference.outputs[0], "Sigmoid").outputs[0], "Mul")
+    assert attention.outputs[0] in left.inputs, "a share of something else"
+    return left.outputs[0], _value(_producer(_value(difference, 1), "Reshape"), 0)
+
+
+def _optional_inputs(table: list[ir.Value] | None, sinks: ir.Value | None) -> list[ir.Value | None]:
+    """The operator's inputs from the eighth on: cos_cache, sin_cache, position_ids, attention_bias, head_sink."""
+    return [*(table or ())] if sinks is None else [*(table or (None, None)), None, None, sinks]
 
 
 def _window(visible: ir.Value) -> int | None:
@@ -176,8 +195,8 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
     nodes = [value.producer() for value in (query, key)]
     if any(node is None or node.op_type != "RotaryEmbedding" for node in nodes):
         return None
-    cos = _before_cast(_value(nodes[0], 1))  # type: ignore[arg-type]
-    angles = _value(cos, 0).producer() if cos is not None and cos.op_type == "Cos" else None
+    (cos, factor), (_, other) = (_unscaled(_value(nodes[0], index)) for index in (1, 2))  # type: ignore[arg-type]
+    angles = _value(cos, 0).producer() if cos is not None and cos.op_type == "Cos" and factor == other else None
     frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
     if frequencies is None or angles is None or angles.op_type != "Mul":
         return None
@@ -188,9 +207,11 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
     steps = np.arange(max_length, dtype=np.float32)[:, None] * values
     tables, kind = [], query.dtype or ir.DataType.FLOAT
     for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
-        name = f"{title}_{zlib.crc32(values.tobytes()):08x}"  # layers of one graph may have frequencies of their own (Gemma 3)
+        # layers of one graph may have frequencies of their own (Gemma 3)
+        name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"
         if name not in graph.initializers:
-            tensor = ir.tensor(function(steps).astype(kind.numpy()), name=name, dtype=kind)  # the operator wants the query's
+            table = function(steps) * np.float32(factor)
+            tensor = ir.tensor(table.astype(kind.numpy()), name=name, dtype=kind)  # the operator wants the query's
             graph.register_initializer(
                 ir.Value(name=name, shape=ir.Shape(steps.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
             )
@@ -198,7 +219,14 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
     return tables
 
 
-def _before_cast(value: ir.Value) -> ir.Node | None:
-    """What makes `value`, were it not for a cast: tables are computed in fp32 in narrow graphs too."""
-    node = value.producer()
-    return _value(node, 0).producer() if node is not None and node.op_type == "Cast" else node
+def _unscaled(value: ir.Value) -> tuple[ir.Node | None, float]:
+    """What makes `value`, were it not for a cast (tables are computed in fp32 in narrow graphs too) and a factor (yarn's)."""
+    node, factor = value.producer(), 1.0
+    while node is not None and node.op_type in ("Cast", "Mul"):
+        if node.op_type == "Mul":
+            number = _value(node, 1).const_value
+            if number is None or number.size != 1:
+                return None, factor
+            factor *= float(number.numpy().item())
+        node = _value(node, 0).producer()
+    return node, factor

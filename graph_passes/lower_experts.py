@@ -4,17 +4,21 @@
     -> com.microsoft.MoE(x, Log(weights), W_gate_up with gate and up taking turns, W_down) * sum of weights
 
 The operator routes by itself: softmax of what it is given, the K largest. Of logarithms that gives back the weights, divided by
-their sum, so that every model's own way to choose experts and weigh them stays in the graph.
+their sum, so that every model's own way to choose experts and weigh them stays in the graph. Biases (gpt-oss) go inside:
+each expert's is weighed with it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
+from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.clean_trace import is_parameter
@@ -22,13 +26,15 @@ from skipdecode.graph_passes.lower_attention import MS_DOMAIN
 from skipdecode.graph_passes.mapped import release_pages
 
 logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, np.dtype[Any]]
+_MOST = (1 << 63) - 1  # where a slice to the end ends
 
 
 class LowerExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewriter.RewritePass([_Experts.rule(), _NarrowExperts.rule()])(model).modified
+        modified = rewriter.RewritePass([_Experts.rule(), _NarrowExperts.rule(), _BiasedExperts.rule()])(model).modified
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
             RemoveUnusedNodesPass()(model)
@@ -40,9 +46,9 @@ class LowerExpertsPass(ir.passes.InPlacePass):
         left = [
             value.name
             for node in model.graph
-            if node.op_type == "Transpose"
+            if node.op_type in ("Transpose", "MatMul")
             for value in node.inputs
-            if value is not None and value.shape is not None and len(value.shape) == 3 and is_parameter(value)
+            if value is not None and value.is_initializer() and is_parameter(value) and len(value.shape or ()) == 3
         ]
         if left:
             raise ir.passes.PostconditionError(f"experts that were not lowered: {left}")
@@ -56,28 +62,16 @@ class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
         both = op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(gate_up, perm=[0, 2, 1]))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
         products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), op.Transpose(down, perm=[0, 2, 1]))
-        shares = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
-        return op.Mul(products, shares)
+        return _weighted(op, products, zeros, chosen, weights)
 
     def check(self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value, **__: Any) -> MatchResult:
-        result = MatchResult()
-        if gate_up.const_value is None or down.const_value is None:
-            return result.fail("The experts' weights are not constant.", gate_up)
-        if chosen.shape is None or not isinstance(chosen.shape[1], int):
-            return result.fail("How many experts a token has is not static.", chosen)
-        return result
+        return _check(chosen, gate_up, down)
 
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        shares = op.ScatterElements(zeros, chosen, weights, axis=1)
-        assert chosen.shape is not None
-        mixed = op.MoE(
-            x, op.Log(shares), op.initializer(_taking_turns(gate_up)), None, down,
-            k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, activation_alpha=1.0, activation_beta=0.0,
-            normalize_routing_weights=1, _domain=MS_DOMAIN,
-        )  # fmt: skip
-        return op.Mul(mixed, op.ReduceSum(weights, op.Constant(value_ints=[1]), keepdims=1))
+        parameters = (op.initializer(_taking_turns(gate_up)), None, down)
+        return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=1.0, activation_beta=0.0)
 
 
 class _NarrowExperts(_Experts):
@@ -88,16 +82,102 @@ class _NarrowExperts(_Experts):
         return op.Cast(op.ReduceSum(op.Cast(products), [0], keepdims=0))
 
 
+class _BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
+    """gpt-oss': W_gate_up [E,H,2I] with gate and up taking turns already, W_down [E,I,H], biases, gate and up clamped.
+
+    (up + beta) * gate * Sigmoid(alpha * gate), gate at most `limit` and up within it
+    """
+
+    def pattern(
+        self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any,
+        up_bias: Any, down_bias: Any, alpha: Any, beta: Any, limit: Any, low: Any, high: Any,
+    ) -> Any:  # fmt: skip
+        both = op.Add(op.MatMul(op.Unsqueeze(x, [0]), gate_up), op.Unsqueeze(up_bias, [1]))
+        gate = op.Clip(op.Slice(both, [0], [_MOST], [2], [2]), None, limit)
+        up = op.Clip(op.Slice(both, [1], [_MOST], [2], [2]), low, high)
+        inner = op.Mul(op.Add(up, beta), op.Mul(gate, op.Sigmoid(op.Mul(gate, alpha))))
+        products = op.Add(op.MatMul(inner, down), op.Unsqueeze(down_bias, [1]))
+        return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
+
+    def check(
+        self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value,
+        alpha: ir.Value, beta: ir.Value, limit: ir.Value, low: ir.Value, high: ir.Value, **__: Any,
+    ) -> MatchResult:  # fmt: skip
+        result = _check(chosen, gate_up, down)
+        if None in map(_number, (alpha, beta, limit)):
+            return result.fail("The activation's numbers are not constant.", alpha)
+        if _number(high) != _number(limit) or _number(low) != -(_number(limit) or 0.0):
+            return result.fail("Gate and up are not clamped alike.", limit)
+        return result
+
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value,
+        up_bias: ir.Value, down_bias: ir.Value, alpha: ir.Value, beta: ir.Value, limit: ir.Value, **_: Any,
+    ) -> Any:  # fmt: skip
+        parameters = (op.initializer(_turned(gate_up)), up_bias, op.initializer(_turned(down)), down_bias)
+        return _mixture(
+            op, x, zeros, chosen, weights, parameters,
+            activation_alpha=_number(alpha), activation_beta=_number(beta), swiglu_limit=_number(limit),
+        )  # fmt: skip
+
+
+def _check(chosen: ir.Value, gate_up: ir.Value, down: ir.Value) -> MatchResult:
+    result = MatchResult()
+    if gate_up.const_value is None or down.const_value is None:
+        return result.fail("The experts' weights are not constant.", gate_up)
+    if chosen.shape is None or not isinstance(chosen.shape[1], int):
+        return result.fail("How many experts a token has is not static.", chosen)
+    return result
+
+
+def _weighted(op: Any, products: Any, zeros: Any, chosen: Any, weights: Any) -> Any:
+    """The pattern of every expert's product [E,T,H] times its weight or 0."""
+    shares = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
+    return op.Mul(products, shares)
+
+
+def _mixture(
+    op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, parameters: tuple[Any, ...], **activation: Any
+) -> Any:
+    """The operator; `parameters` are W_gate_up [E,2I,H], its bias [E,2I], W_down [E,H,I], its bias [E,H]."""
+    shares = op.ScatterElements(zeros, chosen, weights, axis=1)
+    assert chosen.shape is not None
+    mixed = op.MoE(
+        x, op.Log(shares), *parameters, k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, **activation,
+        normalize_routing_weights=1, _domain=MS_DOMAIN,
+    )  # fmt: skip
+    return op.Mul(mixed, op.ReduceSum(weights, op.Constant(value_ints=[1]), keepdims=1))
+
+
+def _number(value: ir.Value) -> float | None:
+    number: float | None = _ir_utils.get_singleton_value(value)
+    return number
+
+
 def _taking_turns(gate_up: ir.Value) -> ir.LazyTensor:
-    """A parameter [E,2I,H] of gates above ups as gate, up, gate, up, ..; put in order each time it is read."""
-    tensor = gate_up.const_value
+    """A parameter [E,2I,H] of gates above ups as gate, up, gate, up, .."""
+
+    def interleaved(weight: Array) -> Array:
+        experts, doubled, width = weight.shape
+        return weight.reshape(experts, 2, doubled // 2, width).swapaxes(1, 2).copy().reshape(weight.shape)
+
+    return _put_in_order(gate_up, "interleaved", interleaved, (0, 1, 2))
+
+
+def _turned(parameter: ir.Value) -> ir.LazyTensor:
+    """A parameter [E,K,N] as [E,N,K]."""
+    return _put_in_order(parameter, "turned", lambda weight: weight.swapaxes(1, 2).copy(), (0, 2, 1))
+
+
+def _put_in_order(parameter: ir.Value, how: str, order: Callable[[Array], Array], axes: tuple[int, ...]) -> ir.LazyTensor:
+    """A parameter put in order each time it is read; `axes`: which of its axes are whose."""
+    tensor = parameter.const_value
     assert tensor is not None
-    experts, doubled, width = tensor.shape.numpy()
-    name = f"{gate_up.name}.interleaved"
+    sizes, name = tensor.shape.numpy(), f"{parameter.name}.{how}"
 
-    def interleaved() -> ir.TensorProtocol:
-        turned = tensor.numpy().reshape(experts, 2, doubled // 2, width).swapaxes(1, 2).copy()
+    def ordered() -> ir.TensorProtocol:
+        made = order(tensor.numpy())
         release_pages(tensor)
-        return ir.tensor(turned.reshape(experts, doubled, width), name=name)
+        return ir.tensor(made, name=name)
 
-    return ir.LazyTensor(interleaved, dtype=tensor.dtype, shape=ir.Shape((experts, doubled, width)), name=name)
+    return ir.LazyTensor(ordered, dtype=tensor.dtype, shape=ir.Shape([sizes[axis] for axis in axes]), name=name)

@@ -1,7 +1,7 @@
 """A mixture of experts in the blocks that QuantizeWeightsPass makes of matrices.
 
-    com.microsoft.MoE(x, router, W_gate_up [E,2I,H], -, W_down [E,H,I])
-    -> com.microsoft.QMoE(x, router, both quantised, each with its scales[ and zero points]), activations in int8
+    com.microsoft.MoE(x, router, W_gate_up [E,2I,H], its bias, W_down [E,H,I], its bias)
+    -> com.microsoft.QMoE(x, router, both quantised, each with its scales and bias[, zero points]), activations in int8
 
 ONNX Runtime packs these as it does matrices: for a CPU what it packs is stored and mapped, for a GPU each load packs anew.
 """
@@ -39,11 +39,11 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(found))
 
     def _replace(self, graph: ir.Graph, node: ir.Node) -> None:
-        rows, router, gate_up, _, down = node.inputs
+        rows, router, gate_up, up_bias, down, down_bias = [*node.inputs, None][:6]
         assert gate_up is not None and down is not None
         up_weight, up_scales, *up_zeros = register_parts(graph, str(gate_up.name), self._parts(gate_up))
         down_weight, down_scales, *down_zeros = register_parts(graph, str(down.name), self._parts(down))
-        inputs = [rows, router, up_weight, up_scales, None, down_weight, down_scales, None]
+        inputs = [rows, router, up_weight, up_scales, up_bias, down_weight, down_scales, down_bias]
         if up_zeros:
             inputs += [None, None, None, *up_zeros, *down_zeros]
         form = {

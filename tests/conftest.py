@@ -96,6 +96,8 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True},
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24},  # as wide as its keys
+    # a clamp that matters; its rotary scaling is yarn by default
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.7},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "granitemoeshared": {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 32},
@@ -148,8 +150,9 @@ class Zoo:
             config.initializer_range = 0.1
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
-                for tensor in model.state_dict().values():
-                    if tensor.ndim == 1:  # biases and norms' scales that differ from 0 and 1, so that mixing them up shows
+                for parameter, tensor in model.state_dict().items():
+                    # biases and norms' scales that differ from 0 and 1, so that mixing them up shows
+                    if tensor.ndim == 1 or parameter.endswith("_proj_bias"):
                         tensor.add_(torch.randn_like(tensor) * 0.1)
             model.save_pretrained(path)
         return path

@@ -14,7 +14,7 @@ from skipdecode.exporter.architectures import SUPPORTED, check_supported
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
-from tests.agreement import assert_gives_the_references_logits
+from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
 from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
@@ -32,6 +32,15 @@ def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_ancho
         schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5, anchor=anchor), LAYERS)
         decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, schedule)
         assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
+
+
+def test_quantised_experts_with_biases_and_clamps_mostly_give_the_references_logits(zoo: Zoo, tmp_path: Path) -> None:
+    """Without one of the biases, or the sinks, half of all logits would be off by 0.13 or more."""
+    schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5)
+    model = str(zoo.checkpoint("gpt_oss"))
+    export(ExportRequest(model=model, out=tmp_path / "bundle", schedule=schedule, max_length=MAX_LENGTH, quantize="int8"))
+    decoder = skipdecode.load(tmp_path / "bundle").decoder([len(prompt) for prompt in RAGGED], NEW)
+    assert_mostly_gives_the_references_logits(decoder, zoo.model("gpt_oss"), RAGGED, NEW, 0.06)
 
 
 def _assert_agrees(config: Any, folder: Path) -> None:

@@ -49,6 +49,28 @@ NARROW = (  # values of 12 where keys have 16, with zeros behind them in the buf
     .replace("{0, 0, 32}", "{0, 0, 24}, int64[4] v_heads = {0, 0, 1, 12}, int64[8] widen = {0, 0, 0, 0, 0, 0, 0, 4},"
              " int64[1] zero = {0}, int64[1] twelve = {12}, int64[1] three = {3}")
 )  # fmt: skip
+_ROTATED = """positions = Cast <to = 1> (position_ids)  at = Unsqueeze (positions, two)  angles = Mul (at, frequencies)
+    cosine = Cos (angles)  cos = Mul (cosine, factor)  sine = Sin (angles)  sin = Mul (sine, factor)
+    query = RotaryEmbedding <interleaved = 0, num_heads = 2> (query_0, cos, sin) 
+    key = RotaryEmbedding <interleaved = 0, num_heads = 1> (key_0, cos, sin)
+    split_v ="""
+ROTATED = (  # by yarn, whose tables have a factor
+    BEFORE.replace("query = Transpose", "query_0 = Transpose")
+    .replace("key = Transpose", "key_0 = Transpose")
+    .replace("split_v =", _ROTATED)
+    .replace("int64[4] heads", "int64[1] two = {2}, float factor = {1.25}, float[8] frequencies = {%s}, int64[4] heads")
+    % ", ".join(str(0.5**index) for index in range(8))
+)
+_SINKS = """alone, , , scores = Attention <scale = 0.25, qk_matmul_output_mode = 2> (query, present_key, present_value, visible)
+    sum = ReduceLogSumExp (scores, last)  sinks_3 = Reshape (sinks, a_head)  difference = Sub (sum, sinks_3)
+    left = Sigmoid (difference)  attended = Mul (alone, left)"""
+
+
+def _beside_sinks(text: str) -> str:
+    """A graph whose attention has sinks [NH]."""
+    text = text.replace("attended = Attention <scale = 0.25> (query, present_key, present_value, visible)", _SINKS)
+    text = text.replace("int64[B,S] position_ids,", "int64[B,S] position_ids, float[2] sinks,")
+    return text.replace("int64[4] heads", "int64[1] last = {-1}, int64[3] a_head = {-1, 1, 1}, int64[4] heads")
 
 
 def _before(text: str = BEFORE) -> ir.Model:
@@ -96,7 +118,36 @@ def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
         assert (attribute and attribute.as_int()) == expected
 
 
-@pytest.mark.parametrize("text", [BEFORE, WINDOWED, NARROW], ids=["all", "windowed", "narrow values"])
+def test_sinks_become_the_operators_own() -> None:
+    model = _before(_beside_sinks(BEFORE))
+    LowerAttentionPass(max_length=8)(model)
+    (node,) = model.graph
+    assert [value and value.name for value in node.inputs[7:]] == [None, None, None, None, "sinks"]
+    assert [value.name for value in node.outputs] == ["rows_out", "present_key", "present_value"]
+
+
+def test_a_share_of_scores_that_are_not_masked_is_an_error_and_no_sink() -> None:
+    text = _beside_sinks(BEFORE).replace("qk_matmul_output_mode = 2", "qk_matmul_output_mode = 0")
+    with pytest.raises((AssertionError, ir.passes.PassError)):
+        LowerAttentionPass(max_length=8)(_before(text))
+
+
+def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
+    model = _before(ROTATED)
+    LowerAttentionPass(max_length=8)(model)
+    (node,) = model.graph
+    tables = [value.const_value.numpy() for value in node.inputs[7:9] if value is not None and value.const_value is not None]
+    assert [table.shape for table in tables] == [(8, 8)] * 2
+    np.testing.assert_allclose(tables[0] ** 2 + tables[1] ** 2, 1.25**2, rtol=1e-6)
+
+
+FORMS = {
+    "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "sinks": _beside_sinks(BEFORE),
+    "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(("past", "new", "rows"), [(0, 5, 1), (4, 1, 3), (4, 3, 1)])
 def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int, new: int, rows: int, text: str) -> None:
     from skipdecode.engines.ort import use_threads
@@ -115,6 +166,7 @@ def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int
         "position_ids": positions,
         "start": positions[:, 0],
         "visible": (np.arange(slots) <= positions[:, :, None])[:, None],
+        "sinks": np.array([0.5, -1.5], np.float32),
         "slot": np.arange(slots)[None, None],
         "seqlens_k": np.full(rows, past + new - 1, np.int32),
         "total_sequence_length": np.array([past + new], np.int32),

@@ -37,7 +37,40 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
 }
 """
 
-
+# gpt-oss': matrices the other way round, gate and up taking turns, biases, a clamp
+BIASED = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, float[5,4,8] down, float[5,8] up_bias,
+   float[5,8] down_bias) => (float[T,8] y)
+<int64[1] first = {0}, int64[1] last = {2}, float[5] none = {0.0, 0.0, 0.0, 0.0, 0.0}, int64[1] second = {1},
+ int64[1] most = {9223372036854775807}, float limit = {1.5}, float low = {-1.5}, float alpha = {1.702}, float one = {1.0}>
+{
+    length = Shape <start = 0, end = 1> (x)
+    many = Shape (none)
+    shape = Concat <axis = 0> (length, many)
+    zeros = Expand (none, shape)
+    rows = Unsqueeze (x, first)
+    product = MatMul (rows, gate_up)
+    up_bias_3 = Unsqueeze (up_bias, second)
+    both = Add (product, up_bias_3)
+    even = Slice (both, first, most, last, last)
+    odd = Slice (both, second, most, last, last)
+    gate = Clip (even, , limit)
+    up = Clip (odd, low, limit)
+    steep = Mul (gate, alpha)
+    sigmoid = Sigmoid (steep)
+    swish = Mul (gate, sigmoid)
+    above = Add (up, one)
+    inner = Mul (above, swish)
+    product_2 = MatMul (inner, down)
+    down_bias_3 = Unsqueeze (down_bias, second)
+    products = Add (product_2, down_bias_3)
+    scattered = ScatterElements <axis = 1> (zeros, chosen, weights)
+    by_expert = Transpose <perm = [1, 0]> (scattered)
+    counts = Unsqueeze (by_expert, last)
+    counted = Mul (products, counts)
+    y = ReduceSum <keepdims = 0> (counted, first)
+}
+"""
 # as it is traced in fp16
 NARROW = (
     GRAPH.replace("float[T,8]", "float16[T,8]")
@@ -51,9 +84,12 @@ NARROW = (
 
 
 def mixture(text: str = GRAPH, *, width: int = WIDTH, inner: int = INNER, more: Mapping[str, Array] | None = None) -> ir.Model:
-    """A graph with parameters `layer.gate_up` and `layer.down`, and `more`."""
+    """A graph with parameters `layer.gate_up` and `layer.down`, their biases where it has some, and `more`."""
     rng = np.random.default_rng(0)
-    shapes = {"gate_up": (EXPERTS, 2 * inner, width), "down": (EXPERTS, width, inner)}
+    shapes: dict[str, tuple[int, ...]] = {"gate_up": (EXPERTS, 2 * inner, width), "down": (EXPERTS, width, inner)}
+    if "up_bias" in text:
+        shapes = {name: (EXPERTS, columns, rows) for name, (_, rows, columns) in shapes.items()}
+        shapes |= {"up_bias": (EXPERTS, 2 * inner), "down_bias": (EXPERTS, width)}
     dtype = np.float16 if "float16" in text else np.float32
     drawn = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     return with_parameters(text, drawn | dict(more or {}))
@@ -68,7 +104,10 @@ def feeds(weights: tuple[float, float], width: int = WIDTH) -> dict[str, np.ndar
     }
 
 
-@pytest.mark.parametrize("weights", [(0.75, 0.25), (0.3, 0.1), (2.5, 1e-4), (1.0, 0.0)], ids=str)
+WEIGHTS = [(0.75, 0.25), (0.3, 0.1), (2.5, 1e-4), (1.0, 0.0)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_the_chosen_experts_give_what_all_of_them_gave_whatever_their_weights_add_up_to(weights: tuple[float, float]) -> None:
     before, after = mixture(), mixture()
     assert LowerExpertsPass()(after).modified
@@ -76,6 +115,18 @@ def test_the_chosen_experts_give_what_all_of_them_gave_whatever_their_weights_ad
     (node,) = [node for node in after.graph if node.op_type == "MoE"]
     assert node.attributes["k"].as_int() == 2
     assert {name for name in after.graph.initializers if "." in name} == {"layer.down", "layer.gate_up.interleaved"}
+    (expected,), (found,) = run_model(before, feeds(weights)), run_model(after, feeds(weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_experts_with_biases_and_clamps_give_what_all_of_them_gave(weights: tuple[float, float]) -> None:
+    before, after = mixture(BIASED), mixture(BIASED)
+    assert LowerExpertsPass()(after).modified
+    assert not {"MatMul", "Clip"} & {node.op_type for node in after.graph}
+    (node,) = [node for node in after.graph if node.op_type == "MoE"]
+    names = [value and value.name for value in node.inputs[2:]]
+    assert names == ["layer.gate_up.turned", "layer.up_bias", "layer.down.turned", "layer.down_bias"]
     (expected,), (found,) = run_model(before, feeds(weights)), run_model(after, feeds(weights))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -94,6 +145,16 @@ def test_a_graph_without_experts_stays_as_it_is() -> None:
     assert not LowerExpertsPass()(model).modified
 
 
-def test_experts_with_another_activation_are_an_error_and_not_computed_all() -> None:
+@pytest.mark.parametrize(
+    ("text", "old", "new"),
+    [
+        (GRAPH, "Mul (gate, sigmoid)", "Mul (sigmoid, sigmoid)"),
+        (BIASED, "Mul (gate, sigmoid)", "Mul (sigmoid, sigmoid)"),
+        (BIASED, "low = {-1.5}", "low = {-1.0}"),
+        (BIASED, "odd = Slice (both, second", "odd = Slice (both, first"),
+    ],
+    ids=["another", "another, biased", "clamped otherwise", "gates alone"],
+)
+def test_experts_with_another_activation_are_an_error_and_not_computed_all(text: str, old: str, new: str) -> None:
     with pytest.raises(ir.passes.PostconditionError, match=r"layer\.gate_up"):
-        LowerExpertsPass()(mixture(GRAPH.replace("Mul (gate, sigmoid)", "Mul (sigmoid, sigmoid)")))
+        LowerExpertsPass()(mixture(text.replace(old, new)))

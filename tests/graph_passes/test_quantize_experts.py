@@ -10,13 +10,16 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
 from tests.graph_passes.running import Array, run_model, with_parameters
-from tests.graph_passes.test_lower_experts import GRAPH, feeds, mixture
+from tests.graph_passes.test_lower_experts import BIASED, GRAPH, feeds, mixture
 
 WIDTH, INNER = 128, 64
-WIDE = (
-    GRAPH.replace("float[T,8]", "float[T,128]")
+WIDE, WIDE_BIASED = (
+    graph.replace("float[T,8]", "float[T,128]")
     .replace("float[5,8,8]", "float[5,128,128]")
     .replace("float[5,8,4]", "float[5,128,64]")
+    .replace("float[5,4,8]", "float[5,64,128]")
+    .replace("float[5,8]", "float[5,128]")
+    for graph in (GRAPH, BIASED)
 )
 PRODUCT = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[B,K] x, float[N,K] w) => (float[B,N] y) { turned = Transpose <perm = [1, 0]> (w)  y = MatMul (x, turned) }"""
@@ -35,8 +38,8 @@ g (float[T,32] x, float[5,32] w, float[5,8,32] up, float[5,32,4] down) => (float
 { logits = Gemm <transB = 1> (x, w)  y = com.microsoft.MoE <k = 2> (x, logits, up, , down) }"""
 
 
-def _lowered() -> ir.Model:
-    model = mixture(WIDE, width=WIDTH, inner=INNER)
+def _lowered(text: str = WIDE) -> ir.Model:
+    model = mixture(text, width=WIDTH, inner=INNER)
     LowerExpertsPass()(model)
     return model
 
@@ -68,6 +71,19 @@ def test_quantised_experts_are_what_each_of_their_matrices_quantised_would_be(bi
     given = feeds((0.75, 0.25), WIDTH)
     (expected,), (found,) = run_model(plain, given), run_model(quantised, given)
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02  # activations are rounded to 8 bits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_biases_keep_their_numbers(method: str) -> None:
+    how = Quantization(bits=8, method=method)
+    plain, quantised = _lowered(WIDE_BIASED), _lowered(WIDE_BIASED)
+    QuantizeExpertsPass(how)(quantised)
+    (node,) = [node for node in quantised.graph if node.op_type == "QMoE"]
+    assert [node.inputs[index] and node.inputs[index].name for index in (4, 7)] == ["layer.up_bias", "layer.down_bias"]  # type: ignore[union-attr]
+    given = feeds((0.75, 0.25), WIDTH)
+    given["x"] *= 0.1  # so that a few gates are clamped, not most
+    (expected,), (found,) = run_model(plain, given), run_model(quantised, given)
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02
 
 
 def test_scales_are_of_the_rows_dtype() -> None:

@@ -1,0 +1,45 @@
+"""A rotary embedding written for each half of a head (gpt-oss) as one operator.
+
+    a, b = Split(x);  Concat(a * cos - b * sin, b * cos + a * sin)      ->      RotaryEmbedding(x, cos, sin)
+
+Why: as in `interleaved_rotary`, of which this is a third form. The tables [B,S,D/2] may be any: yarn's have a factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
+
+from skipdecode.graph_passes.interleaved_rotary import fuse_rotary
+
+
+class HalvesRotaryPass(ir.passes.InPlacePass):
+    """Declines where head size or number of heads is not static."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        return fuse_rotary(model, _Halves.rule())
+
+
+class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(remove_nodes=False)  # the tables have other readers
+
+    def pattern(self, op: Any, x: Any, cos: Any, sin: Any) -> Any:
+        first, second = op.Split(x, axis=3, num_outputs=2, _outputs=2)
+        cos_4, sin_4 = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
+        return op.Concat(first * cos_4 - second * sin_4, second * cos_4 + first * sin_4, axis=-1)
+
+    def check(self, _: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> MatchResult:
+        result = MatchResult()
+        heads, size = (x.shape[1], x.shape[3]) if x.shape is not None and len(x.shape) == 4 else (None, None)
+        if not isinstance(heads, int) or not isinstance(size, int):
+            return result.fail("The number of heads or their size is not static.", x)
+        if any(table.shape is None or len(table.shape) != 3 or table.shape[2] * 2 != size for table in (cos, sin)):
+            return result.fail("There is not one entry a pair.", cos)
+        return result
+
+    def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
+        assert x.shape is not None
+        return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=x.shape[1])

@@ -1,0 +1,52 @@
+"""A rotary embedding written for each half of a head before; one operator after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
+from tests.graph_passes.running import run_model
+
+HALVES = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[B,2,S,8] h, float[B,S,4] f) => (float[B,2,S,8] y) <int64[1] one = {1}, float factor = {1.25}>
+{
+    cosine = Cos (f)  cos = Mul (cosine, factor)  cos_4 = Unsqueeze (cos, one)
+    sine = Sin (f)  sin = Mul (sine, factor)  sin_4 = Unsqueeze (sin, one)
+    first, second = Split <axis = 3, num_outputs = 2> (h)
+    a = Mul (first, cos_4)  b = Mul (second, sin_4)  left = Sub (a, b)
+    c = Mul (second, cos_4)  d = Mul (first, sin_4)  right = Add (c, d)
+    y = Concat <axis = -1> (left, right)
+}"""
+
+
+def _model(text: str) -> ir.Model:
+    model = ir.from_onnx_text(text)
+    ir.passes.common.ShapeInferencePass()(model)
+    return model
+
+
+def test_it_becomes_one_operator_with_the_same_result() -> None:
+    before, after = _model(HALVES), _model(HALVES)
+    assert HalvesRotaryPass()(after).modified
+    assert [node.op_type for node in after.graph] == ["Cos", "Mul", "Sin", "Mul", "RotaryEmbedding"]
+    rng = np.random.default_rng(0)
+    feeds = {"h": rng.standard_normal((1, 2, 3, 8)).astype(np.float32), "f": rng.standard_normal((1, 3, 4)).astype(np.float32)}
+    (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("(left, right)", "(right, left)"), ("Sub (a, b)", "Sub (b, a)"), ("float[B,2,S,8] h", "float[B,N,S,8] h")],
+    ids=["other way round", "turned back", "heads not static"],
+)
+def test_it_declines_what_is_no_such_rotation(old: str, new: str) -> None:
+    assert not HalvesRotaryPass()(_model(HALVES.replace(old, new))).modified
+
+
+def test_a_second_run_changes_nothing() -> None:
+    model = _model(HALVES)
+    HalvesRotaryPass()(model)
+    assert not HalvesRotaryPass()(model).modified
