@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import check_single_stack
+from skipdecode.exporter.architectures import IN_MXFP4, check_single_stack
 from skipdecode.exporter.checkpoint import lacks_head
 
 # Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
@@ -26,7 +26,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 
     Raises:
         ModelNotSupportedError: no such folder or hub id, a config.json that cannot be read, needs remote code, or tells of
-            an encoder or of quantised weights.
+            an encoder or of quantised weights, but for those that are dequantised as they are read.
     """
     size = _short_opt(model)
     folder = Path(model)
@@ -49,8 +49,9 @@ def _read_config(model: str) -> Any:
     check_single_stack(config)
     with _in_one_line(model):
         text = _text_part(config, Path(model))
-    if getattr(config, "quantization_config", None):
-        method = dict(config.quantization_config).get("quant_method", "some method")
+    quantised = getattr(config, "quantization_config", None)
+    method = dict(quantised).get("quant_method", "some method") if quantised else None
+    if method and not (method == "mxfp4" and config.model_type in IN_MXFP4):
         raise ModelNotSupportedError(
             f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
         )

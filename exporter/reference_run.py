@@ -64,6 +64,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
     logging.set_verbosity_error()  # it lists what sees as superfluous
     config, _ = load_config(str(folder))
+    if getattr(config, "quantization_config", None):
+        config.quantization_config["dequantize"] = True  # else transformers looks for kernels that multiply them as they are
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()

@@ -142,9 +142,10 @@ def test_quantised_weights_are_refused(zoo: Zoo, tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupportedError, match="float8_e4m3fn; give an unquantised"):
         _source(folder)(name, tuple(state[name].shape))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    with pytest.raises(ModelNotSupportedError, match=r"quantised \(gptq\).*--quantize"):
-        load_config(str(folder))
+    for method in ("gptq", "mxfp4"):  # whose layout is known of gpt-oss alone
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+        with pytest.raises(ModelNotSupportedError, match=rf"quantised \({method}\).*--quantize"):
+            load_config(str(folder))
 
 
 class _Hostile:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import skipdecode
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.weights import TensorSource
-from tests.conftest import RELATIVES, Zoo
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
+from tests.conftest import MAX_LENGTH, RELATIVES, Zoo
 
 UP = "model.layers.3.block_sparse_moe.experts.1.w3.weight"
 
@@ -51,3 +59,55 @@ def test_experts_that_do_not_fit_together_are_one_line(zoo: Zoo, tmp_path: Path)
         with pytest.raises(ModelNotSupportedError, match=says) as caught:
             _source(tmp_path)("model.layers.3.mlp.experts.gate_up_proj", (5, 256, 64))
         assert "\n" not in str(caught.value)
+
+
+DOWN = "model.layers.2.mlp.experts.down_proj"
+
+
+@pytest.fixture
+def in_mxfp4(zoo: Zoo, tmp_path: Path) -> Path:
+    """gpt-oss' checkpoint as OpenAI writes it: bf16, the experts' matrices as blocks of 32 numbers of 4 bits and exponents."""
+    folder = shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "in_mxfp4")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised}))
+    state = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    torch.manual_seed(0)
+    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = state.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        state[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)  # exponents -6 to -3
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_dequantises_them(in_mxfp4: Path) -> None:
+    model = reference_run._load(in_mxfp4, torch.float32)
+    bones = skeleton(transformers.AutoConfig.from_pretrained(in_mxfp4))
+    source, expected = checkpoint_source(in_mxfp4, bones), model.state_dict()
+    for parameter, shape in bones.shapes.items():
+        assert torch.equal(source(parameter, shape).float(), expected[parameter]), parameter
+    full = ScheduleRequest(name="full")
+    export(ExportRequest(model=str(in_mxfp4), out=in_mxfp4.parent / "bundle", schedule=full, max_length=MAX_LENGTH))
+    decoder = skipdecode.load(in_mxfp4.parent / "bundle").decoder([9], 3)
+    assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("scales", lambda scales: scales[:, :-1].contiguous(), r"cannot be put together \(torch.uint8 \(5, 64, 3, 16\)"),
+        ("scales", lambda scales: scales.float(), "cannot be put together"),
+        ("blocks", lambda blocks: blocks[..., 0].contiguous(), "cannot be put together"),
+        ("scales", lambda scales: None, f"lacks {DOWN}; "),
+    ],
+    ids=["too few scales", "scales of another dtype", "no blocks", "no scales"],
+)
+def test_blocks_and_scales_that_do_not_fit_together_are_one_line(part: str, change: Any, says: str, in_mxfp4: Path) -> None:
+    state = load_file(in_mxfp4 / "model.safetensors")
+    changed = change(state.pop(f"{DOWN}_{part}"))
+    save_file(state if changed is None else {**state, f"{DOWN}_{part}": changed}, in_mxfp4 / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        _source(in_mxfp4)(DOWN, (5, 96, 64))
+    assert "\n" not in str(caught.value)
