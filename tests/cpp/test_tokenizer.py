@@ -29,6 +29,11 @@ SPECIAL = ["</s> and <s> inside", "a</s>b", "<|begin_of_text|>hello<|eot|>"]
 _GPT4_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K_SPLIT = "|".join((
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+))  # fmt: skip
 
 
 def _trained(tokenizer: Tokenizer, specials: list[str], **options: object) -> Tokenizer:
@@ -84,10 +89,23 @@ def llama3_family() -> tuple[Tokenizer, dict[str, str]]:
     return tokenizer, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 
 
+def gpt_oss_family() -> tuple[Tokenizer, dict[str, str]]:
+    """Byte-level BPE over o200k's pattern, which looks at the case of letters; nothing around a text."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_O200K_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    _trained(tokenizer, ["<|startoftext|>", "<|return|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer, {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"}
+
+
 FAMILIES: dict[str, Callable[[], tuple[Tokenizer, dict[str, str]]]] = {
     "opt": opt_family,
     "llama": llama_family,
     "llama3": llama3_family,
+    "gpt_oss": gpt_oss_family,
 }
 
 
