@@ -23,8 +23,8 @@ SOFTMAX_ROUTED = (
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
-# those with attention sinks, which no test has seen on a GPU
-WITH_SINKS = ("gpt_oss",)
+# those with what has been run on a CPU alone
+CPU_ALONE = {**dict.fromkeys(LATENT, "keys and values that are expanded from a latent"), "gpt_oss": "attention sinks"}
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)

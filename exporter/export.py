@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import LATENT, MIXTURES, SOFTMAX_ROUTED, WITH_SINKS, check_supported
+from skipdecode.exporter.architectures import CPU_ALONE, MIXTURES, SOFTMAX_ROUTED, check_supported
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -176,12 +176,10 @@ def _max_length(request: ExportRequest, config: Any) -> int:
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
-    if bones.config.model_type in LATENT and any(target.name != "cpu" for target in targets):
-        raise TargetError(
-            f"{bones.config.model_type} expands keys and values from a latent, which has only been run on cpu", "choose cpu",
-            where="--target",
-        )  # fmt: skip
-    if bones.config.model_type in MIXTURES:
+    name = bones.config.model_type
+    if name in CPU_ALONE and any(target.name != "cpu" for target in targets):
+        raise TargetError(f"{name} has {CPU_ALONE[name]}, which is run on cpu alone", "choose cpu", where="--target")
+    if name in MIXTURES:
         _check_mixture(request, targets, bones)
     if not any(target.is_tensorrt for target in targets):
         if request.builder != BuilderOptions():
@@ -209,8 +207,6 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], bon
         raise TargetError(f"{name} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target")
     if not any(target.name == "cuda" for target in targets):
         return
-    if name in WITH_SINKS:
-        raise TargetError(f"{name} has attention sinks, which are tested on cpu alone", "choose cpu", where="--target")
     if name not in SOFTMAX_ROUTED:
         raise TargetError(f"{name} chooses its experts as no CUDA kernel of ONNX Runtime does", "choose cpu", where="--target")
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load

@@ -241,7 +241,6 @@ def test_what_experts_cannot_be_compiled_for_is_refused(zoo: Zoo, tmp_path: Path
     ("name", "changes", "says"),
     [
         ("minimax_m2", {}, "minimax_m2 chooses its experts as no CUDA kernel of ONNX Runtime does; choose cpu"),
-        ("gpt_oss", {}, "gpt_oss has attention sinks, which are tested on cpu alone; choose cpu"),
         ("mixtral", {"intermediate_size": 100}, "width of the experts 100 is no multiple of 8, as cuda needs it; choose cpu"),
     ],
 )
@@ -255,9 +254,14 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
-def test_latent_attention_is_refused_where_it_has_not_been_run(target: str, zoo: Zoo, tmp_path: Path) -> None:
-    says = "--target: minicpm3 expands keys and values from a latent, which has only been run on cpu; choose cpu"
-    _refused(zoo.checkpoint("minicpm3"), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
+@pytest.mark.parametrize(
+    ("name", "what"), [("minicpm3", "keys and values that are expanded from a latent"), ("gpt_oss", "attention sinks")]
+)
+def test_attention_of_a_kind_that_no_gpu_has_run_is_refused_for_gpus(
+    name: str, what: str, target: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    says = f"--target: {name} has {what}, which is run on cpu alone; choose cpu"
+    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
 
 
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:
