@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from filelock import FileLock
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from skipdecode.exporter import graphs
 from skipdecode.exporter.export import ExportRequest, export
@@ -62,7 +63,7 @@ _LATENT = {
 _RELATIVES: dict[str, dict[str, Any]] = {
     "afmoe": {**_EXPERTS, "num_experts": 5, "num_shared_experts": 1, "head_dim": 16, "sliding_window": 5, "route_scale": 2.5},
     "apertus": {},
-    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 1},
+    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "mlp_layer_types": ["sparse"] * LAYERS},
     "arcee": {},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": 5},
@@ -78,13 +79,12 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         **_EXPERTS,
         **_LATENT,
         "n_routed_experts": 8,
-        "first_k_dense_replace": 1,
         "topk_method": "group_limited_greedy",
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     },
-    "deepseek_v3": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 1},
+    "deepseek_v3": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 0},
     "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "ernie4_5": {"head_dim": 16},
     "ernie4_5_moe": {"moe_intermediate_size": 48, "moe_k": 3, "moe_num_experts": 5, "moe_num_shared_experts": 1},
@@ -214,6 +214,14 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("layer_graphs", "outer_graphs"):
             patch.setattr(f"skipdecode.exporter.export.{name}", _traced_once(getattr(graphs, name), folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchlib_once() -> Iterator[None]:
+    """torch.onnx reads the source of its 500 operators for each graph anew, which takes as long as tracing a small one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
         yield
 
 

@@ -57,7 +57,7 @@ def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path)
     compiled = rows["transformers static cache, torch.compile"]
     assert (compiled["graphs"], compiled["graph_breaks"]) == (1, 0), "the peer is not what it claims to be"
     assert compiled["skipdecode_full_depth_ms"] > 0
-    assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "cuda-int8", "cuda-int4", "one-engine"}
+    assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "cuda-int4", "one-engine"}
 
 
 def test_gpu_tells_what_there_was_no_time_for() -> None:
