@@ -23,6 +23,13 @@ def run_model(model: ir.Model, feeds: dict[str, Array]) -> list[Array]:
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
 
 
+def with_shapes(text: str) -> ir.Model:
+    """The text's graph, whose values have the shapes that follow from its inputs'."""
+    model = ir.from_onnx_text(text)
+    ir.passes.common.ShapeInferencePass()(model)
+    return model
+
+
 def with_parameters(text: str, arrays: dict[str, Array]) -> ir.Model:
     """The text's inputs of these names become parameters `layer.NAME` (text cannot hold a dotted name)."""
     model = ir.from_onnx_text(text)

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 
 def _written(out: str, rows: str, part: str, start: str, end: str) -> str:
@@ -29,14 +29,8 @@ g (float[B,4,S,16] a, float[B,4,S,8] b, int64[4] shape) => (float[B,4,S,24] y)
 }}"""
 
 
-def _model(text: str) -> ir.Model:
-    model = ir.from_onnx_text(text)
-    ir.passes.common.ShapeInferencePass()(model)
-    return model
-
-
 def test_the_parts_become_one_concat_with_the_same_result() -> None:
-    before, after = _model(BEFORE), _model(BEFORE)
+    before, after = with_shapes(BEFORE), with_shapes(BEFORE)
     assert ConcatPartsPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Concat"]
     rng = np.random.default_rng(0)
@@ -59,6 +53,6 @@ def test_parts_that_do_not_fill_the_tensor_stay(old: str, new: str) -> None:
 
 
 def test_a_second_run_changes_nothing() -> None:
-    model = _model(BEFORE)
+    model = with_shapes(BEFORE)
     ConcatPartsPass()(model)
     assert not ConcatPartsPass()(model).modified

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 heads (float[B,S,64] x) => (OUTPUT y)
@@ -58,8 +58,7 @@ def test_a_reshape_to_its_own_shape_goes(target: str) -> None:
         wide = Add (x, x)
         y = Reshape (wide, TARGET)
     }"""
-    model = ir.from_onnx_text(text.replace("TARGET", target))
-    ir.passes.common.ShapeInferencePass()(model)
+    model = with_shapes(text.replace("TARGET", target))
     assert ConstantReshapePass()(model).modified
     assert [node.op_type for node in model.graph] == ["Add"]
     assert [value.name for value in model.graph.outputs] == ["y"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 HALVES = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[B,2,S,8] h, float[B,S,4] f) => (float[B,2,S,8] y) <int64[1] one = {1}, float factor = {1.25}>
@@ -21,14 +20,8 @@ g (float[B,2,S,8] h, float[B,S,4] f) => (float[B,2,S,8] y) <int64[1] one = {1}, 
 }"""
 
 
-def _model(text: str) -> ir.Model:
-    model = ir.from_onnx_text(text)
-    ir.passes.common.ShapeInferencePass()(model)
-    return model
-
-
 def test_it_becomes_one_operator_with_the_same_result() -> None:
-    before, after = _model(HALVES), _model(HALVES)
+    before, after = with_shapes(HALVES), with_shapes(HALVES)
     assert HalvesRotaryPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cos", "Mul", "Sin", "Mul", "RotaryEmbedding"]
     rng = np.random.default_rng(0)
@@ -43,10 +36,10 @@ def test_it_becomes_one_operator_with_the_same_result() -> None:
     ids=["other way round", "turned back", "heads not static"],
 )
 def test_it_declines_what_is_no_such_rotation(old: str, new: str) -> None:
-    assert not HalvesRotaryPass()(_model(HALVES.replace(old, new))).modified
+    assert not HalvesRotaryPass()(with_shapes(HALVES.replace(old, new))).modified
 
 
 def test_a_second_run_changes_nothing() -> None:
-    model = _model(HALVES)
+    model = with_shapes(HALVES)
     HalvesRotaryPass()(model)
     assert not HalvesRotaryPass()(model).modified

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 _TURNED = """even = Slice (h, zero, most, three, two)  odd = Slice (h, one, most, three, two)  minus = Neg (odd)
    left = Unsqueeze (minus, last)  right = Unsqueeze (even, last)  pairs = Concat <axis = -1> (left, right)
@@ -48,8 +48,7 @@ def test_either_form_becomes_one_operator_with_the_same_result(form: str) -> Non
 
 
 def test_the_rest_of_a_head_that_is_rotated_in_part_passes_through_the_operator() -> None:
-    before, after = ir.from_onnx_text(PART), ir.from_onnx_text(PART)
-    ir.passes.common.ShapeInferencePass()(after)
+    before, after = ir.from_onnx_text(PART), with_shapes(PART)
     assert InterleavedRotaryPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cos", "Sin", "RotaryEmbedding"]
     (expected,), (found,) = (run_model(model, _feeds("x", 12)) for model in (before, after))

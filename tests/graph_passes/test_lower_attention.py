@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 layer (float[B,S,32] rows_q, float[B,S,16] rows_k, float[B,S,16] rows_v, int64[B,S] position_ids,
@@ -73,14 +73,8 @@ def _beside_sinks(text: str) -> str:
     return text.replace("int64[4] heads", "int64[1] last = {-1}, int64[3] a_head = {-1, 1, 1}, int64[4] heads")
 
 
-def _before(text: str = BEFORE) -> ir.Model:
-    model = ir.from_onnx_text(text)
-    ir.passes.common.ShapeInferencePass()(model)
-    return model
-
-
 def test_attention_and_scatter_become_one_operator_that_reads_the_rows_themselves() -> None:
-    model = _before()
+    model = with_shapes(BEFORE)
     assert LowerAttentionPass(max_length=8)(model).modified
     (node,) = model.graph
     assert (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
@@ -93,7 +87,7 @@ def test_attention_and_scatter_become_one_operator_that_reads_the_rows_themselve
 
 
 def test_a_second_run_changes_nothing() -> None:
-    model = _before()
+    model = with_shapes(BEFORE)
     LowerAttentionPass(max_length=8)(model)
     text = ir.to_onnx_text(model)
     assert not LowerAttentionPass(max_length=8)(model).modified
@@ -111,7 +105,7 @@ def test_an_attention_that_is_not_on_a_kv_buffer_is_an_error_and_not_silence() -
 
 def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
     for max_length, expected in ((WINDOW, None), (WINDOW + 1, WINDOW)):
-        model = _before(WINDOWED)
+        model = with_shapes(WINDOWED)
         LowerAttentionPass(max_length=max_length)(model)
         (node,) = model.graph
         attribute = node.attributes.get("local_window_size")
@@ -119,7 +113,7 @@ def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
 
 
 def test_sinks_become_the_operators_own() -> None:
-    model = _before(_beside_sinks(BEFORE))
+    model = with_shapes(_beside_sinks(BEFORE))
     LowerAttentionPass(max_length=8)(model)
     (node,) = model.graph
     assert [value and value.name for value in node.inputs[7:]] == [None, None, None, None, "sinks"]
@@ -129,11 +123,11 @@ def test_sinks_become_the_operators_own() -> None:
 def test_a_share_of_scores_that_are_not_masked_is_an_error_and_no_sink() -> None:
     text = _beside_sinks(BEFORE).replace("qk_matmul_output_mode = 2", "qk_matmul_output_mode = 0")
     with pytest.raises((AssertionError, ir.passes.PassError)):
-        LowerAttentionPass(max_length=8)(_before(text))
+        LowerAttentionPass(max_length=8)(with_shapes(text))
 
 
 def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
-    model = _before(ROTATED)
+    model = with_shapes(ROTATED)
     LowerAttentionPass(max_length=8)(model)
     (node,) = model.graph
     tables = [value.const_value.numpy() for value in node.inputs[7:9] if value is not None and value.const_value is not None]
@@ -171,7 +165,7 @@ def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int
         "seqlens_k": np.full(rows, past + new - 1, np.int32),
         "total_sequence_length": np.array([past + new], np.int32),
     }
-    before, after = _before(text), _before(text)
+    before, after = with_shapes(text), with_shapes(text)
     LowerAttentionPass(max_length=slots)(after)
     for expected, found in zip(run_model(before, feeds), run_model(after, feeds), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

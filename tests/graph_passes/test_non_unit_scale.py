@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 attend (float[B,2,S,16] query, float[B,2,C,16] key, float[B,2,C,16] value, bool[B,1,S,C] visible)
@@ -19,9 +19,7 @@ attend (float[B,2,S,16] query, float[B,2,C,16] key, float[B,2,C,16] value, bool[
 
 
 def _before(scale: str) -> ir.Model:
-    model = ir.from_onnx_text(BEFORE.replace("SCALE", scale))
-    ir.passes.common.ShapeInferencePass()(model)
-    return model
+    return with_shapes(BEFORE.replace("SCALE", scale))
 
 
 def test_the_query_takes_what_the_scale_loses() -> None:

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.unflatten import UnflattenPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 mlp (float[B,S,4] x) => (float[B,S,4] y)
@@ -31,8 +31,7 @@ mlp (float[B,S,4] x) => (float[B,S,4] y)
 
 
 def _before(alpha: str = "", extra: str = "") -> ir.Model:
-    model = ir.from_onnx_text(BEFORE.replace("ALPHA", alpha).replace("EXTRA", extra))
-    ir.passes.common.ShapeInferencePass()(model)
+    model = with_shapes(BEFORE.replace("ALPHA", alpha).replace("EXTRA", extra))
     flat = ir.Shape(["B*S", 4])  # as torch.export names it
     for node in model.graph:
         value = node.outputs[0]
@@ -64,8 +63,7 @@ def test_it_declines_what_would_not_be_the_same(changes: dict[str, str]) -> None
     text = BEFORE
     if "extra" in changes:
         text = text.replace("Add (f, d)", "Add (f, d2)").replace("int64[1] width", "int64 width0 = {0}, int64[1] width")
-    model = ir.from_onnx_text(text.replace("ALPHA", changes.get("alpha", "")).replace("EXTRA", changes.get("extra", "")))
-    ir.passes.common.ShapeInferencePass()(model)
+    model = with_shapes(text.replace("ALPHA", changes.get("alpha", "")).replace("EXTRA", changes.get("extra", "")))
     (before,) = run_model(model, {"x": X})
     count = len(model.graph)
     assert not UnflattenPass()(model).modified
