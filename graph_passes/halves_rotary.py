@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.interleaved_rotary import fuse_rotary
+from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, static_head_size
 
 
 class HalvesRotaryPass(ir.passes.InPlacePass):
@@ -33,8 +33,8 @@ class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
 
     def check(self, _: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> MatchResult:
         result = MatchResult()
-        heads, size = (x.shape[1], x.shape[3]) if x.shape is not None and len(x.shape) == 4 else (None, None)
-        if not isinstance(heads, int) or not isinstance(size, int):
+        size = static_head_size(x)
+        if size is None:
             return result.fail("The number of heads or their size is not static.", x)
         if any(table.shape is None or len(table.shape) != 3 or table.shape[2] * 2 != size for table in (cos, sin)):
             return result.fail("There is not one entry a pair.", cos)

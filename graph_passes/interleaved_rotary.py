@@ -43,8 +43,8 @@ class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
     def check(self, _: Any, x: ir.Value, freqs: ir.Value, **others: ir.Value) -> pattern.MatchResult:
         result = pattern.MatchResult()
-        heads, size = (x.shape[1], x.shape[3]) if x.shape is not None and len(x.shape) == 4 else (None, None)
-        if not isinstance(heads, int) or not isinstance(size, int):
+        size = static_head_size(x)
+        if size is None:
             return result.fail("The number of heads or their size is not static.", x)
         if freqs.shape is None or freqs.shape[-1] * 2 != size:
             return result.fail("There is not one frequency a pair.", freqs)
@@ -72,6 +72,12 @@ class _TablesTwice(InterleavedFusion):
         angles = op.Concat(freqs, freqs, axis=-1)
         cos, sin = entries_twice(op, op.Cos(angles), half_1, shape_1), entries_twice(op, op.Sin(angles), half_2, shape_2)
         return x * cos + turn(op, x, turned) * sin
+
+
+def static_head_size(x: ir.Value) -> int | None:
+    """D of x [B,N,S,D]; None where it or the number of heads N is not static."""
+    heads, size = (x.shape[1], x.shape[3]) if x.shape is not None and len(x.shape) == 4 else (None, None)
+    return size if isinstance(heads, int) and isinstance(size, int) else None
 
 
 def entries_twice(op: Any, table: Any, half: Any, shape: Any) -> Any:

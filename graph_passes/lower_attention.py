@@ -96,7 +96,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     if out.op_type == "Reshape":
         take_over(out.outputs[0], lowered.outputs[0])
     else:  # a part of each head: values narrower than keys
-        take_over(turned.outputs[0], _heads(graph, out, lowered.outputs[0], num_heads, head_size))
+        take_over(turned.outputs[0], _reshaped(graph, out, lowered.outputs[0], [0, 0, num_heads, head_size]))
 
 
 def _value(node: ir.Node, index: int) -> ir.Value:
@@ -176,18 +176,15 @@ def _rows(graph: ir.Graph, before: ir.Node, value: ir.Value, width: int) -> ir.V
         back = ir.node("Transpose", [value], {"perm": [0, 2, 1, 3]})
         graph.insert_before(before, back)
         value = back.outputs[0]
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, width], dtype=np.int64))})
-    rows = ir.node("Reshape", [value, shape.outputs[0]])
-    graph.insert_before(before, [shape, rows])
-    return rows.outputs[0]
+    return _reshaped(graph, before, value, [0, 0, width])
 
 
-def _heads(graph: ir.Graph, before: ir.Node, rows: ir.Value, num_heads: int, head_size: int) -> ir.Value:
-    """[B,S,N*D] -> [B,S,N,D]."""
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, num_heads, head_size], dtype=np.int64))})
-    heads = ir.node("Reshape", [rows, shape.outputs[0]])
-    graph.insert_before(before, [shape, heads])
-    return heads.outputs[0]
+def _reshaped(graph: ir.Graph, before: ir.Node, value: ir.Value, sizes: list[int]) -> ir.Value:
+    """`value` by Reshape: a size of 0 stays what it is."""
+    shape = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
+    reshape = ir.node("Reshape", [value, shape.outputs[0]])
+    graph.insert_before(before, [shape, reshape])
+    return reshape.outputs[0]
 
 
 def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: int) -> list[ir.Value] | None:

@@ -74,14 +74,19 @@ def llama_family() -> tuple[Tokenizer, dict[str, str]]:
     return tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def llama3_family() -> tuple[Tokenizer, dict[str, str]]:
-    """Byte-level BPE over GPT-4's pattern."""
+def _byte_level(split: str, specials: list[str]) -> Tokenizer:
+    """Byte-level BPE over a pattern, as Llama 3 and gpt-oss have it."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_GPT4_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
-    _trained(tokenizer, ["<|begin_of_text|>", "<|end_of_text|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    return _trained(tokenizer, specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
+
+def llama3_family() -> tuple[Tokenizer, dict[str, str]]:
+    """Byte-level BPE over GPT-4's pattern."""
+    tokenizer = _byte_level(_GPT4_SPLIT, ["<|begin_of_text|>", "<|end_of_text|>"])
     tokenizer.add_special_tokens([AddedToken("<|eot|>", special=True)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
@@ -91,12 +96,7 @@ def llama3_family() -> tuple[Tokenizer, dict[str, str]]:
 
 def gpt_oss_family() -> tuple[Tokenizer, dict[str, str]]:
     """Byte-level BPE over o200k's pattern, which looks at the case of letters; nothing around a text."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_O200K_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
-    _trained(tokenizer, ["<|startoftext|>", "<|return|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = _byte_level(_O200K_SPLIT, ["<|startoftext|>", "<|return|>"])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokenizer, {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"}
 

@@ -12,15 +12,22 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from tests.graph_passes.running import Array, run_model, with_parameters
 
 EXPERTS, WIDTH, INNER, TOKENS = 5, 8, 4, 7
+# around each kind of experts: zeros for those not chosen before, the weighted sum behind
+_BEGIN = """length = Shape <start = 0, end = 1> (x)
+    many = Shape (none)
+    shape = Concat <axis = 0> (length, many)
+    zeros = Expand (none, shape)
+    rows = Unsqueeze (x, first)"""
+_END = """scattered = ScatterElements <axis = 1> (zeros, chosen, weights)
+    by_expert = Transpose <perm = [1, 0]> (scattered)
+    counts = Unsqueeze (by_expert, last)
+    counted = Mul (products, counts)
+    y = ReduceSum <keepdims = 0> (counted, first)"""
 GRAPH = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, float[5,8,4] down) => (float[T,8] y)
 <int64[1] first = {0}, int64[1] last = {2}, float[5] none = {0.0, 0.0, 0.0, 0.0, 0.0}, int64[1] second = {1}>
 {
-    length = Shape <start = 0, end = 1> (x)
-    many = Shape (none)
-    shape = Concat <axis = 0> (length, many)
-    zeros = Expand (none, shape)
-    rows = Unsqueeze (x, first)
+    BEGIN
     turned_up = Transpose <perm = [0, 2, 1]> (gate_up)
     both = MatMul (rows, turned_up)
     gate, up = Split <axis = 2, num_outputs = 2> (both)
@@ -29,13 +36,9 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
     inner = Mul (silu, up)
     turned_down = Transpose <perm = [0, 2, 1]> (down)
     products = MatMul (inner, turned_down)
-    scattered = ScatterElements <axis = 1> (zeros, chosen, weights)
-    by_expert = Transpose <perm = [1, 0]> (scattered)
-    counts = Unsqueeze (by_expert, last)
-    counted = Mul (products, counts)
-    y = ReduceSum <keepdims = 0> (counted, first)
+    END
 }
-"""
+""".replace("BEGIN", _BEGIN).replace("END", _END)
 
 # gpt-oss': matrices the other way round, gate and up taking turns, biases, a clamp
 BIASED = """<ir_version: 10, opset_import: ["" : 24]>
@@ -44,11 +47,7 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
 <int64[1] first = {0}, int64[1] last = {2}, float[5] none = {0.0, 0.0, 0.0, 0.0, 0.0}, int64[1] second = {1},
  int64[1] most = {9223372036854775807}, float limit = {1.5}, float low = {-1.5}, float alpha = {1.702}, float one = {1.0}>
 {
-    length = Shape <start = 0, end = 1> (x)
-    many = Shape (none)
-    shape = Concat <axis = 0> (length, many)
-    zeros = Expand (none, shape)
-    rows = Unsqueeze (x, first)
+    BEGIN
     product = MatMul (rows, gate_up)
     up_bias_3 = Unsqueeze (up_bias, second)
     both = Add (product, up_bias_3)
@@ -64,13 +63,9 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
     product_2 = MatMul (inner, down)
     down_bias_3 = Unsqueeze (down_bias, second)
     products = Add (product_2, down_bias_3)
-    scattered = ScatterElements <axis = 1> (zeros, chosen, weights)
-    by_expert = Transpose <perm = [1, 0]> (scattered)
-    counts = Unsqueeze (by_expert, last)
-    counted = Mul (products, counts)
-    y = ReduceSum <keepdims = 0> (counted, first)
+    END
 }
-"""
+""".replace("BEGIN", _BEGIN).replace("END", _END)
 # as it is traced in fp16
 NARROW = (
     GRAPH.replace("float[T,8]", "float16[T,8]")
