@@ -12,9 +12,9 @@ from skipdecode.errors import ModelNotSupportedError
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token
 MIXTURES = (
-    "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-    "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
+    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna",
+    "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
@@ -23,22 +23,32 @@ SOFTMAX_ROUTED = (
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+# older than transformers' interface for attention (see own_attention); their layers return attention weights as well
+OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # those with what has been run on a CPU alone
-CPU_ALONE = {**dict.fromkeys(LATENT, "keys and values that are expanded from a latent"), "gpt_oss": "attention sinks"}
+CPU_ALONE = {
+    **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
+    **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
+    **dict.fromkeys(("flint", "gpt_oss"), "attention sinks"),
+}
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
-    "gpt2": ("", "h", ("ln_f",), None),
+    **dict.fromkeys(("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"), ("", "h", ("ln_f",), None)),
+    "biogpt": ("", "layers", ("layer_norm",), None),
+    "falcon": ("", "h", ("ln_f",), "rotary_emb"),
+    "mpt": ("", "blocks", ("norm_f",), None),
+    "persimmon": ("", "layers", ("final_layernorm",), "rotary_emb"),
     "gpt_neox": ("", "layers", ("final_layer_norm",), "rotary_emb"),
     "phi": ("", "layers", ("final_layernorm",), "rotary_emb"),
     **dict.fromkeys(
         (
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
-            "glm4", "granite", "helium", "hyperclovax", "internlm3", "jais2", "llama", "minicpm3", "ministral", "ministral3",
-            "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
-            "starcoder2", "vaultgemma", "youtu", *MIXTURES,
+            "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
+            "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
+            "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -109,8 +119,8 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, values wider than keys, a rotary
-            scaling that `max_length` tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, values wider than keys, ALiBi in bf16, a
+            rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
@@ -120,8 +130,12 @@ def check_supported(config: Any, max_length: int) -> None:
         raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
     if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
         raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
+    if config.model_type == "falcon" and config.alibi:
+        raise unsupported(
+            config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"
+        )
     _check_rotary(config, max_length)
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = _declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name, the others'
     if longest and max_length > longest:
         raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
 
@@ -131,7 +145,12 @@ def key_sizes(config: Any) -> tuple[int, int]:
     heads: int = config.num_attention_heads
     if config.model_type in LATENT:
         return heads, config.qk_head_dim
-    return getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if _declared(config, "multi_query") and not _declared(
+        config, "new_decoder_architecture"
+    ):  # which Falcon's own code asks first
+        return 1, size
+    return _declared(config, "num_key_value_heads") or _declared(config, "num_kv_heads") or heads, size
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:
@@ -141,6 +160,8 @@ def expands_latents(layer: torch.nn.Module) -> bool:
 
 def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, itself included (transformers' `sliding_window`); None: all before it."""
+    if config.model_type == "gpt_neo":
+        return config.window_size if config.attention_layers[layer] == "local" else None
     window: int | None = _declared(config, "sliding_window")
     if not window or _declared(config, "use_sliding_window") is False:
         return None

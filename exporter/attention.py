@@ -12,7 +12,7 @@ ATTENTION_NAME = "skipdecode_onnx"
 OPSET = 24  # Attention with a static KV buffer and TensorScatter need it; ONNX Runtime 1.31 reads up to 26
 
 
-def _attention(
+def onnx_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -22,12 +22,14 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     kv_buffer: ScatterCache | None = None,
+    slot_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C].
 
     `s_aux` [NH]: a model's attention sinks, a score a head that takes its share of the softmax and has no value (gpt-oss).
-    With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D.
+    With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D. `slot_bias` [NH,1,C]: added to the
+    scores, whatever the query's position (ALiBi).
     """
     size = value.shape[-1]
     if kv_buffer is not None:
@@ -35,6 +37,8 @@ def _attention(
     attrs: dict[str, Any] = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
     if softcap:
         attrs["softcap"] = float(softcap)
+    if slot_bias is not None:
+        attention_mask = torch.where(attention_mask, slot_bias.to(query.dtype), float("-inf"))
     inputs = (query, key, value, attention_mask)
     if s_aux is None:
         out = torch.onnx.ops.symbolic("Attention", inputs, attrs, dtype=query.dtype, shape=query.shape, version=OPSET)
@@ -65,7 +69,7 @@ def _beside_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks
     return out * left
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, onnx_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # the layer's wrapper gives the mask
 
 

@@ -12,10 +12,19 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import DecoderParts, attention_window, decoder_parts, key_sizes, layer_kind, settled
+from skipdecode.exporter.architectures import (
+    OWN_ATTENTION,
+    DecoderParts,
+    attention_window,
+    decoder_parts,
+    key_sizes,
+    layer_kind,
+    settled,
+)
 from skipdecode.exporter.attention import ATTENTION_NAME
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
+from skipdecode.exporter.own_attention import through_interface
 from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
@@ -82,7 +91,8 @@ def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Repo
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     """Build the model on the meta device: names, shapes and ties, no memory."""
-    config._attn_implementation, config._experts_implementation = ATTENTION_NAME, EXPERTS_NAME
+    config._attn_implementation = "eager" if config.model_type in OWN_ATTENTION else ATTENTION_NAME
+    config._experts_implementation = EXPERTS_NAME
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
@@ -114,7 +124,7 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         kind = layer_kind(bones.config, index)
         key = (kind, _structure(layer))
         if key not in templates:
-            real = type(layer)(bones.config, layer_idx=index).to(bones.dtype)
+            real = through_interface(type(layer)(bones.config, index).to(bones.dtype))
             window = attention_window(bones.config, index)
             templates[key] = trace_layer(real, rotary, kind, window, sizes, bones.dtype)
             clean_trace(templates[key])
@@ -135,7 +145,9 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
         (path, type(module), name, value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, tuple)) and name != "layer_idx" and not name.startswith("_")
+        if isinstance(value, (bool, int, float, str, tuple))
+        and name not in ("layer_idx", "layer_id")
+        and not name.startswith("_")
     )
     return shapes, settings
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import CapacityError, ScheduleError
-from skipdecode.exporter.architectures import decoder_layers
+from skipdecode.exporter.architectures import OWN_ATTENTION, decoder_layers
 from skipdecode.schedule import Anchor, Schedule
 
 
@@ -36,12 +36,13 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     if schedule.num_layers != len(layers):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
+    with_weights = model.config.model_type in OWN_ATTENTION
     handles = []
     try:
         for index, layer in enumerate(layers):
             cap = schedule.cap(index)
             if cap is not None:
-                layer.forward = _sliced(layer.forward, start + cap)
+                layer.forward = _sliced(layer.forward, start + cap, with_weights)
                 handles.append(layer)
         yield model
     finally:
@@ -49,19 +50,23 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             del layer.forward  # uncovers the class's own
 
 
-def _sliced(forward: Any, cap: int) -> Any:
-    """`forward`, computing `hidden[:, :cap]` and passing the later positions through unchanged."""
+def _sliced(forward: Any, cap: int, with_weights: bool) -> Any:
+    """`forward`, computing `hidden[:, :cap]` and passing the later positions through unchanged.
 
-    def sliced_forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    `with_weights`: it returns the attention's weights as well, which nothing reads.
+    """
+
+    def sliced_forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         length = hidden.shape[1]
         if cap >= length:
             return forward(hidden, *args, **kwargs)
-        if cap == 0:
-            return hidden
-        args = tuple(_prefix(value, length, cap) for value in args)
-        kwargs = {name: _prefix(value, length, cap) for name, value in kwargs.items()}
-        head = forward(hidden[:, :cap], *args, **kwargs)
-        return torch.cat([head, hidden[:, cap:]], dim=1)
+        out = hidden
+        if cap:
+            args = tuple(_prefix(value, length, cap) for value in args)
+            kwargs = {name: (_PREFIXES.get(name) or _prefix)(value, length, cap) for name, value in kwargs.items()}
+            head = forward(hidden[:, :cap], *args, **kwargs)
+            out = torch.cat([head[0] if with_weights else head, hidden[:, cap:]], dim=1)
+        return (out, None) if with_weights else out
 
     return sliced_forward
 
@@ -78,6 +83,13 @@ def _prefix(value: Any, length: int, cap: int) -> Any:
         if value.ndim > axis and value.shape[axis] == length:
             return value.narrow(axis, 0, cap)
     return value
+
+
+# ALiBi: BLOOM's biases [B*NH,1,S], Falcon's None; MPT's [NH,1,P] of P positions, the last of which its attention takes itself
+_PREFIXES = {
+    "alibi": lambda value, _, cap: None if value is None else value[..., :cap],
+    "position_bias": lambda value, *_: value,
+}
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents
+from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents, key_sizes
 from skipdecode.exporter.attention import widened
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
@@ -97,15 +97,19 @@ def _keys_and_values(
     cache = DynamicCache()
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
-    return [_expanded(layer, kept.keys, kept.values) for layer, kept in zip(decoder_layers(model), cache.layers, strict=True)]
+    heads, _ = key_sizes(model.config)
+    return [
+        _as_kept(layer, kept.keys, kept.values, heads) for layer, kept in zip(decoder_layers(model), cache.layers, strict=True)
+    ]
 
 
-def _expanded(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_kept(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What the runtime's KV buffer holds of what transformers has cached, of the first row."""
     if expands_latents(layer):
         keys, values = layer.self_attn.expand_kv(keys, values)
         values = widened(values, keys.shape[-1])
-    return keys[0], values[0]
+    each = keys.shape[1] // heads  # Falcon's are there once for each query
+    return keys[0, ::each], values[0, ::each]
 
 
 if __name__ == "__main__":

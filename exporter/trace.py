@@ -75,9 +75,12 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
             complex_turns = isinstance(turns, torch.Tensor) and turns.is_complex()
             arguments["position_embeddings"] = _ComplexTurns(turns) if complex_turns else turns
         names = inspect.signature(self.layer.forward).parameters
+        arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
         # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
         arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else "past_key_values"] = cache
         out = self.layer(hidden, **arguments)
+        if isinstance(out, tuple):  # and attention weights
+            out = out[0]
         return out, cache.present_key, cache.present_value
 
 

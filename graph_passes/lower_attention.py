@@ -4,6 +4,7 @@
     -> GroupQueryAttention(query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache)
 
     Attention(..) * Sigmoid(ReduceLogSumExp(its scores) - sinks)  ->  the same, with `head_sink`
+    Attention(.., Where(visible, bias of each slot, -inf))        ->  the same, with `attention_bias`
 
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
 holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
@@ -18,6 +19,7 @@ import zlib
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.tape import Tape
 
 from skipdecode import bindings
 from skipdecode.graph_passes.take_over import take_over
@@ -62,6 +64,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     num_heads, kv_heads = _static_dim(query, 1), _static_dim(past_key, 1)
     head_size = _static_dim(past_key, 3)
     attended, sinks = _beside_sinks(node)
+    visible, bias = _visible_and_bias(_value(node, 3))
     table = _rotary_table(graph, query, new_key, max_length)
     interleaved = 0
     if table is not None:
@@ -78,14 +81,17 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         "num_heads": num_heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float(),
         "do_rotary": int(table is not None), "rotary_interleaved": interleaved,
     }  # fmt: skip
-    window = _window(_value(node, 3))
+    window = _window(visible)
     if window is not None and window < max_length:
         attributes["local_window_size"] = window
     if "softcap" in node.attributes:
         attributes["softcap"] = node.attributes["softcap"].as_float()
+    lengths = _length_inputs(graph)
+    if bias is not None:
+        bias = _valid_bias(graph, out, bias, rows[0], lengths[1])
     lowered = ir.node(
         "GroupQueryAttention",
-        [*rows, past_key, past_value, *_length_inputs(graph), *_optional_inputs(table, sinks)],
+        [*rows, past_key, past_value, *lengths, *_optional_inputs(table, bias, sinks)],
         attributes,
         domain=MS_DOMAIN,
         num_outputs=3,
@@ -134,9 +140,48 @@ def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
     return left.outputs[0], _value(_producer(_value(difference, 1), "Reshape"), 0)
 
 
-def _optional_inputs(table: list[ir.Value] | None, sinks: ir.Value | None) -> list[ir.Value | None]:
+def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """Of a mask the slots that each query sees, bool [B,1,S,C], and what is added to their scores [NH,1,C]; None: nothing."""
+    node = mask.producer()
+    if node is None or node.op_type != "Where":
+        return mask, None
+    hidden = _value(node, 2).const_value
+    assert hidden is not None and (hidden.numpy() == -np.inf).all(), "slots that are not seen have scores"
+    return _value(node, 0), _value(node, 1)
+
+
+def _valid_bias(graph: ir.Graph, before: ir.Node, bias: ir.Value, rows: ir.Value, total: ir.Value) -> ir.Value:
+    """A slope a head times each slot's number [NH,1,C], as the operator wants it: [1,NH,S,`total`]; `rows` are [B,S,N*D].
+
+    Layers of one graph with the same slopes share it.
+    """
+    slopes, slots = (_value(_producer(bias, "Mul"), index) for index in range(2))
+    _producer(_value(_producer(slots, "Cast"), 0), "Range")
+    assert slopes.const_value is not None, "slopes that are not constant"
+    numbers = slopes.const_value.numpy().reshape(1, -1, 1, 1)
+    name = f"alibi_{zlib.crc32(numbers.tobytes()):08x}"
+    made = next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
+    if made is not None:
+        return made
+    tape = Tape()
+    slope, zero, one, leading, last = (
+        tape.op("Constant", [], {"value": ir.tensor(each)})
+        for each in (numbers, *(np.array(each, dtype=np.int64) for each in (0, 1, [1, 1], [1])))
+    )
+    valid = tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Cast", [total], {"to": ir.DataType.INT64})]), one])
+    product = tape.op("Mul", [slope, tape.op("Cast", [valid], {"to": ir.DataType.FLOAT})])
+    shape = tape.op("Concat", [leading, tape.op("Shape", [rows], {"start": 1, "end": 2}), last], {"axis": 0})
+    each_token = tape.op("Expand", [product, shape], output=ir.Value(name=name))
+    graph.insert_before(before, tape.nodes)
+    return each_token
+
+
+def _optional_inputs(table: list[ir.Value] | None, bias: ir.Value | None, sinks: ir.Value | None) -> list[ir.Value | None]:
     """The operator's inputs from the eighth on: cos_cache, sin_cache, position_ids, attention_bias, head_sink."""
-    return [*(table or ())] if sinks is None else [*(table or (None, None)), None, None, sinks]
+    inputs = [*(table or (None, None)), None, bias, sinks]
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    return inputs
 
 
 def _window(visible: ir.Value) -> int | None:

@@ -54,6 +54,10 @@ _BY_POSITION = {  # Ministral 3 scales its queries by their position, from the o
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 _ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 32, "head_dim": 16}
+# layers that are traced once, where what sets two kinds apart is tried with other models
+_ALL_MIXED = {"mlp_layer_types": ["sparse"] * LAYERS}
+_ALL_WINDOWED = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5}
 # attention whose keys and values are expanded from a latent
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -61,10 +65,21 @@ _LATENT = {
 }  # fmt: skip
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
-    "afmoe": {**_EXPERTS, "num_experts": 5, "num_shared_experts": 1, "head_dim": 16, "sliding_window": 5, "route_scale": 2.5},
+    "afmoe": {
+        **_EXPERTS,
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "num_dense_layers": 0,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "route_scale": 2.5,
+    },
     "apertus": {},
-    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "mlp_layer_types": ["sparse"] * LAYERS},
+    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
     "arcee": {},
+    "biogpt": {},
+    "bloom": {},
+    "codegen": {"rotary_dim": 16},
     "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": 5},
     "cohere2_moe": {
@@ -85,38 +100,70 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 0},
-    "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 0},
     "ernie4_5": {"head_dim": 16},
-    "ernie4_5_moe": {"moe_intermediate_size": 48, "moe_k": 3, "moe_num_experts": 5, "moe_num_shared_experts": 1},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 48,
+        "moe_k": 3,
+        "moe_num_experts": 5,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0,
+    },
     "exaone4": {"sliding_window": 5},
-    "exaone_moe": {**_ROUTED, "num_experts": 8, "sliding_window": 5},
+    "exaone_moe": {**_ROUTED, "num_experts": 8, "sliding_window": 5, **_ALL_MIXED},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
+    "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
     "gemma": {"head_dim": 32},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
-    "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True},
-    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24},  # as wide as its keys
+    "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 0},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24, **_ALL_MIXED},  # as wide as its keys
+    "gpt_bigcode": {},
+    # its layers see all tokens and a window of them in turn
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 5},
     # a clamp that matters; its rotary scaling is yarn by default
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.7},
+    "gptj": {"num_attention_heads": 2, "rotary_dim": 16},  # half of each head
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "granitemoeshared": {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 32},
     "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"num_experts": 5, "moe_topk": 3, "head_dim": 16},
+    "hy_v3": {**_EXPERTS, "num_experts": 8, "head_dim": 16, **_ALL_MIXED},
     "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "internlm3": {"head_dim": 16},
+    "iquestcoder": {"head_dim": 16},
     "jais2": {},
+    "kolibri1": {**_EXPERTS, **_SHARED, **_ALL_WINDOWED},
+    # layers of one kind have twice the heads, and frequencies of their own
+    "laguna": {
+        **_EXPERTS,
+        **_SHARED,
+        **_ALL_MIXED,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2),
+        "num_attention_heads_per_layer": [4, 8] * (LAYERS // 2),
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "minicpm3": {**_LATENT, "q_lora_rank": None},
     "ministral": {"head_dim": 16, "sliding_window": 5},
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
+    "mpt": {},
     "nemotron": {"head_dim": 32},
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
     "olmo3": {"sliding_window": 5},
     "olmoe": {"num_experts": 5, "num_experts_per_tok": 3, "clip_qkv": 0.5},
+    "persimmon": {},
     "phi": {"qk_layernorm": True},
     "phimoe": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},

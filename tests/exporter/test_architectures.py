@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import transformers
 
@@ -82,6 +83,33 @@ def test_rotary_scalings_that_look_at_the_runs_length_are_exact_below_the_origin
         _assert_agrees(config, tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("falcon", {"new_decoder_architecture": False, "multi_query": True}),  # the 7b
+        (
+            "falcon",
+            {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4, "parallel_attn": False, "bias": True},
+        ),
+        ("gpt_bigcode", {"multi_query": False}),
+    ],
+)
+def test_models_of_one_kind_may_share_keys_and_values_among_all_heads_or_none(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = RELATIVES[name]()
+    for key, value in settings.items():
+        setattr(config, key, value)
+    _assert_agrees(config, tmp_path)
+
+
+def test_layers_of_one_segment_share_their_linear_biases(zoo: Zoo, tmp_path: Path) -> None:
+    bundle = _assert_one_segment_agrees(zoo, "bloom", tmp_path)
+    graph = onnx.load(bundle / "targets/cpu/segment_000.onnx", load_external_data=False).graph
+    operators = [node.op_type for node in graph.node]
+    assert (operators.count("GroupQueryAttention"), operators.count("Range")) == (LAYERS, 1)
+
+
 def test_a_model_that_transformers_knows_needs_none_of_the_code_that_came_with_it(tmp_path: Path) -> None:
     """Phi-3's checkpoints name their own code, which transformers has had for long."""
     config = CONFIGS["phi3"]()
@@ -116,11 +144,17 @@ def test_numbers_that_a_checkpoint_stores_beside_its_parameters_are_its_own(tmp_
 
 def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp_path: Path) -> None:
     """Gemma 3's windowed layers and the others; in one graph they once had the first one's table."""
-    model = str(zoo.checkpoint("gemma3"))
-    made = export(ExportRequest(model=model, out=tmp_path / "bundle", schedule=ScheduleRequest(name="full"), max_length=48))
+    _assert_one_segment_agrees(zoo, "gemma3", tmp_path)
+
+
+def _assert_one_segment_agrees(zoo: Zoo, name: str, folder: Path) -> Path:
+    """At full depth, of which all layers are one segment; returns the bundle."""
+    model = str(zoo.checkpoint(name))
+    made = export(ExportRequest(model=model, out=folder / "bundle", schedule=ScheduleRequest(name="full"), max_length=48))
     assert made.segments == (tuple(range(LAYERS)),)
-    decoder = skipdecode.load(tmp_path / "bundle").decoder([len(prompt) for prompt in RAGGED], NEW)
-    assert_gives_the_references_logits(decoder, zoo.model("gemma3"), RAGGED, NEW, 1e-3)
+    decoder = skipdecode.load(folder / "bundle").decoder([len(prompt) for prompt in RAGGED], NEW)
+    assert_gives_the_references_logits(decoder, zoo.model(name), RAGGED, NEW, 1e-3)
+    return folder / "bundle"
 
 
 def test_values_wider_than_keys_are_refused() -> None:
@@ -131,6 +165,17 @@ def test_values_wider_than_keys_are_refused() -> None:
     config.v_head_dim += 1
     with pytest.raises(ModelNotSupportedError, match="has values of 25 a head, more than its keys"):
         check_supported(config, 48)
+
+
+def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_taken() -> None:
+    config = RELATIVES["falcon"]()
+    config.alibi = True
+    with pytest.raises(ModelNotSupportedError, match="linear biases on its attention"):
+        check_supported(config, 48)
+    config = RELATIVES["mpt"]()
+    check_supported(config, config.max_seq_len)
+    with pytest.raises(ModelNotSupportedError, match="the model has 2048 positions"):
+        check_supported(config, config.max_seq_len + 1)
 
 
 def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:

@@ -66,6 +66,15 @@ _SINKS = """alone, , , scores = Attention <scale = 0.25, qk_matmul_output_mode =
     left = Sigmoid (difference)  attended = Mul (alone, left)"""
 
 
+_ALIBI = """buffer = Shape <start = 2, end = 3> (past_key)  slots = Squeeze (buffer)  numbers = Range (first, slots, next)
+    factors = Cast <to = 1> (numbers)  biases = Mul (slopes, factors)  mask = Where (visible, biases, never)
+    attended = Attention <scale = 0.25> (query, present_key, present_value, mask)"""
+ALIBI = BEFORE.replace("attended = Attention <scale = 0.25> (query, present_key, present_value, visible)", _ALIBI).replace(
+    "int64[4] heads",
+    "int64 first = {0}, int64 next = {1}, float[2,1,1] slopes = {0.5, 0.25}, float never = {-inf}, int64[4] heads",
+)
+
+
 def _beside_sinks(text: str) -> str:
     """A graph whose attention has sinks [NH]."""
     text = text.replace("attended = Attention <scale = 0.25> (query, present_key, present_value, visible)", _SINKS)
@@ -126,6 +135,15 @@ def test_a_share_of_scores_that_are_not_masked_is_an_error_and_no_sink() -> None
         LowerAttentionPass(max_length=8)(with_shapes(text))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("{-inf}", "{-9.0}"), ("numbers = Range (first, slots, next)", "numbers = Identity (lengths)")]
+)
+def test_biases_of_another_kind_are_an_error_and_not_left_out(wrong: str, right: str) -> None:
+    text = ALIBI.replace(wrong, right).replace("int64[B] start", "int64[C] lengths, int64[B] start")
+    with pytest.raises((AssertionError, ir.passes.PassError)):
+        LowerAttentionPass(max_length=8)(with_shapes(text))
+
+
 def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
     model = with_shapes(ROTATED)
     LowerAttentionPass(max_length=8)(model)
@@ -137,7 +155,7 @@ def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
 
 FORMS = {
     "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "sinks": _beside_sinks(BEFORE),
-    "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED),
+    "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED), "biases": ALIBI,
 }  # fmt: skip
 
 

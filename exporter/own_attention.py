@@ -1,0 +1,128 @@
+"""Layers older than transformers' interface for attention: the same arithmetic, said through it.
+
+Their classes multiply queries, keys and values by hand, each in its own way. Each function here stands for the `forward` of one
+of them while a layer is traced: its projections, its rotary embedding, the cache, then `onnx_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from skipdecode.exporter.attention import OPSET, onnx_attention
+
+_Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
+
+
+def through_interface(layer: torch.nn.Module) -> torch.nn.Module:
+    """The layer; an attention of its own, if it has one, leaves one operator in a trace."""
+    for module in layer.modules():
+        forward = _FORWARDS.get(type(module).__name__)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+    return layer
+
+
+def _gpt_j(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
+    rows = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    return _with_neighbours_turned(self, *(_heads(self, each) for each in rows), **others)
+
+
+def _codegen(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
+    parts = self.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))  # it was trained on 4 cores, a quarter of the heads on each
+    query, value, key = (_heads(self, parts[..., index, :].flatten(2)) for index in range(3))
+    return _with_neighbours_turned(self, query, key, value, **others)
+
+
+def _with_neighbours_turned(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    *, position_ids: torch.Tensor, layer_past: Any, attention_mask: torch.Tensor, **_: Any,
+) -> _Result:  # fmt: skip
+    """Rotary embedding of elements 2i and 2i + 1 of the first `rotary_dim` of each head."""
+    frequencies = 10000.0 ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
+    angles = position_ids[:, :, None].float() * frequencies
+    tables = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+    part = self.rotary_dim if self.rotary_dim < self.head_dim else 0  # 0: whole heads
+    attributes = {"interleaved": 1, "num_heads": query.shape[1], "rotary_embedding_dim": part}
+    query, key = (
+        torch.onnx.ops.symbolic("RotaryEmbedding", (each, *tables), attributes, dtype=each.dtype, shape=each.shape, version=OPSET)
+        for each in (query, key)
+    )
+    return _attended(self, query, layer_past.update(key, value), attention_mask, self.out_proj)
+
+
+def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any, **_: Any) -> _Result:
+    query, key, value = (_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    return _attended(self, query, layer_past.update(key, value), attention_mask, self.out_proj, scaling=1.0)
+
+
+def _falcon(
+    self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any,
+    *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any,
+) -> _Result:  # fmt: skip
+    """In its rows a group of queries, their key and their value follow one another, whatever the number of groups."""
+    groups = self.num_kv_heads
+    rows = self.query_key_value(hidden_states).unflatten(-1, (groups, self.num_heads // groups + 2, self.head_dim))
+    query = rows[:, :, :, :-2].flatten(2, 3).transpose(1, 2)
+    key, value = (rows[:, :, :, index].transpose(1, 2) for index in (-2, -1))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    return _attended(self, query, layer_past.update(key, value), attention_mask, self.dense)
+
+
+def _bloom(
+    self: Any, hidden_states: torch.Tensor, residual: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any, **_: Any
+) -> _Result:
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    slopes = build_alibi_tensor(torch.ones(1, 2), self.num_heads, torch.float32)[:, 0, 1]
+    cached = layer_past.update(key, value)
+    out, _weights = _attended(self, query, cached, attention_mask, self.dense, slot_bias=_alibi(slopes, cached))
+    return out + residual, None
+
+
+def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any, **_: Any) -> _Result:
+    rows = self.Wqkv(hidden_states)
+    rows = rows.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else rows
+    query, key, value = (_heads(self, each) for each in rows.chunk(3, dim=2))
+    slopes = -build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]
+    cached = past_key_values.update(key, value)
+    settings = {"scaling": self.softmax_scale, "slot_bias": _alibi(slopes, cached)}
+    return _attended(self, query, cached, attention_mask, self.out_proj, **settings)
+
+
+def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    """[B,S,N*D] -> [B,N,S,D]."""
+    return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _alibi(slopes: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Linear biases [NH,1,C] (ALiBi, arXiv 2108.12409, section 3): a slope a head times the slot.
+
+    The paper has the distance to the query in its place, which is the slot but for a number that all slots share: softmax is
+    the same.
+    """
+    return slopes[:, None, None] * torch.arange(cached[0].shape[2])
+
+
+def _attended(
+    self: Any, query: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, projection: Any,
+    **settings: Any,
+) -> _Result:  # fmt: skip
+    """`cached`: keys and values of all slots."""
+    rows, _ = onnx_attention(self, query, *cached, mask, **settings)
+    return projection(rows.flatten(2)), None
+
+
+_FORWARDS: dict[str, Callable[..., _Result]] = {
+    "BloomAttention": _bloom,
+    "CodeGenAttention": _codegen,
+    "FalconAttention": _falcon,
+    "GPTJAttention": _gpt_j,
+    "GPTNeoSelfAttention": _gpt_neo,
+    "MptAttention": _mpt,
+}
