@@ -119,17 +119,22 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, values wider than keys, ALiBi in bf16, a
-            rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, values wider than keys, heads that are no
+            multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an
+            architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     if config.model_type in MIXTURES and config.hidden_act not in ("silu", "swish"):
         raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
     if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
         raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
+    if key_sizes(config)[1] % 8:
+        raise unsupported(config, f"has heads of {key_sizes(config)[1]}, and ONNX Runtime's attention takes multiples of 8")
+    if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
+        raise unsupported(config, "with slow_but_exact multiplies slices and leaves out biases")
     if config.model_type == "falcon" and config.alibi:
         raise unsupported(
             config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"

@@ -16,6 +16,7 @@ from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
+from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
@@ -45,7 +46,14 @@ def compile_cpu(
             and nothing is quantised.
     """
     quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), SkipNormPass()] if quantization else []
-    passes = [LowerAttentionPass(max_length=limits.max_length), LowerExpertsPass(), FuseRouterPass(), PackQKVPass(), *quantizing]
+    passes = [
+        LowerAttentionPass(max_length=limits.max_length),
+        LowerExpertsPass(),
+        FuseRouterPass(),
+        OrderQKVPass(),
+        PackQKVPass(),
+        *quantizing,
+    ]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:

@@ -20,6 +20,7 @@ from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
+from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
@@ -64,7 +65,7 @@ def compile_cuda(
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, plan, "cuda", report):
-        segments.append(compiled(graph, name, [*lowering, *experts, PackQKVPass(), SkipNormPass(), *quantizing]))
+        segments.append(compiled(graph, name, [*lowering, *experts, OrderQKVPass(), PackQKVPass(), SkipNormPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
     head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *quantizing, FloatLogitsPass()])
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)

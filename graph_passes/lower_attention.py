@@ -8,7 +8,8 @@
 
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
 holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
-shows a window of the last tokens becomes the operator's `local_window_size`.
+shows a window of the last tokens becomes the operator's `local_window_size`. Linear biases (ALiBi) are made once a graph: a step
+of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as with each layer's own (AMD EPYC, 2 cores, interleaved).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         attributes["softcap"] = node.attributes["softcap"].as_float()
     lengths = _length_inputs(graph)
     if bias is not None:
-        bias = _valid_bias(graph, out, bias, rows[0], lengths[1])
+        bias = _valid_bias(graph, out, bias, lengths[1])
     lowered = ir.node(
         "GroupQueryAttention",
         [*rows, past_key, past_value, *lengths, *_optional_inputs(table, bias, sinks)],
@@ -150,8 +151,8 @@ def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
     return _value(node, 0), _value(node, 1)
 
 
-def _valid_bias(graph: ir.Graph, before: ir.Node, bias: ir.Value, rows: ir.Value, total: ir.Value) -> ir.Value:
-    """A slope a head times each slot's number [NH,1,C], as the operator wants it: [1,NH,S,`total`]; `rows` are [B,S,N*D].
+def _valid_bias(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Value) -> ir.Value:
+    """A slope a head times each slot's number [NH,1,C], as the operator wants it: [1,NH,S,`total`].
 
     Layers of one graph with the same slopes share it.
     """
@@ -170,7 +171,8 @@ def _valid_bias(graph: ir.Graph, before: ir.Node, bias: ir.Value, rows: ir.Value
     )
     valid = tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Cast", [total], {"to": ir.DataType.INT64})]), one])
     product = tape.op("Mul", [slope, tape.op("Cast", [valid], {"to": ir.DataType.FLOAT})])
-    shape = tape.op("Concat", [leading, tape.op("Shape", [rows], {"start": 1, "end": 2}), last], {"axis": 0})
+    positions = next(value for value in graph.inputs if value.name == bindings.POSITION_IDS)
+    shape = tape.op("Concat", [leading, tape.op("Shape", [positions], {"start": 1, "end": 2}), last], {"axis": 0})
     each_token = tape.op("Expand", [product, shape], output=ir.Value(name=name))
     graph.insert_before(before, tape.nodes)
     return each_token
@@ -244,7 +246,7 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
         return None
     assert frequencies.const_value is not None
     values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
-    if values.shape[1] % 8:  # the operator's own limit
+    if values.shape[1] % 8 or _static_dim(query, 3) % 16:  # the operator's own limits
         return None
     steps = np.arange(max_length, dtype=np.float32)[:, None] * values
     tables, kind = [], query.dtype or ir.DataType.FLOAT

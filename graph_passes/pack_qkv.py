@@ -5,7 +5,7 @@
 
 A decode step at batch 1, interleaved (AMD EPYC, 2 cores): the shipped 24 x 128 model 1.14x as fast, OPT 24 x 1024 1.01x in fp32,
 1.07x in int4, Llama-like 16 x 1024 1.00x and 1.05x. A constant factor on the query (OPT) goes into the attention's own scale.
-Where the model has one matrix already and splits its rows (GPT-2), the split goes.
+Where the model has one matrix already: `order_qkv`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PackQKVPass(ir.passes.InPlacePass):
         changed = False
         for node in list(model.graph):
             if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
-                rows = _before_split(node) or _packed(model.graph, node)
+                rows = _packed(model.graph, node)
                 if rows is not None:
                     for index, value in enumerate((rows, None, None)):
                         node.replace_input_with(index, value)
@@ -55,13 +55,3 @@ def _alike(parts: list[Projection]) -> bool:
     query, *others = parts
     same = [(part.turned, part.bias is None) == (query.turned, query.bias is None) for part in others]
     return all(same) and all(part.source is query.source and part.factor == 1.0 for part in others)
-
-
-def _before_split(node: ir.Node) -> ir.Value | None:
-    """The rows [B,S,(NH+2KVH)*D] that query, key and value are split from, in this order."""
-    split = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if split is None or split.op_type != "Split" or list(split.outputs) != list(node.inputs[:3]):
-        return None
-    rows = split.inputs[0]
-    axis: int = split.attributes.get_int("axis", default=0)
-    return rows if rows is not None and rows.shape is not None and axis in (-1, len(rows.shape) - 1) else None

@@ -1,8 +1,11 @@
-"""A linear layer as a graph has it, and parameters of several put together."""
+"""A linear layer as a graph has it, and parameters made of those of others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -64,18 +67,38 @@ def _sole_producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:
-    """A parameter of all of them side by side, put together each time it is read."""
+    """A parameter of all of them side by side."""
     tensors = [value.const_value for value in values if value.const_value is not None]
     sizes = list(tensors[0].shape.numpy())
     sizes[axis] = sum([tensor.shape.numpy()[axis] for tensor in tensors])
-    name = f"{values[0].name}.packed"
+    joined = partial(np.concatenate, axis=axis)
+    return _made_when_read(graph, f"{values[0].name}.packed", sizes, tensors, joined)
 
-    def join() -> ir.TensorProtocol:
-        joined = np.concatenate([tensor.numpy() for tensor in tensors], axis=axis)
+
+def reorder_parameter(graph: ir.Graph, value: ir.Value, order: np.ndarray[tuple[int], np.dtype[np.int64]], axis: int) -> ir.Value:
+    """A parameter of the same rows (axis 0) or columns (1), the one at `order[i]` as the i-th."""
+    assert value.const_value is not None
+    tensor = value.const_value
+    return _made_when_read(
+        graph, f"{value.name}.ordered", list(tensor.shape.numpy()), [tensor], lambda arrays: np.take(arrays[0], order, axis)
+    )
+
+
+def _made_when_read(
+    graph: ir.Graph,
+    name: str,
+    sizes: list[int],
+    tensors: list[ir.TensorProtocol],
+    make: Callable[[list[np.ndarray[Any, np.dtype[Any]]]], np.ndarray[Any, np.dtype[Any]]],
+) -> ir.Value:
+    """A parameter that is put together of others each time it is read, and holds no memory between."""
+
+    def made() -> ir.TensorProtocol:
+        array = make([tensor.numpy() for tensor in tensors])
         release_pages(*tensors)
-        return ir.tensor(joined, name=name)
+        return ir.tensor(array, name=name)
 
-    tensor = ir.LazyTensor(join, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name)
+    tensor = ir.LazyTensor(made, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name)
     value = ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value

@@ -178,6 +178,24 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
         check_supported(config, config.max_seq_len + 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama", {"is_causal": False}, "attends to later tokens"),
+        ("llama", {"head_dim": 20}, "has heads of 20, and ONNX Runtime's attention takes multiples of 8"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "leaves out biases"),
+    ],
+)
+def test_settings_that_no_engine_could_follow_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    """The first was once exported as if it were not there, the second failed when it ran."""
+    config = (CONFIGS | RELATIVES)[name]()
+    check_supported(config, 48)
+    for key, value in settings.items():
+        setattr(config, key, value)
+    with pytest.raises(ModelNotSupportedError, match=message):
+        check_supported(config, 48)
+
+
 def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:
     config = CONFIGS["gemma3"]()
     check_supported(config, 48)

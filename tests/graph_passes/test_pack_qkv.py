@@ -75,26 +75,6 @@ def test_a_factor_on_the_query_becomes_the_attentions_scale() -> None:
     assert model.graph[-1].attributes["scale"].as_float() == 0.5 * 0.125
 
 
-def test_a_split_of_one_matrix_goes() -> None:
-    split = """tall = Concat <axis = 0> (wq, wk, wv)
- turned = Transpose <perm = [1, 0]> (tall)
- rows = MatMul (x, turned)
- q, k, v = Split <axis = -1> (rows, sizes)"""
-    text = HEAD.replace("BODY", split).replace("float eighth = {0.125}", "int64[3] sizes = {32, 16, 16}")
-    model = ir.from_onnx_text(text)
-    for node in model.graph:
-        if node.op_type == "MatMul":
-            node.outputs[0].shape = ir.Shape(["B", "S", 64])
-    rng = np.random.default_rng(0)
-    shapes = (("wq", (32, 32)), ("wk", (16, 32)), ("wv", (16, 32)), ("bq", (32,)), ("bk", (16,)), ("bv", (16,)))
-    feeds = {**_feeds(), **{name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes}}
-    before = run_model(model, feeds)
-    assert PackQKVPass()(model).modified
-    assert "Split" not in [node.op_type for node in model.graph]
-    for expected, found in zip(before, run_model(model, feeds), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.parametrize("body", [OTHER_ROWS, ONE_BIAS, NORMED], ids=["other rows", "one bias", "something between"])
 def test_it_declines_where_the_three_are_not_alike(body: str) -> None:
     model = _model(body)

@@ -1,0 +1,76 @@
+"""Query, key and value of one matrix in another order before, in the attention's own after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.order_qkv import OrderQKVPass
+from tests.graph_passes.running import run_model, with_parameters
+
+SLOTS = 8  # 2 heads of 16
+HEAD = """<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
+layer (float[B,S,32] x, float[B,2,C,16] past_key, float[B,2,C,16] past_value, int32[B] seqlens_k, int32[1] total,
+       float[96,32] w, float[96] b)
+    => (float[B,S,32] y, float[B,2,C,16] present_key, float[B,2,C,16] present_value)
+<int64[5] heads = {0, 0, 2, 3, 16}, int64[3] flat = {0, 0, 32}, int64[3] sizes = {32, 32, 32},
+ int64 zero = {0}, int64 one = {1}, int64 two = {2}>
+{
+    t = Transpose <perm = [1, 0]> (w)
+    product = MatMul (x, t)
+    rows = Add (product, b)
+    BODY
+    y, present_key, present_value = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 2, scale = 0.25>
+        (q, k, v, past_key, past_value, seqlens_k, total)
+}
+"""
+A_HEAD_AT_A_TIME = """split = Reshape (rows, heads)
+    q0 = Gather <axis = 3> (split, zero)  q = Reshape (q0, flat)
+    k0 = Gather <axis = 3> (split, one)   k = Reshape (k0, flat)
+    v0 = Gather <axis = 3> (split, two)   v = Reshape (v0, flat)"""
+VALUES_FIRST = A_HEAD_AT_A_TIME.replace("(split, zero)", "(split, last)").replace("(split, two)", "(split, zero)")
+VALUES_FIRST = VALUES_FIRST.replace("(split, last)", "(split, two)")
+SIDE_BY_SIDE = "q, k, v = Split <axis = -1> (rows, sizes)"
+A_PART_TWICE = A_HEAD_AT_A_TIME.replace("(split, two)", "(split, one)")
+CHANGED = A_HEAD_AT_A_TIME.replace("k = Reshape (k0, flat)", "k1 = Relu (k0)  k = Reshape (k1, flat)")
+# with one token and one row as the other, with more not
+ROWS_MIXED = A_HEAD_AT_A_TIME.replace("Reshape (rows, heads)", "Reshape (mixed, heads)").replace(
+    "split =", "mixed = Transpose <perm = [1, 0, 2]> (rows)  split =", 1
+)
+
+
+def _model(body: str) -> ir.Model:
+    rng = np.random.default_rng(0)
+    arrays = {"w": rng.standard_normal((96, 32)), "b": rng.standard_normal(96)}
+    model = with_parameters(HEAD.replace("BODY", body), {name: array.astype(np.float32) for name, array in arrays.items()})
+    rows = next(node.outputs[0] for node in model.graph if node.op_type == "Add")
+    rows.shape = ir.Shape(["B", "S", 96])
+    return model
+
+
+def _feeds() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    past = {name: rng.standard_normal((2, 2, SLOTS, 16)).astype(np.float32) for name in ("past_key", "past_value")}
+    x = rng.standard_normal((2, 1, 32)).astype(np.float32)
+    return {"x": x, **past, "seqlens_k": np.array([4, 2], np.int32), "total": np.array([5], np.int32)}
+
+
+@pytest.mark.parametrize("body", [A_HEAD_AT_A_TIME, VALUES_FIRST, SIDE_BY_SIDE], ids=["heads", "values first", "side by side"])
+def test_the_attention_takes_the_products_rows_themselves_and_gives_the_same(body: str) -> None:
+    model = _model(body)
+    before = run_model(model, _feeds())
+    assert OrderQKVPass()(model).modified
+    assert [node.op_type for node in model.graph] == ["Transpose", "MatMul", "Add", "GroupQueryAttention"]
+    assert [value is None for value in model.graph[-1].inputs[:3]] == [False, True, True]
+    for expected, found in zip(before, run_model(model, _feeds()), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert not OrderQKVPass()(model).modified
+
+
+@pytest.mark.parametrize("body", [A_PART_TWICE, CHANGED, ROWS_MIXED], ids=["a part twice", "changed", "rows mixed"])
+def test_it_declines_where_the_three_are_not_all_of_the_rows_as_they_are(body: str) -> None:
+    model = _model(body)
+    count = len(model.graph)
+    assert not OrderQKVPass()(model).modified
+    assert len(model.graph) == count
