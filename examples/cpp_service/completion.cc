@@ -133,7 +133,12 @@ std::string HttpError::Body() const {
 
 Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits,
                            skipdecode::Tokenizer* tokenizer) {
-  const Json body = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  // a copy of a value calls itself for each level: 200 000 brackets would end the process
+  const auto shallow = [](int depth, Json::parse_event_t, const Json&) {
+    if (depth > 8) Refuse("the body nests too deep");
+    return true;
+  };
+  const Json body = Json::parse(text, shallow, /*allow_exceptions=*/false);
   if (!body.is_object()) Refuse("the body is not a JSON object");
   CheckFields(body);
   const auto asked = Field<std::string>(

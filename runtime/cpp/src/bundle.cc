@@ -5,6 +5,7 @@
 #include <chrono>
 #include <fstream>
 #include <future>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -103,11 +104,15 @@ Block ShareTiedWeight(const std::filesystem::path& path, int64_t vocabulary, con
   return weight;
 }
 
+// Held while bundles are mapped and unmapped: what ReleaseLoadingMemory gives back must not become another's in between.
+std::mutex mapping;
+
 }  // namespace
 
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
                                          const std::string& onnxruntime_library, bool cuda_graphs,
                                          std::optional<Device> asked_device) {
+  const std::lock_guard lock(mapping);
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
@@ -131,8 +136,12 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   }
   ReleaseLoadingMemory(path);
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return std::make_shared<const Bundle>(Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(engines[0]),
-                                               std::move(segments), std::move(engines[1]), load_s.count()});
+  return {new Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(engines[0]), std::move(segments),
+                     std::move(engines[1]), load_s.count()},
+          [](const Bundle* bundle) {
+            const std::lock_guard unmapping(mapping);
+            delete bundle;
+          }};
 }
 
 }  // namespace skd
