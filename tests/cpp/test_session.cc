@@ -1,7 +1,10 @@
 // Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model.
+#include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 #include <thread>
@@ -124,6 +127,27 @@ TEST_CASE("a session may outlive the handle of its bundle") {
   }
   session->Add(kPrompts[0], Options(3));
   REQUIRE(session->Step().size() == 1);
+}
+
+TEST_CASE("bundles that come and go on two threads take no memory from others") {
+  const auto come_and_go = [] {
+    for (int i = 0; i < 12; ++i) skipdecode::Bundle::Load(std::getenv("SKD_TEST_BUNDLE"));
+  };
+  std::atomic<bool> loading{true};
+  std::atomic<int> lost{0};
+  std::thread owner([&] {
+    while (loading) {
+      std::vector<std::unique_ptr<std::vector<char>>> blocks;  // larger than malloc's threshold: mappings of their own
+      for (size_t i = 1; i <= 40; ++i) blocks.push_back(std::make_unique<std::vector<char>>(i * 8192 + 131072, 'Z'));
+      for (const auto& block : blocks) lost += static_cast<int>(std::count(block->begin(), block->end(), '\0'));
+    }
+  });
+  std::thread other(come_and_go);
+  come_and_go();
+  other.join();
+  loading = false;
+  owner.join();
+  CHECK(lost == 0);
 }
 
 TEST_CASE("counters count steps, tokens and memory") {
