@@ -1,13 +1,17 @@
 // Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <map>
-#include <memory>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -131,22 +135,32 @@ TEST_CASE("a session may outlive the handle of its bundle") {
 
 TEST_CASE("bundles that come and go on two threads take no memory from others") {
   const auto come_and_go = [] {
-    for (int i = 0; i < 12; ++i) skipdecode::Bundle::Load(std::getenv("SKD_TEST_BUNDLE"));
+    for (int i = 0; i < 40; ++i) skipdecode::Bundle::Load(std::getenv("SKD_TEST_BUNDLE"));
   };
   std::atomic<bool> loading{true};
   std::atomic<int> lost{0};
-  std::thread owner([&] {
+  const auto own = [&] {
     while (loading) {
-      std::vector<std::unique_ptr<std::vector<char>>> blocks;  // larger than malloc's threshold: mappings of their own
-      for (size_t i = 1; i <= 40; ++i) blocks.push_back(std::make_unique<std::vector<char>>(i * 8192 + 131072, 'Z'));
-      for (const auto& block : blocks) lost += static_cast<int>(std::count(block->begin(), block->end(), '\0'));
+      std::vector<std::pair<char*, size_t>> blocks;  // small mappings, which take the places of others
+      for (size_t pages = 1; pages <= 40; ++pages) {
+        void* block = mmap(nullptr, pages * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (block == MAP_FAILED) std::abort();  // Catch's assertions are for one thread
+        std::memset(block, 'Z', pages * 4096);
+        blocks.emplace_back(static_cast<char*>(block), pages * 4096);
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(600));
+      for (const auto& [block, size] : blocks) {
+        lost += static_cast<int>(std::count(block, block + size, '\0'));
+        munmap(block, size);
+      }
     }
-  });
-  std::thread other(come_and_go);
+  };
+  std::thread first(own), second(own), other(come_and_go);
   come_and_go();
   other.join();
   loading = false;
-  owner.join();
+  first.join();
+  second.join();
   CHECK(lost == 0);
 }
 

@@ -112,7 +112,7 @@ std::mutex mapping;
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
                                          const std::string& onnxruntime_library, bool cuda_graphs,
                                          std::optional<Device> asked_device) {
-  // const std::lock_guard lock(mapping);
+  const std::lock_guard lock(mapping);
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
@@ -139,7 +139,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   return {new Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(engines[0]), std::move(segments),
                      std::move(engines[1]), load_s.count()},
           [](const Bundle* bundle) {
-            // const std::lock_guard unmapping(mapping);
+            const std::lock_guard unmapping(mapping);
             delete bundle;
           }};
 }
