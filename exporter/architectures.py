@@ -151,9 +151,8 @@ def key_sizes(config: Any) -> tuple[int, int]:
     if config.model_type in LATENT:
         return heads, config.qk_head_dim
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if _declared(config, "multi_query") and not _declared(
-        config, "new_decoder_architecture"
-    ):  # which Falcon's own code asks first
+    one_for_all = _declared(config, "multi_query") and not _declared(config, "new_decoder_architecture")  # Falcon asks it first
+    if one_for_all:
         return 1, size
     return _declared(config, "num_key_value_heads") or _declared(config, "num_kv_heads") or heads, size
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.projection import find_projection, reorder_parameter
+from skipdecode.graph_passes.pack_qkv import feed_side_by_side
+from skipdecode.graph_passes.projection import find_projection, multiply, reorder_parameter
 
 Order = np.ndarray[tuple[int], np.dtype[np.int64]]
 _MOVES = ("Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
@@ -26,17 +26,7 @@ class OrderQKVPass(ir.passes.InPlacePass):
     """Declines where the three are more or less than all of some rows, or other rows read the matrix as it is."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = False
-        for node in list(model.graph):
-            if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
-                rows = _ordered(model.graph, node)
-                if rows is not None:
-                    for index, value in enumerate((rows, None, None)):
-                        node.replace_input_with(index, value)
-                    changed = True
-        if changed:
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, changed)
+        return feed_side_by_side(model, _ordered)
 
 
 def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
@@ -46,21 +36,16 @@ def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     if any(_moved_from(part) is not rows for part in parts) or rows.shape is None or len(rows.shape) != 3:
         return None
     order = _order(graph, rows, parts)
-    if order is None or np.array_equal(order, np.arange(len(order))):
-        return None if order is None else rows
+    if order is None:
+        return None
+    if np.array_equal(order, np.arange(len(order))):
+        return rows
     found = find_projection(rows)
     if found is None or found.factor != 1.0:
         return None
-    nodes = []
     weight = reorder_parameter(graph, found.weight, order, 0 if found.turned else 1)
-    if found.turned:
-        nodes.append(ir.node("Transpose", [weight], {"perm": [1, 0]}))
-        weight = nodes[-1].outputs[0]
-    nodes.append(ir.node("MatMul", [found.source, weight]))
-    if found.bias is not None:
-        nodes.append(ir.node("Add", [nodes[-1].outputs[0], reorder_parameter(graph, found.bias, order, 0)]))
-    graph.insert_before(node, nodes)
-    return nodes[-1].outputs[0]
+    bias = reorder_parameter(graph, found.bias, order, 0) if found.bias is not None else None
+    return multiply(graph, node, found.source, weight, found.turned, bias)
 
 
 def _moved_from(value: ir.Value) -> ir.Value:

@@ -10,27 +10,34 @@ Where the model has one matrix already: `order_qkv`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters
+from skipdecode.graph_passes.projection import Projection, find_projection, join_parameters, multiply
 
 
 class PackQKVPass(ir.passes.InPlacePass):
     """Declines where the three do not read the same rows, or something lies between a projection and the attention."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = False
-        for node in list(model.graph):
-            if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
-                rows = _packed(model.graph, node)
-                if rows is not None:
-                    for index, value in enumerate((rows, None, None)):
-                        node.replace_input_with(index, value)
-                    changed = True
-        if changed:
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, changed)
+        return feed_side_by_side(model, _packed)
+
+
+def feed_side_by_side(model: ir.Model, rows_of: Callable[[ir.Graph, ir.Node], ir.Value | None]) -> ir.passes.PassResult:
+    """Give each attention that has three inputs the one of `rows_of`, where that finds one."""
+    changed = False
+    for node in list(model.graph):
+        if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
+            rows = rows_of(model.graph, node)
+            if rows is not None:
+                for index, value in enumerate((rows, None, None)):
+                    node.replace_input_with(index, value)
+                changed = True
+    if changed:
+        RemoveUnusedNodesPass()(model)
+    return ir.passes.PassResult(model, changed)
 
 
 def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
@@ -40,14 +47,10 @@ def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
         return None
     turned = parts[0].turned
     weight = join_parameters(graph, [part.weight for part in parts], 0 if turned else 1)
-    nodes = [ir.node("Transpose", [weight], {"perm": [1, 0]})] if turned else []
-    nodes.append(ir.node("MatMul", [parts[0].source, nodes[-1].outputs[0] if turned else weight]))
     biases = [part.bias for part in parts if part.bias is not None]
-    if biases:
-        nodes.append(ir.node("Add", [nodes[-1].outputs[0], join_parameters(graph, biases, 0)]))
-    graph.insert_before(node, nodes)
+    bias = join_parameters(graph, biases, 0) if biases else None
     node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * parts[0].factor)
-    return nodes[-1].outputs[0]
+    return multiply(graph, node, parts[0].source, weight, turned, bias)
 
 
 def _alike(parts: list[Projection]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.clean_trace import is_parameter
 from skipdecode.graph_passes.mapped import release_pages
@@ -64,6 +65,17 @@ def _parts(add: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 def _sole_producer(value: ir.Value | None) -> ir.Node | None:
     return value.producer() if value is not None and len(value.uses()) == 1 and not value.is_graph_output() else None
+
+
+def multiply(
+    graph: ir.Graph, before: ir.Node, source: ir.Value, weight: ir.Value, turned: bool, bias: ir.Value | None
+) -> ir.Value:
+    """`source` [B,S,K] times `weight` (`turned`: stored [N,K]), plus `bias`, as new nodes."""
+    tape = Tape()
+    product = tape.op("MatMul", [source, tape.op("Transpose", [weight], {"perm": [1, 0]}) if turned else weight])
+    rows = product if bias is None else tape.op("Add", [product, bias])
+    graph.insert_before(before, tape.nodes)
+    return rows
 
 
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:

@@ -68,6 +68,19 @@ def test_the_attention_takes_the_products_rows_themselves_and_gives_the_same(bod
     assert not OrderQKVPass()(model).modified
 
 
+def test_a_split_of_rows_in_order_goes_whatever_they_are_made_of() -> None:
+    """No parameter is touched, so that every number stays the same."""
+    model = ir.from_onnx_text(HEAD.replace("BODY", SIDE_BY_SIDE))
+    next(node.outputs[0] for node in model.graph if node.op_type == "Add").shape = ir.Shape(["B", "S", 96])
+    rng = np.random.default_rng(0)
+    feeds = {**_feeds(), "w": rng.standard_normal((96, 32), np.float32), "b": rng.standard_normal(96, np.float32)}
+    before = run_model(model, feeds)
+    assert OrderQKVPass()(model).modified
+    assert "Split" not in [node.op_type for node in model.graph]
+    for expected, found in zip(before, run_model(model, feeds), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("body", [A_PART_TWICE, CHANGED, ROWS_MIXED], ids=["a part twice", "changed", "rows mixed"])
 def test_it_declines_where_the_three_are_not_all_of_the_rows_as_they_are(body: str) -> None:
     model = _model(body)
