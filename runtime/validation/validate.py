@@ -75,7 +75,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
         "machine": machine,
         "bundle": facts(manifest),
         "settings": _settings(request),
-        "integrity": journal.once("integrity", lambda: _integrity(manifest, request.bundle, progress)),
+        "integrity": _integrity(manifest, request.bundle, progress),  # not from the journal: nothing keeps files from changing
     }
     result["targets"] = [_measure_target(name, generator, request, journal, progress) for name, generator in generators.items()]
     ran = [target for target in result["targets"] if target["runs"]]
@@ -211,10 +211,17 @@ def _settings(request: ValidateRequest) -> dict[str, Any]:
 
 
 def _identity(request: ValidateRequest, machine: dict[str, Any]) -> dict[str, Any]:
-    """What the measurements depend on: bundle, machine, versions and settings, but not the gates and outputs."""
+    """What the measurements depend on: bundle, reference, machine, versions and settings, but not the gates and outputs."""
     examples = [dataclasses.astuple(example) for example in request.examples or ()]
     manifest = (request.bundle / manifests.MANIFEST).read_bytes()
     return {
         "format": FORMAT, "bundle": hashlib.sha256(manifest).hexdigest(), "machine": machine,
         "settings": {**_settings(request), "slo": None}, "examples": examples,
+        "files": [_stamps(Path(folder)) for folder in (request.bundle, request.reference) if folder is not None],
     }  # fmt: skip
+
+
+def _stamps(folder: Path) -> list[tuple[str, int, int]]:
+    """Path, bytes and time of the last change of every file in `folder`; none where it is a hub's id."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,46 @@ def test_a_killed_run_goes_on_where_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured again"))
         assert main([str(trained), *QUICK, "--slo", "decode_gain>0"]) == 0  # a gate may be added
+
+
+def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle, measured = tmp_path / "engines", []
+    shutil.copytree(zoo.bundle("opt"), bundle)
+
+    def killed(*_: Any) -> Any:
+        measured.append("cell")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validation, "measure_cell", killed)
+    monkeypatch.setattr(validation, "resident_bytes", lambda: measured.append("memory") or 1)
+    assert main([str(bundle), *QUICK]) == 130
+    assert main([str(bundle), *QUICK]) == 130
+    assert measured == ["memory", "cell", "cell"]  # the same files: on from the journal
+    (bundle / "config.json").write_text((bundle / "config.json").read_text().replace("0", "1", 1))
+    assert main([str(bundle), *QUICK]) == 130
+    assert measured[3:] == ["memory", "cell"]
+
+
+def test_damage_while_a_run_was_stopped_does_not_hold(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "engines"
+    shutil.copytree(zoo.bundle("opt"), bundle)
+    config = bundle / "config.json"
+    stamp = config.stat()
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "measure_cell", killed)
+        assert main([str(bundle), *QUICK]) == 130
+    config.write_text(config.read_text().replace("0", "1", 1))
+    os.utime(config, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as a disk that lost a bit
+    assert main([str(bundle), *QUICK]) == 1
+    assert "config.json: its contents are not what the manifest says" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
