@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,14 +27,12 @@ from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest
 
-_TERMINATED = 128 + signal.SIGTERM  # what a shell says of a process that SIGTERM ended
-
 
 def main(argv: list[str] | None = None) -> int:
     """The `skip-export` command."""
     options = _parser().parse_args(argv)
-    with _terminating():
-        return guarded(lambda: _export(options), debug=options.debug)
+    with _terminating() as check:
+        return guarded(lambda: _export(options, check), debug=options.debug)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +95,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-variants", type=int, metavar="N", help="round layer counts up to at most N levels")
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -133,7 +131,12 @@ def _export(options: argparse.Namespace) -> int:
             "skip-export: warning: without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1",
             file=sys.stderr,
         )
-    with _progress(options.quiet) as report:
+    with _progress(options.quiet) as show:
+
+        def report(what: str, done: float) -> None:
+            check_signals()
+            show(what, done)
+
         manifest = export(request, report)
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16 and not options.quiet:
         print(
@@ -145,23 +148,29 @@ def _export(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _terminating() -> Iterator[None]:
-    """Inside, SIGTERM unwinds the stack as Ctrl-C does: by itself it would leave tens of GB of a half-written bundle behind."""
+def _terminating() -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM and SIGHUP unwind the stack as Ctrl-C does: else they would leave tens of GB of a half-written bundle.
 
-    stopped = False
+    Yields what raises again where the first SystemExit was lost: Python drops those of finalisers, some libraries all.
+    """
+    received: list[int] = []
 
-    def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-        raise SystemExit(_TERMINATED)
+    def check() -> None:
+        if received:
+            raise SystemExit(128 + received[0])  # what a shell says of a process that a signal ended
 
-    before = signal.signal(signal.SIGTERM, stop)
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        check()
+
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, stop) for number in wanted}
     try:
-        yield
+        yield check
     finally:
-        signal.signal(signal.SIGTERM, before)
-        if stopped:  # also where a library, whose call it interrupted, made another error of it
-            raise SystemExit(_TERMINATED)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        check()  # also where a library, whose call it interrupted, made another error of it
 
 
 @contextmanager

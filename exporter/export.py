@@ -81,7 +81,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         folder = fetch_checkpoint(request.model)
         bones = skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone
     ends = end_ids(folder, config)
-    with fresh_folder(request.out) as partial:
+    with fresh_folder(request.out, request.force) as partial:
         copy_tokenizer(folder, partial, config, limits.max_length)
         report("reading weights", 0.0)
         source = random_source() if request.random_weights or folder is None else checkpoint_source(folder, bones)

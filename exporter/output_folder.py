@@ -34,17 +34,18 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 @contextmanager
-def fresh_folder(out: Path) -> Iterator[Path]:
+def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when all went well, and vanishes when not.
 
     Raises:
-        BundleError: it cannot be written.
+        BundleError: it cannot be written, or something that `check_out` refuses has appeared at `out` meanwhile.
     """
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         yield partial
+        check_out(out, force)  # an export takes minutes
         _replace(out, partial)
     except OSError as error:
         raise BundleError(

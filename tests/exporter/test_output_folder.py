@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from tests.conftest import MAX_LENGTH, Zoo
 def _write(out: Path, text: str) -> None:
     """What an export does with its folder."""
     check_out(out, force=True)
-    with fresh_folder(out) as partial:
+    with fresh_folder(out, force=True) as partial:
         (partial / manifests.MANIFEST).write_text(text)
 
 
@@ -69,17 +71,49 @@ def test_a_bundle_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, number: signal.Signals) -> None:
     command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         started = time.monotonic()
         while not any(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < started + 120:
             time.sleep(0.05)
         assert any(tmp_path.iterdir()), "it never began to write"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, said = process.communicate(timeout=120)
-    assert (process.returncode, said) == (143, "")
+    assert (process.returncode, said) == (128 + number, "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("force", "says"), [(False, "exists already"), (True, "is not a bundle")])
+def test_what_appears_at_out_while_an_export_runs_is_not_replaced(tmp_path: Path, force: bool, says: str) -> None:
+    out = tmp_path / "bundle"
+
+    def export_late() -> None:
+        with fresh_folder(out, force) as partial:
+            (partial / manifests.MANIFEST).write_text("mine")
+            out.write_text("another's")
+
+    with pytest.raises(BundleError, match=says):
+        export_late()
+    assert out.read_text() == "another's"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = []
+
+    def swallowing(_: object, report: Callable[[str, float], None]) -> None:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        reached.append("layer 0")
+        report("layer 1", 0.5)
+        reached.append("layer 1")
+
+    monkeypatch.setattr(cli, "export", swallowing)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["opt-125m", "--out", "bundle"])
+    assert (caught.value.code, reached) == (143, ["layer 0"])
 
 
 def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
