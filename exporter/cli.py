@@ -25,7 +25,7 @@ from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
-from skipdecode.schedule_builders import SCHEDULES, ScheduleRequest
+from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="first layers that all positions compute (1); L: early exit",
     )
-    group.add_argument("--span", type=int, default=128, metavar="N", help="positions until min-layers is reached (128)")
+    group.add_argument("--span", type=int, metavar="N", help=f"positions until min-layers is reached ({DEFAULT_SPAN})")
     group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")
     group.add_argument(
         "--anchor", choices=[a.value for a in Anchor], default="generated", help="where positions are counted from"
@@ -126,11 +126,6 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
         slim=options.slim,
         force=options.force,
     )
-    if options.warmup_layers == 0 and not options.quiet:
-        print(
-            "skip-export: warning: without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1",
-            file=sys.stderr,
-        )
     with _progress(options.quiet) as show:
 
         def report(what: str, done: float) -> None:
@@ -138,13 +133,18 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
             show(what, done)
 
         manifest = export(request, report)
-    if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16 and not options.quiet:
-        print(
-            f"skip-export: warning: {manifest.model.model_type} is known to overflow in fp16; use --dtype bf16", file=sys.stderr
-        )
     if not options.quiet:
+        for warning in _warnings(manifest):
+            print(f"skip-export: warning: {warning}", file=sys.stderr)
         print(_summary(manifest, options.out))
     return 0
+
+
+def _warnings(manifest: Manifest) -> Iterator[str]:
+    if manifest.schedule.cap(0) is not None:
+        yield "without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1"
+    if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
+        yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from skipdecode.schedule import Anchor, Schedule, full_depth, least_layers
 
 SCHEDULES = ("linear", "full", "power", "step", "table:FILE")
 DEFAULT_SPEEDUP = 2.0
+DEFAULT_SPAN = 128
 _STEP_STAIRS = 4
 
 
@@ -24,7 +26,7 @@ class ScheduleRequest:
     max_layers: int | None = None
     min_layers: int | None = None
     warmup_layers: int = 1  # 0 .. L; L: early exit
-    span: int = 128  # positions until min_layers is reached
+    span: int | None = None  # positions until min_layers is reached; None: DEFAULT_SPAN
     alpha: float | None = None  # decay per position, `power` only; 0 < alpha <= 1
     max_variants: int | None = None  # at most this many distinct counts, rounded up
     anchor: Anchor = Anchor.GENERATED
@@ -36,22 +38,42 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
     Linear is the paper's (section 3.1): `k(t) = round(max - (max - min) t / (span - 1))`; power is arXiv 2503.08524's.
 
     Raises:
-        ScheduleError: an unknown name, a range that is empty, or a speedup that cannot be reached.
+        ScheduleError: an unknown name, a range that is empty, a speedup that cannot be reached, or options that do not agree.
     """
     kind, _, table = request.name.partition(":")
-    if kind == "table" and table:
-        return _limit_variants(_from_table(Path(table), request, num_layers), request.max_variants)
-    if request.name not in ("linear", "full", "power", "step"):
+    if not (kind == "table" and table) and request.name not in ("linear", "full", "power", "step"):
         raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
     _check_request(request, num_layers)
-    if kind == "full":
-        return full_depth(num_layers)
-    lower, upper = _ends(request, num_layers)
-    counts = {"linear": _linear, "step": _step, "power": _power}[kind](request, lower, upper, num_layers)
+    if kind in ("table", "full"):
+        said = full_depth(num_layers) if kind == "full" else _from_table(Path(table), request, num_layers)
+        _check_agrees(request, said)
+        return _limit_variants(said, request.max_variants)
+    span = request.span or DEFAULT_SPAN
+    lower, upper = _ends(request, span, num_layers)
+    counts = {"linear": _linear, "step": _step, "power": _power}[kind](request, span, lower, upper, num_layers)
     schedule = Schedule(
         name=kind, num_layers=num_layers, warmup_layers=request.warmup_layers, layers=tuple(counts), anchor=request.anchor
     )
     return _limit_variants(schedule, request.max_variants)
+
+
+def _check_agrees(request: ScheduleRequest, schedule: Schedule) -> None:
+    """A table and full depth say all counts themselves: what was asked beside them must hold of them."""
+    speedup, rounding = request.speedup, 0.5  # layers
+    checks = (
+        ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
+        ("--max-layers", request.max_layers, request.max_layers == schedule.layers[0]),
+        ("--min-layers", request.min_layers, request.min_layers == schedule.layers[-1]),
+        ("--span", request.span, request.span == schedule.span or schedule.span == 1),
+    )
+    for option, value, holds in checks:
+        if value is not None and not holds:
+            raise ScheduleError(
+                f"{option} {value:g}: has {schedule.layers[0]} -> {schedule.layers[-1]} layers over {schedule.span} positions, "
+                f"{schedule.num_layers / schedule.mean_layers:.2f}x fewer",
+                f"leave out {option}, or choose another schedule",
+                where=f"{request.name} schedule",
+            )
 
 
 def _check_request(request: ScheduleRequest, num_layers: int) -> None:
@@ -67,96 +89,106 @@ def _check_request(request: ScheduleRequest, num_layers: int) -> None:
                 f"{option} {value}: the model has {num_layers} layers and {request.warmup_layers} warm-up layers",
                 f"choose {least}..{num_layers}",
             )
+    if None not in (request.min_layers, request.max_layers) and request.min_layers > request.max_layers:  # type: ignore[operator]
+        raise ScheduleError(
+            f"--min-layers {request.min_layers} is above --max-layers {request.max_layers}",
+            "lower --min-layers or raise --max-layers",
+        )
     for option, number in (("--span", request.span), ("--max-variants", request.max_variants)):
         if number is not None and number < 1:
             raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
     if request.alpha is not None and (request.name != "power" or not 0 < request.alpha <= 1):
         raise ScheduleError(f"--alpha {request.alpha}", "give a decay in (0, 1], and only with --schedule power")
+    if request.alpha is not None and request.speedup is not None:
+        raise ScheduleError(f"--alpha {request.alpha} and --speedup {request.speedup:g} both say how fast", "give one of them")
 
 
-def _ends(request: ScheduleRequest, num_layers: int) -> tuple[int, int]:
+def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, int]:
     """(min, max): what was given, else a 1:3 range around the mean that the speedup asks for."""
     least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
-    speedup = request.speedup
-    if speedup is None and lower is None and upper is None:
-        speedup = DEFAULT_SPEEDUP
-    if speedup is None:
+    if request.speedup is None and (request.alpha, lower, upper) != (None, None, None):
         upper = num_layers if upper is None else upper
-        lower = min(upper, max(least, round(num_layers / 4))) if lower is None else lower
-    else:
-        mean = _mean_for(speedup, request, num_layers)
-        if request.name == "power":
-            upper = num_layers if upper is None else upper
-            lower = max(least, round(mean / 2)) if lower is None else lower
-        elif lower is None:
-            lower = round(max(mean / 2, 2 * mean - num_layers)) if upper is None else round(2 * mean - upper)
-            lower = lower if upper is not None else max(least, lower)
-        if upper is None:
-            upper = min(num_layers, round(2 * mean - lower)) if request.min_layers is None else round(2 * mean - lower)
-        _check_reached(lower, upper, least, speedup, num_layers)
-    if lower > upper:
-        raise ScheduleError(
-            f"min_layers {lower} is above max_layers {upper}",
-            "lower --min-layers or raise --max-layers",
-            where=f"{request.name} schedule",
-        )
-    return lower, upper
+        return min(upper, max(least, round(num_layers / 4))) if lower is None else lower, upper
+    mean = _mean(request, span, num_layers)
+    if request.name == "power":
+        upper = num_layers if upper is None else upper
+        if lower is None:
+            rest = (mean * span - upper) / (span - 1) if span > 1 else mean  # of the positions after the first
+            lower = max(least, min(round(mean / 2), int(rest)))
+        return lower, upper
+    if span == 1:
+        return round(mean), round(mean)
+    if lower is None and upper is None:
+        lower = max(least, round(max(mean / 2, 2 * mean - num_layers)))
+    if lower is None:
+        assert upper is not None
+        lower = max(least, min(upper, round(2 * mean - upper)))
+    return lower, max(lower, min(num_layers, round(2 * mean - lower))) if upper is None else upper
 
 
-def _mean_for(speedup: float, request: ScheduleRequest, num_layers: int) -> float:
+def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
+    """The mean layer count that the speedup asks for.
+
+    Raises:
+        ScheduleError: the model's depth, or the ends that were given, do not allow it.
+    """
+    speedup = DEFAULT_SPEEDUP if request.speedup is None else request.speedup
+    low, high = _reach(request, span, num_layers)
+    if speedup >= 1 and low - 0.5 <= num_layers / speedup <= high + 0.5:  # half a layer is rounding
+        return min(max(num_layers / speedup, low), high)
+    nearest = _floor(num_layers / low) if speedup > num_layers / low else -_floor(-num_layers / high)
     least = least_layers(num_layers, request.warmup_layers)
-    if not 1.0 <= speedup <= num_layers / least:
-        nearest = 1.0 if not speedup >= 1.0 else num_layers / least
-        raise ScheduleError(
-            f"--speedup {speedup:g} cannot be reached by {num_layers} layers of which at least {least} are computed",
-            f"the nearest that can is --speedup {_floor(nearest):g}",
-        )
-    return num_layers / speedup
-
-
-def _check_reached(lower: int, upper: int, least: int, speedup: float, num_layers: int) -> None:
-    """Whether the ends that follow from the speedup and what was given lie inside the model."""
-    if least <= lower <= upper <= num_layers:
-        return
-    low = max(least, min(lower, num_layers))
-    high = max(low, min(upper, num_layers))
+    ends = "" if (request.max_layers, request.min_layers) == (None, None) else ", with the given ends"
     raise ScheduleError(
-        f"--speedup {speedup:g} with the given ends needs {upper} -> {lower} layers, out of {num_layers} -> {least}",
-        f"the nearest that can is --speedup {_floor(2 * num_layers / (low + high)):g}",
+        f"--speedup {speedup:g} cannot be reached by {num_layers} layers of which at least {least} are computed{ends}",
+        f"the nearest that can is --speedup {nearest:g}",
     )
 
 
+def _reach(request: ScheduleRequest, span: int, num_layers: int) -> tuple[float, float]:
+    """The least and the largest mean layer count between the ends that were given."""
+    least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
+    if request.name == "power":
+        upper = num_layers if upper is None else upper
+        return (upper + (span - 1) * (least if lower is None else lower)) / span, upper
+    if span == 1 and (lower is not None or upper is not None):
+        only = lower if upper is None else upper
+        assert only is not None
+        return only, only
+    if lower is not None and upper is not None:
+        return (lower + upper) / 2, (lower + upper) / 2
+    if upper is not None:
+        return (least + upper) / 2, upper
+    if lower is not None:
+        return lower, (lower + num_layers) / 2
+    return least, num_layers
+
+
 def _floor(value: float) -> float:
-    return int(value * 100) / 100
+    """To two decimals, downwards."""
+    return math.floor(value * 100) / 100
 
 
-def _linear(request: ScheduleRequest, lower: int, upper: int, num_layers: int) -> list[int]:
-    return [round(upper - (upper - lower) * t / max(1, request.span - 1)) for t in range(request.span)]
+def _linear(request: ScheduleRequest, span: int, lower: int, upper: int, num_layers: int) -> list[int]:
+    return [round(upper - (upper - lower) * t / max(1, span - 1)) for t in range(span)]
 
 
-def _step(request: ScheduleRequest, lower: int, upper: int, num_layers: int) -> list[int]:
-    stairs = max(1, min(request.max_variants or _STEP_STAIRS, request.span))
+def _step(request: ScheduleRequest, span: int, lower: int, upper: int, num_layers: int) -> list[int]:
+    stairs = max(1, min(request.max_variants or _STEP_STAIRS, span))
     levels = [round(upper - (upper - lower) * i / max(1, stairs - 1)) for i in range(stairs)]
-    return [levels[t * stairs // request.span] for t in range(request.span)]
+    return [levels[t * stairs // span] for t in range(span)]
 
 
-def _power(request: ScheduleRequest, lower: int, upper: int, num_layers: int) -> list[int]:
+def _power(request: ScheduleRequest, span: int, lower: int, upper: int, num_layers: int) -> list[int]:
     def counts(alpha: float) -> list[int]:
-        return [max(lower, int(upper * alpha**t + 1e-9)) for t in range(request.span)]
+        return [max(lower, int(upper * alpha**t + 1e-9)) for t in range(span)]
 
     if request.alpha is not None:
         return counts(request.alpha)
     if request.speedup is None and (request.max_layers is not None or request.min_layers is not None):
-        return counts((lower / upper) ** (1 / max(1, request.span - 1)))
-    target = num_layers / (request.speedup or DEFAULT_SPEEDUP)
-    found = counts(_bisect(lambda alpha: sum(counts(alpha)) / request.span - target))
-    if abs(sum(found) / request.span - target) > 1:
-        raise ScheduleError(
-            f"--speedup {request.speedup or DEFAULT_SPEEDUP:g} cannot be reached from {upper} to {lower} layers",
-            f"the nearest that can is --speedup {_floor(num_layers * request.span / sum(found)):g}",
-            where="power schedule",
-        )
-    return found
+        return counts((lower / upper) ** (1 / max(1, span - 1)))
+    mean = _mean(request, span, num_layers)
+    return counts(_bisect(lambda alpha: sum(counts(alpha)) / span - mean))
 
 
 def _bisect(excess: Callable[[float], float]) -> float:
@@ -173,7 +205,7 @@ def _from_table(path: Path, request: ScheduleRequest, num_layers: int) -> Schedu
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ScheduleError(f"cannot be read ({error.strerror})", "name a JSON file", where=where) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"is not JSON ({error})", "write a list of layer counts", where=where) from error
     warmup = request.warmup_layers
     if isinstance(data, dict):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
-from skipdecode.exporter import cpu_target
+from skipdecode.exporter import cli, cpu_target
 from skipdecode.exporter import export as exports
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
@@ -351,3 +351,13 @@ def test_a_quantised_embedding_is_stored_once_with_a_tied_head(zoo: Zoo, tmp_pat
     ]
     assert [tensor.location for tensor in table] == ["head.bin" if tied else "embed.bin"]
     assert len(skipdecode.load(tmp_path / "q").generate([[5, 6]], max_new_tokens=3).sequences[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(("table", "warned"), [('{"layers": [6, 4], "warmup_layers": 0}', True), ('{"layers": [6, 4]}', False)])
+def test_a_schedule_that_skips_layer_0_is_warned_of(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, warned: bool
+) -> None:
+    (tmp_path / "t.json").write_text(table)
+    options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
+    assert cli.main([str(zoo.checkpoint("llama")), *options]) == 0
+    assert ("warning: without layer 0 an untuned model breaks" in capsys.readouterr().err) is warned

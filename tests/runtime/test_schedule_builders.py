@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -38,15 +39,20 @@ def test_mean_layers_are_within_one_of_what_the_speedup_promises(
         assert abs(schedule.mean_layers - depth / speedup) <= 1 + uneven
 
 
-@given(st.integers(2, 64), st.floats(0.1, 100), st.integers(0, 6))
-def test_the_speedup_that_an_error_names_can_be_reached(depth: int, speedup: float, warmup: int) -> None:
-    assume(warmup <= depth)
-    request = ScheduleRequest(speedup=speedup, warmup_layers=warmup)
+@given(
+    SHAPES, st.integers(2, 64), st.floats(0.1, 100), st.integers(0, 6), st.integers(1, 64),
+    st.none() | st.integers(2, 64), st.none() | st.integers(2, 64),
+)  # fmt: skip
+def test_the_speedup_that_an_error_names_can_be_reached(
+    name: str, depth: int, speedup: float, warmup: int, span: int, top: int | None, bottom: int | None
+) -> None:
+    request = ScheduleRequest(name=name, speedup=speedup, warmup_layers=warmup, span=span, max_layers=top, min_layers=bottom)
     try:
         build_schedule(request, depth)
     except ScheduleError as error:
+        assume("the nearest that can is --speedup " in str(error))
         named = float(str(error).rsplit("--speedup ", 1)[1])
-        build_schedule(ScheduleRequest(speedup=named, warmup_layers=warmup), depth)
+        build_schedule(dataclasses.replace(request, speedup=named), depth)
 
 
 @given(SHAPES, st.integers(4, 48), st.integers(1, 12))
@@ -84,6 +90,20 @@ def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
     assert build_schedule(ScheduleRequest(name=f"table:{path}"), 6).layers == (6, 4)
 
 
+def test_what_is_asked_beside_a_table_must_hold_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("[6, 4, 2]")
+    agreeing = ScheduleRequest(name=f"table:{path}", speedup=1.5, max_layers=6, min_layers=2, span=3)
+    assert build_schedule(agreeing, 6).layers == (6, 4, 2)
+    for other in ({"speedup": 3.0}, {"max_layers": 5}, {"min_layers": 3}, {"span": 8}):
+        _refused(dataclasses.replace(agreeing, **other), f"--{next(iter(other)).replace('_', '-')} ")  # type: ignore[arg-type]
+
+
+def test_one_position_has_the_count_that_the_speedup_asks_for() -> None:
+    for name in ("linear", "step"):
+        assert build_schedule(ScheduleRequest(name=name, speedup=2, span=1), 24).layers == (12,)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -97,6 +117,7 @@ def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
         ('{"layers": [4], "warmup_layers": "x"}', "list of whole numbers"),
         ("[]", "empty"),
         ("[9]", "choose counts from 2 to 6"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -120,6 +141,10 @@ def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
         (ScheduleRequest(speedup=float("nan")), "nearest that can is"),
         (ScheduleRequest(alpha=0.9), "only with --schedule power"),
         (ScheduleRequest(name="power", alpha=1.5), "decay in"),
+        (ScheduleRequest(name="power", alpha=0.9, speedup=2), "give one of them"),
+        (ScheduleRequest(name="full", speedup=2), "full schedule: --speedup 2: has 6 -> 6 layers over 1 positions, 1.00x fewer"),
+        (ScheduleRequest(name="full", max_layers=4), "full schedule: --max-layers 4: has 6 -> 6 layers"),
+        (ScheduleRequest(speedup=3, max_layers=6, min_layers=2), "with the given ends; the nearest that can is --speedup 1.5"),
         (ScheduleRequest(span=0), "--span 0"),
         (ScheduleRequest(max_variants=0), "--max-variants 0"),
     ],
