@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,10 @@ from typing import Protocol
 from skipdecode.device import Call
 from skipdecode.memory import Array, Memory
 from skipdecode.plugins import turnaround
+
+# From 1.29 on ONNX Runtime's packages send their maker what process, machine and model they run, and leave a data base in the
+# user's cache folder, unless this is set before they are imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 class Engine(Protocol):
