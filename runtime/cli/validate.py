@@ -27,7 +27,7 @@ from skipdecode.cli import Parser, guarded
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.validation.baseline import read_baseline
 from skipdecode.validation.quality import read_examples
-from skipdecode.validation.slo import NAMES, check_measured, parse_slo
+from skipdecode.validation.slo import NAMES, SECOND_TOKEN, check_measured, parse_slo
 from skipdecode.validation.validate import Progress, ValidateRequest, validate
 from skipdecode.validation.workload import read_requests
 
@@ -94,8 +94,10 @@ def _request(options: argparse.Namespace) -> ValidateRequest:
     """Everything the options name, read and checked."""
     _require("rich", None)
     slos = tuple(map(parse_slo, options.slo))
-    given = {name for name, value in (("--reference", options.reference), ("--eval", options.eval)) if value is not None}
-    check_measured(list(slos), given)
+    requests = tuple(read_requests(options.workload)) if options.workload else None
+    new_tokens = [request.new_tokens for request in requests] if requests else [options.new_tokens or 2]
+    given = {"--reference": options.reference is not None, "--eval": options.eval is not None, SECOND_TOKEN: max(new_tokens) > 1}
+    check_measured(list(slos), {name for name, there in given.items() if there})
     if options.speedup and options.eval is None:
         raise CapacityError("says at which speedups --eval scores", "add --eval FILE.jsonl", where="--speedup")
     if options.eval is not None:
@@ -110,7 +112,7 @@ def _request(options: argparse.Namespace) -> ValidateRequest:
         reference=options.reference,
         batches=tuple(options.batch) if options.batch else None,
         contexts=tuple(options.context) if options.context else None,
-        requests=tuple(read_requests(options.workload)) if options.workload else None,
+        requests=requests,
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
         examples=tuple(read_examples(options.eval)) if options.eval else None,

@@ -18,13 +18,24 @@ def read_baseline(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CapacityError(
             f"cannot be read ({error})", "name a file that skip-validate --json wrote", where=f"--baseline {path}"
         ) from error
-    if not isinstance(data, dict) or "validation_format" not in data or not isinstance(data.get("targets"), list):
+    if not _is_run(data):
         raise CapacityError("is no earlier run", "name a file that skip-validate --json wrote", where=f"--baseline {path}")
-    return data
+    run: dict[str, Any] = data
+    return run
+
+
+def _is_run(data: Any) -> bool:
+    """Whether `compare` finds in it what it reads."""
+    try:
+        summaries = [summary for _, summary in _latencies(data)]
+        data["machine"].get("cpu")
+        return "validation_format" in data and all(summary[key] > 0 for summary in summaries for key in ("median", "low", "high"))
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +54,7 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
                 "name": name, "old_ms": was["median"], "new_ms": summary["median"],
                 "ratio": summary["median"] / was["median"], "verdict": verdict,
             })  # fmt: skip
-    return {"same_machine": new["machine"]["cpu"] == old.get("machine", {}).get("cpu"), "rows": rows}
+    return {"same_machine": new["machine"]["cpu"] == old["machine"].get("cpu"), "rows": rows}
 
 
 def _latencies(run: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.cache_folder import cache_folder
+from skipdecode.errors import CapacityError
 
 
 class Journal:
@@ -16,11 +17,21 @@ class Journal:
 
     Args:
         identity: everything that the measurements depend on; another identity is another file.
+
+    Raises:
+        CapacityError: the folder cannot be made or written.
     """
 
     def __init__(self, identity: dict[str, Any]) -> None:
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
         self.path = cache_folder("validate") / f"{key}.jsonl"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+        except OSError as error:
+            raise CapacityError(
+                f"cannot be written ({error.strerror})", "let XDG_CACHE_HOME name a folder that can", where=str(self.path.parent)
+            ) from error
         self._done: dict[str, Any] = dict(_read(self.path))
         self.resumed = len(self._done)
 
@@ -28,7 +39,6 @@ class Journal:
         """What `measure` gives, as JSON has it; from the file where an earlier run got that far."""
         if name not in self._done:
             line = json.dumps([name, measure()])
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"\n{line}\n")  # a line torn by an earlier kill ends here
             self._done[name] = json.loads(line)[1]
@@ -40,8 +50,6 @@ class Journal:
 
 
 def _read(path: Path) -> list[tuple[str, Any]]:
-    if not path.is_file():
-        return []
     entries = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

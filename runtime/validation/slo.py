@@ -24,7 +24,13 @@ NAMES: dict[str, str] = {
     "bleu": "at the bundle's own schedule (with --eval)",
     "rouge_l": "at the bundle's own schedule, 0-100 (with --eval)",
 }
-_NEEDS = {"max_logit_error": "--reference", "bleu": "--eval", "rouge_l": "--eval"}
+SECOND_TOKEN = "--new-tokens 2"  # without one there is no decode step
+_NEEDS = {
+    "max_logit_error": "--reference",
+    "bleu": "--eval",
+    "rouge_l": "--eval",
+    **dict.fromkeys(("p50_token_ms", "p90_token_ms", "p99_token_ms", "decode_gain"), SECOND_TOKEN),
+}
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": lambda value, bound: value <= bound,
     ">=": lambda value, bound: value >= bound,

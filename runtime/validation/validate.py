@@ -120,7 +120,9 @@ def _load(request: ValidateRequest, manifest: manifests.Manifest) -> dict[str, G
 
 def _check(request: ValidateRequest, manifest: manifests.Manifest, generator: Generator) -> None:
     """Everything about the input that can be known before measuring."""
-    check_fits(_requests(request, 1), generator, "--workload" if request.requests else "--prompt-tokens and --new-tokens")
+    where = "--workload" if request.requests else "--prompt-tokens and --new-tokens"
+    for rows in request.batches or ():
+        check_fits(_requests(request, rows), rows, generator, where)
     for speedup in request.speedups:
         schedule_for(manifest, speedup)
     if request.examples is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,23 +60,30 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
         if line.strip():
             try:
                 rows.append((f"{path}, line {number}", json.loads(line)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CapacityError(f"is not JSON ({error})", "write an object a line", where=f"{path}, line {number}") from error
     if not rows:
         raise CapacityError("is empty", "write an object a line", where=str(path))
     return rows
 
 
-def check_fits(requests: Sequence[Request], generator: Generator, where: str) -> None:
-    """Raises CapacityError where a request exceeds the bundle's length."""
+def check_fits(requests: Sequence[Request], batch: int, generator: Generator, where: str) -> None:
+    """Raises CapacityError where requests that run together exceed the bundle's length: the last one ends them all."""
     limit = generator.manifest.limits.max_length
-    for request in requests:
-        if request.prompt_tokens + request.new_tokens > limit:
+    for group in _groups(requests, batch):
+        prompt, new = max(request.prompt_tokens for request in group), max(request.new_tokens for request in group)
+        if prompt + new > limit:
+            together = f", of {len(group)} requests that run together," if len(group) > 1 else ""
             raise CapacityError(
-                f"{request.prompt_tokens} prompt tokens and {request.new_tokens} new ones exceed the bundle's {limit}",
+                f"{prompt} prompt tokens and {new} new ones{together} exceed the bundle's {limit}",
                 "ask for fewer, or export with a larger --max-length",
                 where=where,
             )
+
+
+def _groups(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:
+    """`batch` at a time, in their order."""
+    return (requests[start : start + batch] for start in range(0, len(requests), batch))
 
 
 @dataclass(slots=True)
@@ -124,8 +131,7 @@ def measure_workload(generator: Generator, step_bytes: StepBytes, requests: Sequ
 
 def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule: Schedule) -> _Trace:
     trace, rng = _Trace(first=[], gaps=[]), np.random.default_rng(0)
-    for start in range(0, len(requests), batch):
-        group = requests[start : start + batch]
+    for group in _groups(requests, batch):
         ids = [rng.integers(0, generator.manifest.model.vocab_size, request.prompt_tokens).tolist() for request in group]
         steps = generator.stream(
             [Row(prompt_ids=row) for row in ids], max_new_tokens=max(request.new_tokens for request in group),

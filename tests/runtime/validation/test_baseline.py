@@ -58,7 +58,20 @@ def test_another_machine_is_told() -> None:
     assert not compare({**RUN, "machine": {"cpu": "y"}}, RUN)["same_machine"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"validation_format": 1, "targets": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"a": 1}',
+        '{"validation_format": 1, "targets": 3}',
+        '{"validation_format": 1, "machine": [], "targets": []}',
+        json.dumps(RUN).replace('"median"', '"mean"'),
+        json.dumps(RUN).replace("0.9", '"fast"'),
+        json.dumps(RUN).replace('"token_ms": {"median": 1', '"token_ms": {"median": 0'),
+    ],
+)
 def test_a_file_that_is_no_earlier_run_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "old.json"
     path.write_text(text)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skipdecode.errors import CapacityError
 from skipdecode.validation.journal import Journal
 
 
@@ -44,3 +45,10 @@ def test_a_finished_run_is_forgotten() -> None:
     journal.once("x", lambda: 1)
     journal.finish()
     assert Journal({}).resumed == 0
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CapacityError, match=r"cannot be written \(Not a directory\); let XDG_CACHE_HOME name"):
+        Journal({})

@@ -111,7 +111,13 @@ def test_real_lengths_run_in_their_order_batched(zoo: Zoo, tmp_path: Path) -> No
     assert load["own"]["token_ms"]["n"] % (5 + 1) == 0  # the first two ride together until the longer ends
     assert load["requests"] == 3
     with pytest.raises(CapacityError, match="exceed the bundle's 48"):
-        check_fits([*requests, Request(prompt_tokens=40, new_tokens=9)], generator, "--workload")
+        check_fits([*requests, Request(prompt_tokens=40, new_tokens=9)], 1, generator, "--workload")
+    apart = [Request(prompt_tokens=40, new_tokens=3), Request(prompt_tokens=3, new_tokens=40)]
+    check_fits(apart, 1, generator, "--workload")
+    with pytest.raises(
+        CapacityError, match="40 prompt tokens and 40 new ones, of 2 requests that run together, exceed the bundle's 48"
+    ):
+        check_fits(apart, 2, generator, "--workload")
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_damage_while_a_run_was_stopped_does_not_hold(
     [
         (["--slo", "speed<=1"], "--slo: 'speed' is not measured; choose one of"),
         (["--slo", "bleu>=1"], "--slo: bleu is measured only with --eval; add --eval"),
+        (["--slo", "decode_gain>=1", "--new-tokens", "1"], "--slo: decode_gain is measured only with --new-tokens 2; add"),
         (["--speedup", "2"], "--speedup: says at which speedups --eval scores; add --eval"),
         (["--batch", "99"], "--batch: 99: the bundle takes 1..4; choose another"),
         (["--context", "4000"], "--context: 4000: the bundle takes 1..124"),
