@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from operator import ge
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ class Generator:
             CapacityError: text, but the bundle has no tokenizer; no prompt at all.
         """
         several: Sequence[Any] = (
-            [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else prompts
+            [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)) else prompts
         )
         if not len(several):
             raise CapacityError("there is no prompt", "give at least one")
@@ -268,7 +269,7 @@ def load(
     Raises:
         BundleError: missing, damaged, or of another format version.
         TargetError: no such target, or engines of another library version, CPU or GPU.
-        CapacityError: a chunk of no tokens.
+        CapacityError: a chunk of no tokens, or threads beyond the machine's cores.
     """
     return Generator(
         Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
 
-from skipdecode.errors import BundleError
+from skipdecode.errors import BundleError, CapacityError
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no character, or not one yet
 
@@ -36,7 +37,15 @@ class Tokenizer:
             raise BundleError(f"cannot be read ({error})", "export the model again", where=str(path)) from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
+        """Token ids of `text`.
+
+        Raises:
+            CapacityError: it holds what no UTF-8 can, as an argument of other bytes does.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CapacityError(f"{reprlib.repr(text)} is not UTF-8", "write it in UTF-8", where="prompt") from error
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 

@@ -181,14 +181,13 @@ def _target_lines(target: dict[str, Any], manifest: Manifest, whole: int) -> lis
 
 
 def _printable(lines: list[str]) -> str:
-    """Text that standard output can write: names come from the bundle and may hold anything, terminal codes too."""
-    encoding = sys.stdout.encoding or "ascii"
+    """Text that a terminal only shows: names come from the bundle and may hold anything, terminal codes too."""
     text = "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
     try:
-        _MARKS.encode(encoding)
+        _MARKS.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
         text = text.translate(str.maketrans(_MARKS, _PLAIN_MARKS))
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def _span_text(positions: list[int | None] | None) -> str:

@@ -53,8 +53,14 @@ def use_threads(threads: int | None) -> None:
 
     Args:
         threads: None: one a core that this process may use.
+
+    Raises:
+        CapacityError: fewer than one, or more than the machine has cores.
     """
     global _pool_made
+    most = os.cpu_count() or 1
+    if threads is not None and not 1 <= threads <= most:
+        raise CapacityError(f"{threads}: this machine has {most} cores", f"choose 1..{most}", where="--threads")
     if not _pool_made:
         ort.set_default_logger_severity(3)
         ort.set_global_thread_pool_sizes(threads or len(os.sched_getaffinity(0)), 1)

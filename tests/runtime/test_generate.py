@@ -47,6 +47,18 @@ def test_a_target_that_the_bundle_lacks_is_refused_with_what_it_has(zoo: Zoo) ->
         skipdecode.load(zoo.bundle("llama"), target="cuda")
 
 
+def test_ids_may_be_numpys(generator: Generator) -> None:
+    wanted = generator.generate(PROMPT, max_new_tokens=4).sequences
+    assert generator.generate([np.int64(PROMPT[0]), *PROMPT[1:]], max_new_tokens=4).sequences == wanted
+    assert generator.generate(np.array([PROMPT]), max_new_tokens=4).sequences == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1 << 16])
+def test_threads_are_no_more_than_the_machine_has_cores(zoo: Zoo, threads: int) -> None:
+    with pytest.raises(CapacityError, match=rf"^--threads: {threads}: this machine has \d+ cores; choose 1\.\."):
+        skipdecode.load(zoo.bundle("llama"), threads=threads)
+
+
 def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5, 6], [9, 8, 7], [11]]
     free = generator.generate(prompts, max_new_tokens=10, ignore_eos=True)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from skipdecode.errors import CapacityError
 from skipdecode.text import Tokenizer
 
 
@@ -64,3 +65,8 @@ def test_any_tokens_can_be_streamed_where_bytes_fall_back(ids: list[int]) -> Non
 def test_a_piece_comes_when_its_characters_are_whole(tokens: list[str], pieces: list[str]) -> None:
     ids = [BYTE_FALLBACK._tokenizer.token_to_id(token) for token in tokens]
     assert _streamed(BYTE_FALLBACK, ids) == pieces
+
+
+def test_text_that_is_not_utf_8_is_refused_in_one_line() -> None:
+    with pytest.raises(CapacityError, match=r"^prompt: 'a.udcff' is not UTF-8; write it in UTF-8$"):
+        BYTE_LEVEL.encode("a\udcff")

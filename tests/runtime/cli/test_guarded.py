@@ -1,0 +1,74 @@
+"""What all commands share, seen from a shell: where their output goes, and how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skipdecode.cli import guarded
+from tests.conftest import Zoo
+
+BIN = Path(sys.executable).parent
+
+
+def _shell(command: str, bundle: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `command` with the bundle's folder as $0, as a user whose output is no terminal."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "GITHUB_ACTIONS", "ORT_DISABLE_TELEMETRY")}
+    return subprocess.run(
+        ["sh", "-c", command, str(bundle)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**kept, "PATH": path, **environment},
+    )
+
+
+@pytest.mark.parametrize("command", ["skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", "skip-inspect $0 --json"])
+def test_an_output_that_takes_nothing_is_one_line_and_exit_2(zoo: Zoo, command: str) -> None:
+    ended = _shell(f"{command} >/dev/full", zoo.bundle("opt"))
+    (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("[")]
+    assert (ended.returncode, line.split(";")[0]) == (2, "cannot go on (No space left on device)")
+
+
+def test_an_output_that_was_closed_gets_nothing_and_all_else_is_done(zoo: Zoo, tmp_path: Path) -> None:
+    ended = _shell(
+        "skip-run $0 --token-ids 5,6,7 --max-new-tokens 2 --profile $TRACE >&-", zoo.bundle("opt"), TRACE=str(tmp_path / "t")
+    )
+    assert ended.returncode == 0
+    assert (tmp_path / "t").is_file()
+    ended = _shell("skip-inspect /nowhere 2>&-", zoo.bundle("opt"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_letters_that_the_terminal_has_not_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "from skipdecode.cli import guarded; raise SystemExit(guarded(lambda: print('Caf\\xe9 \\u2603') or 0, debug=False))"
+    ended = subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, capfd.readouterr().out) == (0, "Caf\\xe9 \\u2603\n")
+
+
+def test_a_file_that_the_system_does_not_give_is_one_line_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> int:
+        raise PermissionError(13, "Permission denied", "/var/cache/x")
+
+    assert guarded(fails, debug=False) == 2
+    assert capsys.readouterr().err.startswith("/var/cache/x: cannot go on (Permission denied); free space, check permissions")
+    with pytest.raises(PermissionError):
+        guarded(fails, debug=True)
+
+
+def test_nothing_is_sent_to_the_maker_of_onnx_runtime(zoo: Zoo, tmp_path: Path) -> None:
+    """Its packages keep what they will send in the user's cache folder."""
+    ended = _shell("skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", zoo.bundle("opt"), XDG_CACHE_HOME=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_error(zoo: Zoo) -> None:
+    ended = _shell("skip-inspect $0 --json | true; skip-inspect $0 | head -1", zoo.bundle("opt"))
+    assert (ended.returncode, ended.stderr) == (0, "")
