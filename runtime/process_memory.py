@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)
@@ -12,21 +15,43 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)$", re.MUL
 
 Region = tuple[int, int]  # addresses of its first byte and of the one behind its last
 
+_lock = threading.Lock()
 
-def release_loading_memory(bundle: Path) -> None:
-    """Call when the engines of `bundle` are loaded. Does nothing where the system is not Linux with glibc."""
-    if hasattr(_LIBC, "malloc_trim"):
-        _LIBC.malloc_trim(0)  # OPT-1.3B in int4: 170 of 230 MiB, which glibc would keep
-    for start, end in mapped_regions(bundle):
-        # as much as the bundle: ONNX Runtime packs quantised weights to find them equal to the stored ones
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
+
+@contextmanager
+def loading(bundle: Path) -> Iterator[None]:
+    """Inside, engines of `bundle` are loaded, which must be there at the end. Loads of several threads wait for one another.
+
+    Only what was mapped inside is given back: another thread may unmap its own engines' files at any time, and what it gets at
+    the same addresses afterwards would be zeroed. Gives nothing back where the system is not Linux with glibc.
+    """
+    with _lock:
+        before = mapped_regions(bundle)
+        yield
+        if hasattr(_LIBC, "malloc_trim"):
+            _LIBC.malloc_trim(0)  # OPT-1.3B in int4: 170 of 230 MiB, which glibc would keep
+        for start, end in _without(mapped_regions(bundle), before):
+            # as much as the bundle: ONNX Runtime packs quantised weights to find them equal to the stored ones
+            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
 def mapped_regions(bundle: Path) -> list[Region]:
-    """Where this process has mapped the bundle's files."""
+    """Where this process has mapped the bundle's files, in ascending order."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     folder = f"{bundle.resolve()}/"
     return [(int(start, 16), int(end, 16)) for start, end, path in _MAPPING.findall(maps) if path.startswith(folder)]
+
+
+def _without(regions: list[Region], others: list[Region]) -> Iterator[Region]:
+    """The parts of `regions` outside all of `others`; both ascend, and the system may have joined neighbours of both."""
+    for start, end in regions:
+        for other_start, other_end in others:
+            if other_start < end and start < other_end:
+                if start < other_start:
+                    yield start, other_start
+                start = max(start, other_end)
+        if start < end:
+            yield start, end

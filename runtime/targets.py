@@ -25,7 +25,7 @@ from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import MANIFEST, Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.plugins.turnaround import Run
-from skipdecode.process_memory import release_loading_memory
+from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 
 _FIRST = "cpu"  # what is run of a bundle that has it, unless told otherwise
@@ -68,8 +68,8 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
             "export the model on this machine", where=str(bundle),
         )  # fmt: skip
     use_threads(threads)
-    embed, segments, head = _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), threads=_cores())
-    release_loading_memory(bundle)
+    with loading(bundle):
+        embed, segments, head = _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), threads=_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=HostMemory())
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import skipdecode
 from skipdecode import process_memory
@@ -46,6 +49,31 @@ def test_what_loading_read_of_the_files_is_not_resident_after_it(shipped: Path) 
     assert files, "nothing of the bundle is mapped: this test checks nothing"
     assert _smaps(files, "Rss") == 0
     assert len(generator.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True).sequences[0].token_ids) == 4
+
+
+def test_loading_gives_back_nothing_that_was_mapped_before(shipped: Path) -> None:
+    """Its owner may unmap it in another thread at that moment, and something else may lie there then."""
+    first = skipdecode.load(shipped)
+    first.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)
+    files = process_memory.mapped_regions(shipped)
+    resident = _smaps(files, "Rss")
+    second = skipdecode.load(shipped)
+    assert resident > 0
+    assert _smaps(files, "Rss") == resident
+    assert _smaps(list(process_memory._without(process_memory.mapped_regions(shipped), files)), "Rss") == 0
+    assert second.manifest == first.manifest
+
+
+_PAGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=5).map(
+    lambda gaps: [(start, start + size) for start, size in accumulate(gaps, lambda last, gap: (sum(last) + gap[0], gap[1]))]
+)
+
+
+@given(_PAGES, _PAGES)
+def test_what_is_new_are_the_pages_outside_all_others(regions: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    found = [page for start, end in process_memory._without(regions, others) for page in range(start, end)]
+    old = {page for start, end in others for page in range(start, end)}
+    assert found == [page for start, end in regions for page in range(start, end) if page not in old]
 
 
 def test_quantised_weights_in_use_are_pages_of_the_files_which_processes_share(shipped: Path) -> None:
