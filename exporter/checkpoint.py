@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.conversions import converted, dequantised
+from skipdecode.exporter.conversions import converted, dequantised, unscaled
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.weights import IR_TYPES, TensorSource
 
@@ -39,7 +39,7 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
     """
     form, files = _files(checkpoint)
     where = {name: file for file in files for name in form.names(file)}
-    stored = {name: partial(form.read, file, name) for name, file in where.items()}
+    stored = unscaled({name: partial(form.read, file, name) for name, file in where.items()}, bones.config)
     read = converted(stored, bones.config) | dequantised(stored) | stored
     base = bones.parts.prefix.split(".")[0]
 

@@ -2,6 +2,8 @@
 
 A file has `experts.3.up_proj.weight`, the model `experts.gate_up_proj` [E,2I,H]; transformers itself says which becomes which.
 Of experts in MXFP4 (gpt-oss) a file has `experts.gate_up_proj_blocks` and `_scales`; transformers itself dequantises them.
+Of matrices in FP8 (DeepSeek, MiniMax, Qwen) it has `weight` and, a number a block, `weight_scale_inv`. Its dequantiser divides a
+matrix evenly into as many blocks as there are numbers, which is wrong where the last block is a smaller one; so here is ours.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from skipdecode.errors import ModelNotSupportedError
 
 Read = Callable[[], torch.Tensor]
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def converted(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
@@ -57,6 +60,36 @@ def dequantised(stored: Mapping[str, Read]) -> dict[str, Read]:
         for name in names
         if f"{name}_scales" in stored
     }
+
+
+def unscaled(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
+    """The same tensors, those in FP8 times their scales, in fp32, without the scales; read when asked for.
+
+    Raises:
+        ModelNotSupportedError: when read: a matrix and scales that do not fit together.
+    """
+    block = dict(getattr(config, "quantization_config", None) or {}).get("weight_block_size")
+    return {
+        name: partial(_unscale, name, read, stored[f"{name}_scale_inv"], block) if f"{name}_scale_inv" in stored else read
+        for name, read in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+
+
+def _unscale(name: str, read_matrix: Read, read_scales: Read, block: tuple[int, int] | None) -> torch.Tensor:
+    """A matrix [..,N,K] in FP8 and, a block of it, a factor [..,ceil(N/n),ceil(K/k)]; of all of it where `block` is None."""
+    matrix, scales = read_matrix(), read_scales()
+    *more, rows, columns = matrix.shape if matrix.ndim > 1 else (0, 0)
+    height, width = block or (rows, columns)
+    blocks = torch.Size((*more, -(-rows // height), -(-columns // width))) if rows and columns else torch.Size((0,))
+    if matrix.dtype not in _FP8 or not scales.is_floating_point() or scales.numel() != blocks.numel():
+        found = f"{matrix.dtype} {tuple(matrix.shape)} and {scales.dtype} {tuple(scales.shape)} with blocks of {height} x {width}"
+        raise ModelNotSupportedError(f"{name} cannot be put together ({found})", "give an unquantised checkpoint")
+    factors = scales.float().reshape(blocks).repeat_interleave(height, dim=-2)[..., :rows, :]
+    weight = matrix.float()
+    for start in range(0, columns, width):  # a factor a number would be a second matrix
+        weight[..., start : start + width] *= factors[..., start // width, None]
+    return weight
 
 
 def _dequantise(name: str, read_blocks: Read, read_scales: Read) -> torch.Tensor:

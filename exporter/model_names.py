@@ -42,16 +42,20 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 
 
 def _read_config(model: str) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, FineGrainedFP8Config
 
     with _in_one_line(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
     check_single_stack(config)
     with _in_one_line(model):
         text = _text_part(config, Path(model))
-    quantised = getattr(config, "quantization_config", None)
-    method = dict(quantised).get("quant_method", "some method") if quantised else None
-    if method and not (method == "mxfp4" and config.model_type in IN_MXFP4):
+    quantised = dict(getattr(config, "quantization_config", None) or {})
+    method = quantised.get("quant_method", "some method") if quantised else None
+    if method == "fp8":
+        with _in_one_line(model):
+            FineGrainedFP8Config.from_dict(quantised)
+        text.quantization_config = quantised
+    elif method and not (method == "mxfp4" and config.model_type in IN_MXFP4):
         raise ModelNotSupportedError(
             f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
         )

@@ -134,7 +134,7 @@ def test_the_head_may_stand_for_the_embedding_that_is_tied_to_it(zoo: Zoo, tmp_p
 
 
 def test_quantised_weights_are_refused(zoo: Zoo, tmp_path: Path) -> None:
-    """An fp8 checkpoint's numbers are worth nothing without the scales beside them."""
+    """Numbers in fp8 are worth nothing without the scales beside them."""
     model = zoo.model("llama")
     folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
     name = "model.layers.0.mlp.up_proj.weight"
