@@ -10,16 +10,17 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 
-# mixtures of experts, whose layers choose a few of many MLPs for each token
+# mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
-    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna",
-    "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "kolibri1", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
 SOFTMAX_ROUTED = (
-    "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "flex_olmo", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
@@ -119,14 +120,17 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: attention to later tokens, experts that are not SwiGLU, values wider than keys, heads that are no
-            multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an
-            architecture that is not tested.
+        ModelNotSupportedError: attention to later tokens, layers without attention, experts that are not SwiGLU, values wider
+            than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length`
+            tokens would exceed, or an architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
+    other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"}
+    if other:
+        raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, and a layer's state is keys and values here")
     if config.model_type in MIXTURES and config.hidden_act not in ("silu", "swish"):
         raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
     if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:

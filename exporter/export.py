@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import CPU_ALONE, MIXTURES, SOFTMAX_ROUTED, check_supported
+from skipdecode.exporter.architectures import CPU_ALONE, SOFTMAX_ROUTED, check_supported
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -37,6 +37,7 @@ DEFAULT_MAX_LENGTH = 2048
 # export, as they do while plans are built. A GPU reads them in 0.06 ms, and a border is 9 us: sum and norm are not fused.
 SEGMENT_BYTES, CUDA_SEGMENT_BYTES = 256 << 20, 2 << 30
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
+_EXPERTS = "experts.down_proj"  # what transformers calls their matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,7 @@ def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bo
     name = bones.config.model_type
     if name in CPU_ALONE and any(target.name != "cpu" for target in targets):
         raise TargetError(f"{name} has {CPU_ALONE[name]}, which is run on cpu alone", "choose cpu", where="--target")
-    if name in MIXTURES:
+    if any(parameter.endswith(_EXPERTS) for parameter in bones.shapes):
         _check_mixture(request, targets, bones)
     if not any(target.is_tensorrt for target in targets):
         if request.builder != BuilderOptions():
@@ -219,7 +220,7 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], bon
 def _widths(bones: Skeleton) -> dict[int, str]:
     """Of the inputs of nearly all weights."""
     hidden = bones.config.hidden_size
-    matrices = (shape for name, shape in bones.shapes.items() if name.endswith("experts.down_proj"))
+    matrices = (shape for name, shape in bones.shapes.items() if name.endswith(_EXPERTS))
     experts = {shape[1] * shape[2] // hidden for shape in matrices}  # [E,H,I], or turned
     return {hidden: "hidden size"} | dict.fromkeys(experts, "width of the experts")
 

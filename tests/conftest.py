@@ -127,6 +127,13 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "gptj": {"num_attention_heads": 2, "rotary_dim": 16},  # half of each head
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "granitemoehybrid": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * LAYERS,
+    },
     "granitemoeshared": {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 32},
     "helium": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},

@@ -103,6 +103,14 @@ def test_models_of_one_kind_may_share_keys_and_values_among_all_heads_or_none(
     _assert_agrees(config, tmp_path)
 
 
+def test_granite_4_may_have_no_experts_and_no_positions_but_no_layers_without_attention(tmp_path: Path) -> None:
+    dense = {"num_local_experts": 0, "position_embedding_type": None, "embedding_multiplier": 3.0, "attention_multiplier": 0.1}
+    _assert_agrees(RELATIVES["granitemoehybrid"](**dense, num_hidden_layers=2, layer_types=["attention"] * 2), tmp_path)
+    config = RELATIVES["granitemoehybrid"](layer_types=["mamba", "attention"] * (LAYERS // 2))
+    with pytest.raises(ModelNotSupportedError, match="has layers of linear_attention, and a layer's state is keys and values"):
+        check_supported(config, MAX_LENGTH)
+
+
 def test_layers_of_one_segment_share_their_linear_biases(zoo: Zoo, tmp_path: Path) -> None:
     bundle = _assert_one_segment_agrees(zoo, "bloom", tmp_path)
     graph = onnx.load(bundle / "targets/cpu/segment_000.onnx", load_external_data=False).graph
