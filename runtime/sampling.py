@@ -76,8 +76,9 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
 
 def _mass(logits: FloatArray, top: FloatArray, sampling: Sampling) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Probability of each token over the likeliest one's."""
-    scores: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = logits.astype(np.float64) / sampling.temperature
-    return np.exp(scores - top.astype(np.float64) / sampling.temperature)
+    below: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = logits.astype(np.float64) - top.astype(np.float64)
+    with np.errstate(over="ignore"):  # at temperatures next to 0 all but the likeliest are infinitely far below it
+        return np.exp(below / sampling.temperature)
 
 
 def _likeliest(logits: FloatArray, count: int) -> IntArray:

@@ -63,9 +63,9 @@ struct Count {
 };
 
 struct Mass {
-  double temperature, greatest;  // greatest: the likeliest token's logit over the temperature
+  double temperature, greatest;  // greatest: the likeliest token's logit
   SKD_BOTH uint64_t operator()(float logit) const {
-    return static_cast<uint64_t>(exp(static_cast<double>(logit) / temperature - greatest) * kUnit + 0.5);
+    return static_cast<uint64_t>(exp((static_cast<double>(logit) - greatest) / temperature) * kUnit + 0.5);
   }
 };
 
@@ -148,7 +148,7 @@ template <class Block>
 SKD_BOTH int32_t ChooseToken(Row<Block>& row, const SkdSampling& how, int64_t row_id, int32_t step) {
   const uint64_t likeliest = row.Greatest();
   if (!how.do_sample) return IdOf(likeliest);
-  const Mass mass{how.temperature, static_cast<double>(row.logits[IdOf(likeliest)]) / how.temperature};
+  const Mass mass{how.temperature, static_cast<double>(row.logits[IdOf(likeliest)])};
   uint64_t least = 0;
   if (how.top_k > 0 && how.top_k < row.vocabulary) least = row.Passing(Count{}, 0, static_cast<uint64_t>(how.top_k) - 1);
   uint64_t total = row.Total(mass, least);

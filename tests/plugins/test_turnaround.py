@@ -62,6 +62,7 @@ def _logits(rng: np.random.Generator, rows: int, vocabulary: int) -> Iterator[Ar
         Sampling(),
         Sampling(do_sample=True, seed=2**63 + 5),
         Sampling(do_sample=True, temperature=0.3, seed=1),
+        Sampling(do_sample=True, temperature=1e-320, seed=2),
         Sampling(do_sample=True, temperature=1.7, top_k=1, seed=2),
         Sampling(do_sample=True, top_k=40, seed=3),
         Sampling(do_sample=True, top_k=10**6, seed=4),

@@ -62,6 +62,11 @@ def test_the_choice_is_that_of_a_sorted_vocabulary(changes: dict[str, float]) ->
         assert token == order[np.searchsorted(np.cumsum(kept), uniform(5, row, 3) * kept.sum(), side="right")], row
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9])
+def test_next_to_temperature_0_it_is_greedy(temperature: float) -> None:
+    assert set(_draw(Sampling(do_sample=True, temperature=temperature), count=20)) == {0}
+
+
 def test_a_low_temperature_sharpens() -> None:
     assert (_draw(Sampling(do_sample=True, temperature=0.1)) == 0).mean() > 0.97
 
