@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import place
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
 MIXTURES = (
@@ -55,6 +56,11 @@ _PARTS = {
     ),
 }  # fmt: skip
 SUPPORTED = tuple(_PARTS)
+# settings that are read here and that transformers takes from some models as they are
+_COUNTS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
+    "v_head_dim", "vocab_size", "max_position_embeddings", "max_seq_len",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +108,7 @@ def unsupported(config: Any, why: str) -> ModelNotSupportedError:
     return ModelNotSupportedError(
         f"{config.model_type} {why}",
         f"supported are {', '.join(SUPPORTED)}",
-        where=getattr(config, "_name_or_path", "") or "model",
+        where=place(config),
     )
 
 
@@ -120,12 +126,13 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: attention to later tokens, layers without attention, experts that are not SwiGLU, values wider
-            than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length`
-            tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: sizes that are no sizes, attention to later tokens, layers without attention, experts that are
+            not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling
+            that `max_length` tokens would exceed, or an architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
+    _check_counts(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"}
@@ -147,6 +154,27 @@ def check_supported(config: Any, max_length: int) -> None:
     longest = _declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name, the others'
     if longest and max_length > longest:
         raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+
+
+def _check_counts(config: Any) -> None:
+    for name in _COUNTS:
+        value = getattr(config, name, None)
+        if value is None and not (name == "qk_head_dim" and config.model_type in LATENT):
+            continue
+        if not isinstance(value, int) or value < 1:
+            raise _no_count(config, config.attribute_map.get(name, name), value)
+    heads, (key_heads, _) = config.num_attention_heads, key_sizes(config)
+    if heads % key_heads:
+        raise ModelNotSupportedError(
+            f"its config.json has {heads} heads, no multiple of the {key_heads} that their keys have", "correct that setting",
+            where=place(config),
+        )  # fmt: skip
+
+
+def _no_count(config: Any, name: str, value: object) -> ModelNotSupportedError:
+    return ModelNotSupportedError(
+        f"{name} is {value!r} in its config.json", "write a whole number from 1 on", where=place(config)
+    )
 
 
 def key_sizes(config: Any) -> tuple[int, int]:
@@ -192,6 +220,8 @@ def _check_rotary(config: Any, max_length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some have one a kind of layer
         original = getattr(config, "original_max_position_embeddings", None) or scaling.get("original_max_position_embeddings")
+        if original is not None and not isinstance(original, int):
+            raise _no_count(config, "original_max_position_embeddings", original)
         if scaling.get("rope_type") in ("dynamic", "longrope") and original and max_length > original:
             raise ModelNotSupportedError(
                 f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",

@@ -173,7 +173,7 @@ def _max_length(request: ExportRequest, config: Any) -> int:
             )
         return request.max_length
     longest = getattr(config, "max_position_embeddings", None)
-    return min(DEFAULT_MAX_LENGTH, int(longest)) if longest else DEFAULT_MAX_LENGTH
+    return min(DEFAULT_MAX_LENGTH, longest) if isinstance(longest, int) and longest > 0 else DEFAULT_MAX_LENGTH
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:

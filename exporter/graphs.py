@@ -22,6 +22,7 @@ from skipdecode.exporter.architectures import (
     settled,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
+from skipdecode.exporter.config_json import place, taking_config
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.own_attention import through_interface
@@ -90,10 +91,14 @@ def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Repo
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
-    """Build the model on the meta device: names, shapes and ties, no memory."""
+    """Build the model on the meta device: names, shapes and ties, no memory.
+
+    Raises:
+        ModelNotSupportedError: a configuration that transformers makes no model of.
+    """
     config._attn_implementation = "eager" if config.model_type in OWN_ATTENTION else ATTENTION_NAME
     config._experts_implementation = EXPERTS_NAME
-    with torch.device("meta"):
+    with torch.device("meta"), taking_config(place(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     first: dict[int, str] = {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import IN_MXFP4, check_single_stack
 from skipdecode.exporter.checkpoint import lacks_head
+from skipdecode.exporter.config_json import reason, taking_config
 
 # Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
 _OPT_SIZES = {
@@ -44,15 +43,17 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 def _read_config(model: str) -> Any:
     from transformers import AutoConfig, FineGrainedFP8Config
 
-    with _in_one_line(model):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
+    try:
+        with taking_config(model):
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
+    except OSError as error:
+        raise _unreachable(model, error) from error
     check_single_stack(config)
-    with _in_one_line(model):
-        text = _text_part(config, Path(model))
+    text = _text_part(config, Path(model))
     quantised = dict(getattr(config, "quantization_config", None) or {})
     method = quantised.get("quant_method", "some method") if quantised else None
     if method == "fp8":
-        with _in_one_line(model):
+        with taking_config(model):
             FineGrainedFP8Config.from_dict(quantised)
         text.quantization_config = quantised
     elif method and not (method == "mxfp4" and config.model_type in IN_MXFP4):
@@ -62,26 +63,16 @@ def _read_config(model: str) -> Any:
     return text
 
 
-@contextmanager
-def _in_one_line(model: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreachable(model, error) from error
-    except Exception as error:  # what transformers raises depends on the setting that is wrong
-        raise ModelNotSupportedError(
-            f"transformers does not take its config.json ({_reason(error)})", "correct that setting", where=model
-        ) from error
-
-
 def _text_part(config: Any, folder: Path) -> Any:
     """Of a model that also sees; else the configuration itself.
 
     Where the whole is tied, some checkpoints hold a head all the same, and then the text part's own word counts.
     """
-    text = config.get_text_config()
-    if text.dtype is None:
-        text.dtype = config.dtype
+    with taking_config(str(folder)):
+        text = config.get_text_config()
+        text.dtype = config.dtype if text.dtype is None else text.dtype
+    text.name_or_path = config.name_or_path
+    text.return_dict = True  # how a model hands out what it computes, which whoever calls it here counts on
     if text is not config and getattr(config, "tie_word_embeddings", False) and lacks_head(folder):
         text.tie_word_embeddings = True
     return text
@@ -123,17 +114,6 @@ def _opt_config(size: str) -> Any:
 
 
 def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
-    return ModelNotSupportedError(
-        f"cannot be read ({_reason(error)})",
-        "name a checkpoint folder, check the network, or use --random-weights",
-        where=model,
-    )
-
-
-def _reason(error: Exception) -> str:
-    from huggingface_hub.errors import StrictDataclassError
-
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    # of a setting's check the first line names the check, the last one the exception and what is wrong
-    line = lines[-1].partition(": ")[2] if isinstance(error, StrictDataclassError) else lines[0]
-    return line[:160]
+    remedy = "name a checkpoint folder, check the network, or use --random-weights"
+    here = Path(model).is_dir()
+    return ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json" if here else remedy, where=model)

@@ -1,0 +1,55 @@
+"""What transformers says of a config.json that it does not take, as one line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import ModelNotSupportedError
+
+
+@contextmanager
+def taking_config(where: str) -> Iterator[None]:
+    """Inside, transformers reads a configuration, or makes the modules that it tells of, and nothing of ours is called.
+
+    Raises:
+        ModelNotSupportedError: what transformers raises, which depends on the setting that is wrong.
+        OSError: as it is: a file or the network, and no setting.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ModelNotSupportedError(
+            f"transformers does not take its config.json ({reason(error)})",
+            "correct that setting, or name a model that transformers knows by itself",
+            where=where,
+        ) from error
+
+
+def place(config: Any) -> str:
+    """Where a configuration is from, as the user named it."""
+    return getattr(config, "_name_or_path", "") or "model"
+
+
+def reason(error: Exception) -> str:
+    """Of a library's error the line that says most, and of the model's code the line that failed, which names the setting."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    text = error.args[0] if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) else str(error)
+    if isinstance(error, KeyError) and " " not in text:
+        text = f"'{text.strip(chr(39))}' is not found"
+    lines = (text.strip() or type(error).__name__).splitlines()
+    # of a setting's check the first line names the check, the last one the exception and what is wrong
+    line = lines[-1].partition(": ")[2] if isinstance(error, StrictDataclassError) else lines[0]
+    return line[:160] + _failing_line(error)
+
+
+def _failing_line(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name.startswith("modeling_")]
+    line = frames[-1].line if frames else None
+    return "" if not line or line.startswith("raise ") else f", in `{line[:120]}`"

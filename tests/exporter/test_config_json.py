@@ -1,0 +1,74 @@
+"""Settings of a config.json that no model can be made of: one line each, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode import manifest as manifests
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
+
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+
+
+def _edit(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "wibble"}}, "'wibble' is not found, in `rope_init_fn = .*rope_type"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "Missing required keys .*'factor'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "'Tensor' and 'str', in `inv_freq /= factor`"),
+        ("llama", {"rope_parameters": {"rope_theta": "x"}}, "'str' and 'Tensor', in `inv_freq = 1.0 / .base"),
+        ("llama", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": "x"}}, "embeddings is 'x' in its config"),
+        ("llama", {"hidden_act": "wibble"}, "'wibble' is not found, in `self.act_fn = ACT2FN.config.hidden_act."),
+        ("llama", {"intermediate_size": -8}, "negative dimension -8.*, in `self.gate_proj = "),
+        ("llama", {"pad_token_id": 1000}, "Padding_idx must be within .*, in `self.embed_tokens = "),
+        ("llama", {"vocab_size": 0}, "vocab_size is 0 in its config.json; write a whole number from 1 on"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0 in its config.json"),
+        ("llama", {"head_dim": -8}, "head_dim is -8 in its config.json"),
+        ("llama", {"max_position_embeddings": -1}, "max_position_embeddings is -1 in its config.json"),
+        ("llama", {"num_key_value_heads": 3}, "has 4 heads, no multiple of the 3 that their keys have"),
+        ("gpt2", {"n_head": 0}, "n_head is 0 in its config.json"),
+        ("bloom", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x' in its config.json"),
+        ("axk1", {"qk_head_dim": None}, "qk_head_dim is None in its config.json"),
+        ("qwen2", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
+        ("glm", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
+        ("nemotron", {"num_key_value_heads": None}, "NoneType.*, in `self.num_key_value_groups = "),
+        ("llama", {"quantization_config": "x"}, "'str' object has no attribute 'to_dict'"),
+    ],
+)
+def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(
+    name: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    (CONFIGS | RELATIVES)[name]().save_pretrained(tmp_path / "model")
+    _edit(tmp_path / "model", changes)
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        export(ExportRequest(model=str(tmp_path / "model"), out=tmp_path / "out", random_weights=True))
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path / 'model'}: ")
+    assert "config.json" in line
+    assert "\n" not in line
+    assert "network" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_whose_config_json_asks_for_tuples_is_exported_as_any_other(zoo: Zoo, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
+    _edit(folder, {"return_dict": False})
+    linear = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)
+    made = export(ExportRequest(model=str(folder), out=tmp_path / "out", schedule=linear, max_batch=4, max_length=MAX_LENGTH))
+    theirs = manifests.read(zoo.bundle("llama"))
+    assert {*made.files} ^ {*theirs.files} == {
+        file for each in (made, theirs) for file in each.files if file.path == "config.json"
+    }
