@@ -216,13 +216,19 @@ def _declared(config: Any, name: str) -> Any:
 
 
 def _check_rotary(config: Any, max_length: int) -> None:
-    """Rotary scalings whose frequencies depend on the run's length are exact only below the original length."""
+    """A scaling that has other frequencies or factors for runs beyond the original length is exact only below it.
+
+    A `dynamic` one is beyond the model's own length, which `check_supported` allows no run, whatever original length it names.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some have one a kind of layer
-        original = getattr(config, "original_max_position_embeddings", None) or scaling.get("original_max_position_embeddings")
-        if original is not None and not isinstance(original, int):
-            raise _no_count(config, "original_max_position_embeddings", original)
-        if scaling.get("rope_type") in ("dynamic", "longrope") and original and max_length > original:
+        if scaling.get("rope_type") != "longrope" and "long_mscale" not in scaling:
+            continue
+        name = "original_max_position_embeddings"
+        original = getattr(config, name, None) or scaling.get(name)
+        if not isinstance(original, int):
+            raise _no_count(config, name, original)
+        if max_length > original:
             raise ModelNotSupportedError(
                 f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",
                 f"export with --max-length {original} or less",

@@ -207,6 +207,22 @@ def test_settings_that_no_engine_could_follow_are_refused(name: str, settings: d
 def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:
     config = CONFIGS["gemma3"]()
     check_supported(config, 48)
-    config.rope_parameters["full_attention"] |= {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+    config.rope_parameters["full_attention"] |= {"rope_type": "longrope", "original_max_position_embeddings": 16}
     with pytest.raises(ModelNotSupportedError, match="beyond 16 tokens"):
         check_supported(config, 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling"),
+    [
+        ("hunyuan_v1_dense", {"alpha": 1000.0, "factor": 1.0}),  # as its checkpoints have it: `alpha` sets the frequencies once
+        ("llama", {"factor": 2.0}),  # whose frequencies change beyond max_position_embeddings, 64
+    ],
+)
+def test_a_dynamic_scaling_is_exact_beyond_the_original_length_that_it_names(
+    name: str, scaling: dict[str, float], tmp_path: Path
+) -> None:
+    config = (CONFIGS | RELATIVES)[name]()
+    original = {"original_max_position_embeddings": len(RAGGED[0]) + 1}  # below MAX_LENGTH; the run is longer
+    config.rope_parameters = {"rope_theta": 100.0, "rope_type": "dynamic", **scaling, **original}
+    _assert_agrees(config, tmp_path)
