@@ -41,9 +41,8 @@ def parse_targets(texts: Sequence[str]) -> tuple[TargetRequest, ...]:
     names = [target.name for target in targets]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise TargetError(
-            f"target {twice} is given twice", f"name several capabilities at once: {twice}:sm86,sm89", where="--target"
-        )
+        several = "name it once" + (f", with several capabilities as {twice}:sm86,sm89" if twice == "tensorrt-rtx" else "")
+        raise TargetError(f"target {twice} is given twice", several, where="--target")
     return targets
 
 
