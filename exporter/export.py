@@ -237,13 +237,15 @@ def _check_block(block: int, bones: Skeleton) -> None:
 
 
 def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton) -> None:
-    """Weights once as source, once a target, quantised or not, on cpu plain and packed; one segment on its way."""
+    """Weights once as source, once a target, quantised or not, on cpu plain and packed; the largest segment on its way."""
     out, itemsize = request.out, _compiled_itemsize(request, bones)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     fp32 = request.quantize == "none"
     cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form holds its levels' sum too
     compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
-    needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters) + _segment_bytes(request, targets)
+    layer = bones.layer_bytes // bones.dtype.itemsize * itemsize
+    segment = min(max(_segment_bytes(request, targets), layer), itemsize * bones.num_parameters)
+    needed = int((bones.dtype.itemsize + compiled) * bones.num_parameters + segment)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(

@@ -297,6 +297,17 @@ def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monke
     _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", BundleError, "MiB are free")
 
 
+def test_a_disk_need_not_have_more_room_for_a_segment_than_the_model_has_weights(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment may have 256 MiB, this model has one."""
+    free = 8 << 20
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))  # type: ignore[attr-defined]
+    full = ScheduleRequest(name="full")
+    request = ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "out", schedule=full, max_length=MAX_LENGTH)
+    assert sum(file.size for file in export(request).files) < free
+
+
 def test_force_replaces_a_bundle_and_nothing_else(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     out.mkdir()
