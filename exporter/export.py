@@ -18,7 +18,7 @@ from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.layout import GRAPHS, Report
-from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.model_names import fetch_checkpoint, is_utf8, load_config
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
@@ -148,6 +148,10 @@ def _compiled_itemsize(request: ExportRequest, bones: Skeleton) -> float:
 
 
 def _check_options(request: ExportRequest) -> None:
+    if not is_utf8(request.out):
+        raise BundleError(
+            "is no UTF-8, which tokenizers and ONNX Runtime take alone", "choose another --out", where=str(request.out)
+        )
     if request.quantize not in QUANTIZED_BITS:
         raise TargetError(f"{request.quantize!r} is unknown", f"choose one of {', '.join(QUANTIZED_BITS)}", where="--quantize")
     if request.quantize_method not in METHODS:

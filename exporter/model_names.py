@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     """The model's configuration and, where it is on this machine, its folder; there what the checkpoint ties is seen as well.
 
     Raises:
-        ModelNotSupportedError: no such folder or hub id, a config.json that cannot be read, needs remote code, or tells of
-            an encoder or of quantised weights, but for those that are dequantised as they are read.
+        ModelNotSupportedError: no such folder or hub id, a path that is no UTF-8, a config.json that cannot be read, needs remote
+            code, or tells of an encoder or of quantised weights, but for those that are dequantised as they are read.
     """
     size = _short_opt(model)
     folder = Path(model)
+    if not is_utf8(folder):
+        raise ModelNotSupportedError("is no UTF-8, which safetensors takes alone", "rename the folder", where=model)
     if size is not None and not folder.is_dir():
         return _opt_config(size), None
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -38,6 +41,11 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     ):
         raise ModelNotSupportedError("is not a folder", "name a checkpoint folder, a hub id or opt-SIZE", where=model)
     return _read_config(model), folder if folder.is_dir() else None
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether libraries that are not written in Python can be given a path, whose bytes may be any but 0."""
+    return os.fsencode(path).decode(errors="replace") == str(path)
 
 
 def _read_config(model: str) -> Any:

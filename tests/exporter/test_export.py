@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -306,6 +307,14 @@ def test_a_disk_need_not_have_more_room_for_a_segment_than_the_model_has_weights
     full = ScheduleRequest(name="full")
     request = ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "out", schedule=full, max_length=MAX_LENGTH)
     assert sum(file.size for file in export(request).files) < free
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_refused_by_that_name(zoo: Zoo, tmp_path: Path) -> None:
+    """ONNX Runtime takes no such path; what failed first was the tokenizer, which was told to be repaired."""
+    odd = tmp_path / os.fsdecode(b"caf\xe9")
+    _refused(zoo.checkpoint("llama"), odd / "bundle", BundleError, "bundle: is no UTF-8, .*; choose another --out")
+    model = shutil.copytree(zoo.checkpoint("llama"), odd / "model")
+    _refused(model, tmp_path / "outs" / "bundle", ModelNotSupportedError, "model: is no UTF-8, .*; rename the folder")
 
 
 def test_force_replaces_a_bundle_and_nothing_else(zoo: Zoo, tmp_path: Path) -> None:
