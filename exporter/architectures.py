@@ -126,13 +126,15 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: sizes that are no sizes, attention to later tokens, layers without attention, experts that are
+        ModelNotSupportedError: sizes that are none, attention to later tokens, layers without attention, experts that are
             not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling
             that `max_length` tokens would exceed, or an architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
     _check_counts(config)
+    if config.model_type in MIXTURES:
+        _check_experts(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"}
@@ -162,7 +164,7 @@ def _check_counts(config: Any) -> None:
         if value is None and not (name == "qk_head_dim" and config.model_type in LATENT):
             continue
         if not isinstance(value, int) or value < 1:
-            raise _no_count(config, config.attribute_map.get(name, name), value)
+            raise _no_count(config, name, value)
     heads, (key_heads, _) = config.num_attention_heads, key_sizes(config)
     if heads % key_heads:
         raise ModelNotSupportedError(
@@ -171,10 +173,25 @@ def _check_counts(config: Any) -> None:
         )  # fmt: skip
 
 
-def _no_count(config: Any, name: str, value: object) -> ModelNotSupportedError:
-    return ModelNotSupportedError(
-        f"{name} is {value!r} in its config.json", "write a whole number from 1 on", where=place(config)
-    )
+def _check_experts(config: Any) -> None:
+    """What a router is told: more than there is to choose from fails where it is traced, and uneven groups mix tokens."""
+    name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
+    experts = getattr(config, name)
+    if experts is None or experts < 1:
+        raise _no_count(config, name, experts)
+    chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
+    each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
+    if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
+        raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {experts}, the number of experts")
+    if groups is not None and (groups < 1 or experts % groups):
+        raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
+    if groups and not 1 <= (config.topk_group or 1) <= groups:
+        raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
+
+
+def _no_count(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
+    spelled = config.attribute_map.get(name, name)
+    return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=place(config))
 
 
 def key_sizes(config: Any) -> tuple[int, int]:
