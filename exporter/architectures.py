@@ -133,15 +133,13 @@ def check_supported(config: Any, max_length: int) -> None:
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
     _check_counts(config)
-    if config.model_type in MIXTURES:
+    if config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or config.num_local_experts):
         _check_experts(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"}
     if other:
         raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, and a layer's state is keys and values here")
-    if config.model_type in MIXTURES and config.hidden_act not in ("silu", "swish"):
-        raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
     if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
         raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
     if key_sizes(config)[1] % 8:
@@ -174,7 +172,10 @@ def _check_counts(config: Any) -> None:
 
 
 def _check_experts(config: Any) -> None:
-    """What a router is told: more than there is to choose from fails where it is traced, and uneven groups mix tokens."""
+    """What a router is told: more than there is to choose from fails where it is traced, and uneven groups mix tokens.
+
+    And what its experts are, which is one operator's.
+    """
     name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
     experts = getattr(config, name)
     if experts is None or experts < 1:
@@ -187,6 +188,8 @@ def _check_experts(config: Any) -> None:
         raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     if groups and not 1 <= (config.topk_group or 1) <= groups:
         raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
+    if config.hidden_act not in ("silu", "swish"):
+        raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
 
 
 def _no_count(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,14 +33,18 @@ class _Format:
 
 
 def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
-    """Tensors of a local checkpoint folder, read when asked for; of tied ones that are there, all must be the same.
+    """Tensors of a local checkpoint folder, read when asked for; of tied ones that are there, and of those in several
+    shards, all must be the same.
 
     Raises:
         ModelNotSupportedError: no weights, an unreadable file, or a parameter that is missing, of another shape or quantised.
     """
     form, files = _files(checkpoint)
-    where = {name: file for file in files for name in form.names(file)}
-    stored = unscaled({name: partial(form.read, file, name) for name, file in where.items()}, bones.config)
+    where: dict[str, list[Path]] = defaultdict(list)
+    for file in files:
+        for name in form.names(file):
+            where[name].append(file)
+    stored = unscaled({name: partial(_read, form, holders, name) for name, holders in where.items()}, bones.config)
     read = converted(stored, bones.config) | dequantised(stored) | stored
     base = bones.parts.prefix.split(".")[0]
 
@@ -49,7 +54,7 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
         found = [key for key in spelled if key is not None]
         if not found:
             raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
-        value = _checked(read[found[0]](), found[0], shape, where.get(found[0], checkpoint))
+        value = _checked(read[found[0]](), found[0], shape, where.get(found[0], [checkpoint])[0])
         for other in found[1:]:
             if not torch.equal(value, read[other]()):
                 raise ModelNotSupportedError(
@@ -60,6 +65,17 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
         return value
 
     return tensor
+
+
+def _read(form: _Format, holders: list[Path], name: str) -> torch.Tensor:
+    """A tensor that more than one shard may hold."""
+    value = form.read(holders[0], name)
+    for other in holders[1:]:
+        if not torch.equal(value, form.read(other, name)):
+            raise ModelNotSupportedError(
+                f"{name} differs from the one in {holders[0].name}", "download the checkpoint again", where=str(other)
+            )
+    return value
 
 
 def lacks_head(checkpoint: Path) -> bool:
@@ -108,12 +124,13 @@ def _files(checkpoint: Path) -> tuple[_Format, list[Path]]:
 def _shards(checkpoint: Path, index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        files = [checkpoint / name for name in names]
+        missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelNotSupportedError("is not a shard index", "download the checkpoint again", where=str(index)) from error
-    missing = [name for name in names if not (checkpoint / name).is_file()]
     if missing:
         raise ModelNotSupportedError(f"shard {missing[0]} is missing", "download the checkpoint again", where=str(checkpoint))
-    return [checkpoint / name for name in names]
+    return files
 
 
 def _names_in_safetensors(file: Path) -> list[str]:

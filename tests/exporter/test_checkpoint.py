@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import reference_run
@@ -146,6 +146,39 @@ def test_quantised_weights_are_refused(zoo: Zoo, tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
         with pytest.raises(ModelNotSupportedError, match=rf"quantised \({method}\).*--quantize"):
             load_config(str(folder))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": ["a.safetensors"]}}',
+        json.dumps({"weight_map": {"a": "a" * 5000}}),
+        "[" * 100_000,
+    ],
+)
+def test_an_index_that_lists_no_files_is_named(text: str, tmp_path: Path) -> None:
+    folder = _folder(CONFIGS["llama"](), tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelNotSupportedError, match=r"index\.json: is not a shard index; download the checkpoint again"):
+        _source(folder)
+
+
+def test_a_tensor_that_two_shards_hold_is_the_same_in_both(zoo: Zoo, tmp_path: Path) -> None:
+    """One of them may be left from another version; transformers takes the last one's, whatever the index says."""
+    model = zoo.model("llama")
+    folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
+    in_shards(state, folder, "model-{:05d}-of-00002.safetensors", save_file)
+    name, last = "model.embed_tokens.weight", folder / "model-00002-of-00002.safetensors"
+    rest = load_file(last)
+    save_file({**rest, name: state[name]}, last)
+    torch.testing.assert_close(_source(folder)(name, tuple(state[name].shape)), state[name], rtol=0, atol=0)
+    save_file({**rest, name: state[name] + 1}, last)
+    with pytest.raises(ModelNotSupportedError, match=r"00002\.safetensors: model\.embed.* differs from the one in .*00001"):
+        _source(folder)(name, tuple(state[name].shape))
 
 
 class _Hostile:
