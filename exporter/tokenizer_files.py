@@ -119,13 +119,13 @@ def _tokenization(path: Path) -> dict[str, Any]:
     """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are no text; `samples`."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+        samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
+    except Exception as error:  # tokenizers raises plain Exception, also of a word that a vocabulary without <unk> lacks
         raise ModelNotSupportedError(f"cannot be read ({error})", "repair the checkpoint's file", where=path.name) from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0) if plain else 0
-    samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
     special = sorted(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     return {"before": whole[:start], "after": whole[start + len(plain) :], "special": special, "samples": samples}
 
@@ -140,7 +140,7 @@ def _read(path: Path) -> bytes:
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(_read(path)) if path.exists() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelNotSupportedError(f"is not JSON ({error})", "repair the checkpoint's file", where=path.name) from error
     if not isinstance(settings, dict):
         raise ModelNotSupportedError("is not a JSON object", "repair the checkpoint's file", where=path.name)
@@ -148,4 +148,5 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half of a pair, which UTF-8 has not, as JSON's escape

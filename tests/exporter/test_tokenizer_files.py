@@ -57,6 +57,7 @@ def test_a_model_without_a_checkpoint_ends_rows_as_its_configuration_says() -> N
     [
         ("{broken", "generation_config.json: is not JSON"),
         ("[]", "generation_config.json: is not a JSON object"),
+        ("[" * 100_000, "generation_config.json: is not JSON .maximum recursion depth"),
         ('{"eos_token_id": "2"}', "eos_token_id is '2'; write a whole number"),
         ('{"eos_token_id": [2, null]}', "eos_token_id is .2, None.; write a whole number"),
         ('{"eos_token_id": true}', "eos_token_id is True; write a whole number"),
@@ -116,6 +117,24 @@ def test_tokens_that_stand_beside_tokenizer_json_alone_are_put_into_it(file: str
 def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) -> None:
     copy_tokenizer(_E2E, tmp_path, CONFIGS["llama"](), MAX_LENGTH)
     assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
+
+
+def test_a_setting_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
+    """JSON can write one, UTF-8 cannot."""
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    shutil.copyfile(_E2E / "tokenizer.json", model / "tokenizer.json")
+    (model / "tokenizer_config.json").write_text('{"unk_token": "\\udce9 é"}')
+    copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
+    assert json.loads((bundle / "tokenizer_config.json").read_text(encoding="utf-8"))["unk_token"] == "\udce9 é"
+
+
+def test_a_tokenizer_that_has_no_id_for_a_text_is_one_line(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(model / "tokenizer.json"))
+    with pytest.raises(ModelNotSupportedError, match=r"tokenizer\.json: cannot be read .*Missing \[UNK\] token"):
+        copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
 
 
 def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is(tmp_path: Path) -> None:
