@@ -59,8 +59,9 @@ SUPPORTED = tuple(_PARTS)
 # settings that are read here and that transformers takes from some models as they are
 _COUNTS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
-    "v_head_dim", "vocab_size", "max_position_embeddings", "max_seq_len",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
 )  # fmt: skip
+_MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,11 @@ def _check_counts(config: Any) -> None:
             continue
         if not isinstance(value, int) or value < 1:
             raise _no_count(config, name, value)
+    if config.num_hidden_layers > _MOST_LAYERS:
+        raise _no_count(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
+    for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
+        if window is not None and window < 1:
+            raise _no_count(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
     heads, (key_heads, _) = config.num_attention_heads, key_sizes(config)
     if heads % key_heads:
         raise ModelNotSupportedError(
@@ -219,7 +225,7 @@ def attention_window(config: Any, layer: int) -> int | None:
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
     window: int | None = _declared(config, "sliding_window")
-    if not window or _declared(config, "use_sliding_window") is False:
+    if window is None or _declared(config, "use_sliding_window") is False:
         return None
     return window if layer_kind(config, layer) in (None, "sliding_attention") else None
 
