@@ -106,12 +106,14 @@ Json Tokenize(const Json& request) {
     answer["streamed"].push_back(streamed + stream.End());
   }
   answer["pieces"] = Json::array();
+  answer["whole"] = Json::array();
   for (const auto& ids : request.value("ids", std::vector<std::vector<int64_t>>())) {
     skipdecode::TextStream stream(tokenizer);
     std::vector<std::string> pieces;
     for (const int64_t id : ids) pieces.push_back(stream.Add(id));
     pieces.push_back(stream.End());
     answer["pieces"].push_back(pieces);
+    answer["whole"].push_back(tokenizer.Decode(ids.data(), ids.size()));
   }
   return answer;
 }

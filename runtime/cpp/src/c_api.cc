@@ -260,11 +260,12 @@ skd_status* skd_tokenizer_encode(skd_tokenizer* tokenizer, const char* text, int
   });
 }
 
-skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text) {
+skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text, size_t* length) {
   return Guarded([&] {
     Need(tokenizer != nullptr && text != nullptr && (ids != nullptr || count == 0), "an argument is NULL");
     const std::string found = tokenizer->tokenizer.Decode(ids, count);
     *text = static_cast<char*>(Copied(found.c_str(), found.size() + 1));
+    if (length != nullptr) *length = found.size();
   });
 }
 

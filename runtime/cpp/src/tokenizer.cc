@@ -100,6 +100,7 @@ Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& li
   } catch (const nlohmann::json::exception& error) {
     throw BundleError(std::string("tokenization.json cannot be read (") + error.what() + ")", folder);
   }
+  detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", special_);
   void* created = nullptr;
   Check(api_, api_.create_tokenizer(folder.c_str(), &created), folder);
   tokenizer_ = {created, api_.destroy_tokenizer};
@@ -129,6 +130,7 @@ std::vector<int64_t> Tokenizer::Encode(const char* text) {
 
 std::string Tokenizer::Decode(const int64_t* ids, size_t count) {
   CheckIds(bundle_->manifest.model, ids, count);
+  if (detokenizer_) return detokenizer_->Decode(ids, count);
   // GenAI's skipping of special tokens gives U+FFFD where nothing is left
   if (std::all_of(ids, ids + count, [this](int64_t id) { return special_.count(id) > 0; })) return {};
   const std::vector<int32_t> narrow(ids, ids + count);

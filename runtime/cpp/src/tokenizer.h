@@ -1,15 +1,17 @@
-// Text in and out, by ONNX Runtime GenAI's tokenizers (C API, no Python; token-exact where tests/cpp says so).
+// Text in, by ONNX Runtime GenAI's tokenizers (C API, no Python; token-exact where tests/cpp says so), and out.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "bundle.h"
+#include "detokenizer.h"
 
 namespace skd {
 
@@ -27,8 +29,9 @@ class Tokenizer {
 
  private:
   std::shared_ptr<const Bundle> bundle_;
-  std::vector<int64_t> before_, after_;  // ids that encoding puts around a text's own
-  std::set<int64_t> special_;            // ids that are no text
+  std::vector<int64_t> before_, after_;     // ids that encoding puts around a text's own
+  std::set<int64_t> special_;               // ids that are no text
+  std::optional<Detokenizer> detokenizer_;  // none: GenAI's decoding, of a kind that no model of ours has
   const GenAi& api_;
   std::unique_ptr<void, void (*)(void*)> tokenizer_{nullptr, nullptr};
   std::mutex mutex_;  // GenAI's objects are not thread safe

@@ -154,15 +154,16 @@ SKD_API skd_status* skd_session_get_counters(const skd_session* session, skd_cou
 SKD_API skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const size_t* lengths, size_t rows,
                                  const skd_row_options* options, int full_depth, skd_callback callback, void* user);
 
-/* The bundle's tokenizer, run by ONNX Runtime GenAI's library, which is loaded when this is first called.
+/* The bundle's tokenizer; texts are split by ONNX Runtime GenAI's library, which is loaded when this is first called.
  * genai_library: its path; NULL: found as the system finds libraries, or beside this one. Errors: BUNDLE (it has none), TARGET.
  */
 SKD_API skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer);
 SKD_API void skd_tokenizer_destroy(skd_tokenizer* tokenizer);
 /* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free. */
 SKD_API skd_status* skd_tokenizer_encode(skd_tokenizer* tokenizer, const char* text, int64_t** ids, size_t* count);
-/* Text of token ids, special tokens left out, ending with NUL; *text goes back through skd_free. */
-SKD_API skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text);
+/* Text of token ids as UTF-8, special tokens left out, U+FFFD for bytes that are no character; *text ends with NUL and goes back
+ * through skd_free. *length: its bytes before that NUL, since a model may write NUL itself; may be NULL. */
+SKD_API skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text, size_t* length);
 SKD_API void skd_free(void* memory);
 
 #ifdef __cplusplus

@@ -171,9 +171,10 @@ class Tokenizer {
   }
   std::string Decode(const int64_t* ids, size_t count) {
     char* text = nullptr;
-    internal::Check(skd_tokenizer_decode(handle_.get(), ids, count, &text));
+    size_t length = 0;
+    internal::Check(skd_tokenizer_decode(handle_.get(), ids, count, &text, &length));
     const std::unique_ptr<char, void (*)(void*)> owner(text, skd_free);
-    return text;
+    return {text, length};
   }
 
  private:

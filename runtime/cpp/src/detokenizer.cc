@@ -1,0 +1,235 @@
+#include "detokenizer.h"
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string_view>
+#include <utility>
+
+#include "error.h"
+
+namespace skd {
+namespace {
+
+using Json = nlohmann::json;
+using Pieces = std::vector<std::string>;
+
+constexpr char kReplacement[] = "\xEF\xBF\xBD";  // U+FFFD
+constexpr int64_t kMostIds = int64_t{1} << 24;   // an edited id must not take all memory
+
+unsigned Byte(char c) { return static_cast<unsigned char>(c); }
+
+// What a text begins with: a character, or bytes that are none; these end where a character may begin (Unicode, table 3-7).
+struct Sequence {
+  size_t size;
+  bool valid;
+};
+
+Sequence FirstOf(std::string_view text) {
+  const auto within = [text](size_t i, unsigned low, unsigned high) {
+    return i < text.size() && Byte(text[i]) >= low && Byte(text[i]) <= high;
+  };
+  const unsigned lead = Byte(text[0]);
+  if (lead < 0x80) return {1, true};
+  if (lead < 0xC2 || lead > 0xF4) return {1, false};
+  // the second byte rules out longer forms than needed, surrogates, and what lies beyond U+10FFFF
+  const unsigned low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
+  const unsigned high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
+  if (!within(1, low, high)) return {1, false};
+  const size_t size = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+  for (size_t i = 2; i < size; ++i) {
+    if (!within(i, 0x80, 0xBF)) return {i, false};
+  }
+  return {size, true};
+}
+
+std::string Lossy(std::string_view bytes) {
+  std::string text;
+  while (!bytes.empty()) {
+    const Sequence first = FirstOf(bytes);
+    text += first.valid ? bytes.substr(0, first.size) : kReplacement;
+    bytes.remove_prefix(first.size);
+  }
+  return text;
+}
+
+// The alphabet of byte-level BPE: bytes that print stand for themselves, the others for U+0100 and on.
+constexpr size_t kAlphabetEnd = 0x144;
+
+std::array<int, kAlphabetEnd> ByteLevelAlphabet() {
+  std::array<int, kAlphabetEnd> bytes{};
+  bytes.fill(-1);
+  size_t next = 0x100;
+  for (int byte = 0; byte < 256; ++byte) {
+    const bool prints = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte != 0xAD);
+    bytes.at(prints ? static_cast<size_t>(byte) : next++) = byte;
+  }
+  return bytes;
+}
+
+// The bytes of an entry; an added one, which is not written in the alphabet, is what it is.
+std::string BytesOf(const std::string& entry) {
+  static const std::array<int, kAlphabetEnd> alphabet = ByteLevelAlphabet();
+  std::string bytes;
+  for (size_t i = 0; i < entry.size(); ++i) {
+    size_t character = Byte(entry[i]);
+    if (character >= 0xE0) return entry;
+    if (character >= 0x80) character = (character & 0x1FU) << 6U | (Byte(entry[++i]) & 0x3FU);
+    if (character >= kAlphabetEnd || alphabet.at(character) < 0) return entry;
+    bytes += static_cast<char>(alphabet.at(character));
+  }
+  return bytes;
+}
+
+void Fuse(Pieces* pieces) {
+  std::string whole;
+  for (const std::string& piece : *pieces) whole += piece;
+  *pieces = {std::move(whole)};
+}
+
+void ByteLevel(Pieces* pieces) {
+  std::string bytes;
+  for (const std::string& piece : *pieces) bytes += BytesOf(piece);
+  *pieces = {Lossy(bytes)};
+}
+
+// "<0x0A>": an entry that is one byte.
+std::optional<char> FallbackByte(const std::string& entry) {
+  if (entry.size() != 6 || entry.rfind("<0x", 0) != 0 || entry[5] != '>') return std::nullopt;
+  const std::string digits = entry.substr(3, 2);
+  if (digits.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) return std::nullopt;
+  return static_cast<char>(std::stoi(digits, nullptr, 16));
+}
+
+// Bytes side by side are text, or each of them is U+FFFD.
+void ByteFallback(Pieces* pieces) {
+  Pieces found;
+  std::string run;
+  const auto end_run = [&] {
+    bool valid = true;
+    for (size_t i = 0; valid && i < run.size();) {
+      const Sequence next = FirstOf(std::string_view(run).substr(i));
+      valid = next.valid;
+      i += next.size;
+    }
+    if (valid && !run.empty()) found.push_back(run);
+    if (!valid) found.insert(found.end(), run.size(), kReplacement);
+    run.clear();
+  };
+  for (std::string& piece : *pieces) {
+    if (const std::optional<char> byte = FallbackByte(piece)) {
+      run += *byte;
+      continue;
+    }
+    end_run();
+    found.push_back(std::move(piece));
+  }
+  end_run();
+  *pieces = std::move(found);
+}
+
+void Replace(std::string* piece, const std::string& pattern, const std::string& content) {
+  for (size_t at = piece->find(pattern); at != std::string::npos; at = piece->find(pattern, at + content.size())) {
+    piece->replace(at, pattern.size(), content);
+  }
+}
+
+void Strip(std::string* piece, const std::string& content, size_t start, size_t stop) {
+  for (; start > 0 && piece->rfind(content, 0) == 0; --start) piece->erase(0, content.size());
+  for (; stop > 0 && piece->size() >= content.size(); --stop) {
+    if (piece->compare(piece->size() - content.size(), content.size(), content) != 0) break;
+    piece->resize(piece->size() - content.size());
+  }
+}
+
+}  // namespace
+
+// From the parts of tokenizer.json.
+struct Detokenizer::Reader {
+  static void AddEntry(Detokenizer* to, const Json& id, const Json& content) {
+    const auto index = id.get<int64_t>();
+    if (index < 0 || index >= kMostIds) throw std::out_of_range("an id is out of range");
+    if (static_cast<size_t>(index) >= to->entries_.size()) to->entries_.resize(static_cast<size_t>(index) + 1);
+    to->entries_[static_cast<size_t>(index)] = content.get<std::string>();
+  }
+
+  static void AddEntries(Detokenizer* to, const Json& data) {
+    const Json& vocabulary = data.at("model").at("vocab");
+    if (vocabulary.is_array()) {  // of pairs with a score: Unigram's
+      for (size_t id = 0; id < vocabulary.size(); ++id) AddEntry(to, id, vocabulary[id].at(0));
+    } else {
+      for (const auto& [content, id] : vocabulary.items()) AddEntry(to, id, content);
+    }
+    for (const Json& added : data.at("added_tokens")) AddEntry(to, added.at("id"), added.at("content"));
+  }
+
+  // Whether all of it is known.
+  static bool AddSteps(Detokenizer* to, const Json& decoder) {
+    const auto type = decoder.at("type").get<std::string>();
+    auto& steps = to->steps_;
+    const auto each = [&steps](std::function<void(std::string*)> change) {
+      steps.emplace_back([change = std::move(change)](Pieces* pieces) {
+        for (std::string& piece : *pieces) change(&piece);
+      });
+    };
+    if (type == "Sequence") {
+      const Json& parts = decoder.at("decoders");
+      return std::all_of(parts.begin(), parts.end(), [to](const Json& part) { return AddSteps(to, part); });
+    }
+    if (type == "ByteLevel") {
+      steps.emplace_back(ByteLevel);
+    } else if (type == "ByteFallback") {
+      steps.emplace_back(ByteFallback);
+    } else if (type == "Fuse") {
+      steps.emplace_back(Fuse);
+    } else if (type == "Replace" && decoder.at("pattern").contains("String") && decoder["pattern"]["String"] != "") {
+      each([pattern = decoder["pattern"]["String"].get<std::string>(),
+            content = decoder.at("content").get<std::string>()](std::string* piece) { skd::Replace(piece, pattern, content); });
+    } else if (type == "Strip" && decoder.at("content") != "") {
+      each([content = decoder["content"].get<std::string>(), start = decoder.at("start").get<size_t>(),
+            stop = decoder.at("stop").get<size_t>()](std::string* piece) { skd::Strip(piece, content, start, stop); });
+    } else if (type == "Metaspace" && decoder.at("replacement") != "") {
+      const bool never = decoder.value("prepend_scheme", "always") == "never" || !decoder.value("add_prefix_space", true);
+      steps.emplace_back([space = decoder["replacement"].get<std::string>(), never](Pieces* pieces) {
+        for (size_t i = 0; i < pieces->size(); ++i) skd::Replace(&(*pieces)[i], space, i == 0 && !never ? "" : " ");
+      });
+    } else {
+      return false;
+    }
+    return true;
+  }
+};
+
+std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, const std::set<int64_t>& special) {
+  Detokenizer read;
+  try {
+    std::ifstream file(path);
+    // merges are most of the file and not needed; nothing that is nests deep
+    const Json data = Json::parse(file, [](int depth, Json::parse_event_t event, Json& parsed) {
+      return depth < 16 && (event != Json::parse_event_t::key || parsed != "merges");
+    });
+    if (data.at("decoder").is_null() || !Reader::AddSteps(&read, data["decoder"])) return std::nullopt;
+    Reader::AddEntries(&read, data);
+  } catch (const std::exception& error) {  // nlohmann-json's, of what is missing or of another type
+    throw BundleError(std::string("cannot be read (") + error.what() + ")", path.string());
+  }
+  for (const int64_t id : special) {
+    if (id >= 0 && static_cast<size_t>(id) < read.entries_.size()) read.entries_[static_cast<size_t>(id)].reset();
+  }
+  return read;
+}
+
+std::string Detokenizer::Decode(const int64_t* ids, size_t count) const {
+  Pieces pieces;
+  for (const int64_t* id = ids; id != ids + count; ++id) {
+    const auto index = static_cast<size_t>(*id);
+    if (index < entries_.size() && entries_[index]) pieces.push_back(*entries_[index]);
+  }
+  for (const Step& step : steps_) step(&pieces);
+  Fuse(&pieces);
+  return std::move(pieces.front());
+}
+
+}  // namespace skd
