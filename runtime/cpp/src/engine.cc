@@ -76,6 +76,11 @@ int CoresOfThisProcess() {
 }
 
 void UseOnnxRuntime(const std::string& library, uint32_t threads) {
+  constexpr uint32_t kMostThreads = 1024;  // ONNX Runtime hangs where the system has no more
+  if (threads > kMostThreads) {
+    throw CapacityError(std::to_string(threads) + " is out of range",
+                        "choose 1.." + std::to_string(kMostThreads) + ", or 0: one a core", "threads");
+  }
   const std::lock_guard<std::mutex> lock(environment_mutex);
   if (environment != nullptr) return;
   LoadApi(library);

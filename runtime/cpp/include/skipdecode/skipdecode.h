@@ -52,7 +52,7 @@ typedef enum skd_finish {
 typedef struct skd_load_options {
   size_t struct_size;
   const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
-  uint32_t threads;   /* of the process's one pool, decided by the first load; 0: one a core */
+  uint32_t threads;   /* of the process's one pool, decided by the first load; up to 1024, 0: one a core */
   const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this */
   uint32_t no_cuda_graphs;         /* not 0: on a GPU every run of an engine is a call, none the launch of a CUDA graph (0) */
 } skd_load_options;
@@ -122,7 +122,7 @@ SKD_API const char* skd_status_message(const skd_status* status);
 SKD_API void skd_status_destroy(skd_status* status);
 
 SKD_API skd_load_options skd_load_options_default(void);
-/* Load a bundle's folder. Weights are mapped and shared by all sessions. Errors: BUNDLE, TARGET. */
+/* Load a bundle's folder. Weights are mapped and shared by all sessions. Errors: BUNDLE, TARGET, CAPACITY. */
 SKD_API skd_status* skd_bundle_load(const char* path, const skd_load_options* options, skd_bundle** bundle);
 /* Fill `info`, whose struct_size the caller has set. */
 SKD_API skd_status* skd_bundle_get_info(const skd_bundle* bundle, skd_bundle_info* info);
