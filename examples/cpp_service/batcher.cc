@@ -5,19 +5,18 @@
 
 namespace service {
 
-Row::Next Row::Wait(std::chrono::milliseconds moment) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  told_.wait_for(lock, moment, [this] { return !tokens_.empty() || end_; });
-  return {std::exchange(tokens_, {}), end_};
-}
-
-void Row::Tell(std::optional<int64_t> token, std::optional<End> end) {
+void Mailbox::Put(const News& news) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (token) tokens_.push_back(*token);
-    if (end) end_ = end;
+    news_.push_back(news);
   }
   told_.notify_all();
+}
+
+std::vector<Mailbox::News> Mailbox::Take(std::chrono::milliseconds moment) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  told_.wait_for(lock, moment, [this] { return !news_.empty(); });
+  return std::exchange(news_, {});
 }
 
 Batcher::Batcher(const skipdecode::Bundle& bundle, const skd_session_options& room, size_t queue_length, Metrics* metrics)
@@ -83,7 +82,7 @@ void Batcher::Admit() {
     }
     if (row->cancelled() || Clock::now() >= row->deadline) {
       ++(row->cancelled() ? metrics_->cancelled : metrics_->timed_out);
-      row->Tell(std::nullopt, Row::End::kTimeout);
+      row->Tell(std::nullopt, End::kTimeout);
       continue;
     }
     try {
@@ -92,7 +91,7 @@ void Batcher::Admit() {
     } catch (const skipdecode::Error& error) {
       std::cerr << "a prompt failed: " << error.what() << std::endl;
       ++metrics_->failed;
-      row->Tell(std::nullopt, Row::End::kFailed);
+      row->Tell(std::nullopt, End::kFailed);
     }
     metrics_->running = running_.size();
   }
@@ -104,7 +103,7 @@ void Batcher::DropAbandoned() {
     const auto [id, row] = *next++;
     if (!row->cancelled() && now < row->deadline) continue;
     ++(row->cancelled() ? metrics_->cancelled : metrics_->timed_out);
-    End(id, Row::End::kTimeout, /*in_session=*/true);
+    Leave(id, End::kTimeout, /*in_session=*/true);
   }
 }
 
@@ -121,11 +120,11 @@ void Batcher::Step() {
     }
     if (event.finish == SKD_FINISH_NONE) continue;
     ++metrics_->completed;
-    End(event.row, event.finish == SKD_FINISH_STOP ? Row::End::kStop : Row::End::kLength, /*in_session=*/false);
+    Leave(event.row, event.finish == SKD_FINISH_STOP ? End::kStop : End::kLength, /*in_session=*/false);
   }
 }
 
-void Batcher::End(uint64_t id, Row::End end, bool in_session) {
+void Batcher::Leave(uint64_t id, End end, bool in_session) {
   if (in_session) session_->Cancel(id);
   running_.at(id)->Tell(std::nullopt, end);
   running_.erase(id);
@@ -134,7 +133,7 @@ void Batcher::End(uint64_t id, Row::End end, bool in_session) {
 
 void Batcher::FailAll() {
   metrics_->failed += running_.size();
-  for (const auto& [id, row] : running_) row->Tell(std::nullopt, Row::End::kFailed);
+  for (const auto& [id, row] : running_) row->Tell(std::nullopt, End::kFailed);
   running_.clear();
   metrics_->running = 0;
   session_ = std::make_unique<skipdecode::Session>(bundle_, room_);

@@ -19,20 +19,38 @@ namespace service {
 
 using Clock = std::chrono::steady_clock;
 
+enum class End { kStop, kLength, kTimeout, kFailed };
+
+// What the rows of one request were given, until the thread that serves its client takes it.
+class Mailbox {
+ public:
+  struct News {
+    size_t row;  // its index in the request
+    std::optional<int64_t> token;
+    std::optional<End> end;  // no more will come
+  };
+
+  void Put(const News& news);
+  // Wait for news of any row, for a moment at most: so that the caller can look after its client.
+  std::vector<News> Take(std::chrono::milliseconds moment);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable told_;
+  std::vector<News> news_;
+};
+
 // One row, shared by the thread that serves its client and the batcher.
 class Row {
  public:
-  Row(std::vector<int64_t> row_prompt, const skd_row_options& row_options, Clock::time_point row_deadline)
-      : prompt(std::move(row_prompt)), options(row_options), deadline(row_deadline) {}
+  Row(std::vector<int64_t> row_prompt, const skd_row_options& row_options, Clock::time_point row_deadline,
+      std::shared_ptr<Mailbox> mailbox, size_t index)
+      : prompt(std::move(row_prompt)),
+        options(row_options),
+        deadline(row_deadline),
+        mailbox_(std::move(mailbox)),
+        index_(index) {}
 
-  enum class End { kStop, kLength, kTimeout, kFailed };
-  struct Next {
-    std::vector<int64_t> tokens;  // that came since the last call
-    std::optional<End> end;       // once no more will come
-  };
-
-  // Wait for tokens or the end, for a moment at most: so that the caller can look after its client.
-  Next Wait(std::chrono::milliseconds moment);
   // The client is gone, or has enough.
   void Cancel() { cancelled_ = true; }
   bool cancelled() const { return cancelled_; }
@@ -44,12 +62,10 @@ class Row {
 
  private:
   friend class Batcher;
-  void Tell(std::optional<int64_t> token, std::optional<End> end);
+  void Tell(std::optional<int64_t> token, std::optional<End> end) { mailbox_->Put({index_, token, end}); }
 
-  std::mutex mutex_;
-  std::condition_variable told_;
-  std::vector<int64_t> tokens_;
-  std::optional<End> end_;
+  const std::shared_ptr<Mailbox> mailbox_;
+  const size_t index_;
   std::atomic<bool> cancelled_{false};
 };
 
@@ -66,7 +82,7 @@ class Batcher {
   void Admit();
   void DropAbandoned();
   void Step();
-  void End(uint64_t id, Row::End end, bool in_session);
+  void Leave(uint64_t id, End end, bool in_session);
   void FailAll();
 
   const skipdecode::Bundle& bundle_;

@@ -61,8 +61,14 @@ bool IsIds(const Json& value) {
          std::all_of(value.begin(), value.end(), [](const Json& id) { return id.is_number_integer(); });
 }
 
-std::vector<int64_t> Ids(const Json& prompt, skipdecode::Tokenizer* tokenizer) {
-  if (IsIds(prompt)) return prompt.get<std::vector<int64_t>>();
+std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
+  if (IsIds(prompt)) {
+    for (const Json& id : prompt) {  // as JSON has it: 2**63 is no int64
+      if (!id.is_number_unsigned() || id.get<uint64_t>() >= limits.vocab_size)
+        Refuse("token id " + id.dump() + " is outside the vocabulary");
+    }
+    return prompt.get<std::vector<int64_t>>();
+  }
   if (!prompt.is_string()) Refuse("prompt is not a string, a list of token ids, or a list of these");
   const auto text = prompt.get<std::string>();
   if (text.find('\0') != std::string::npos) Refuse("prompt holds a NUL character");
@@ -77,14 +83,10 @@ std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits
   std::vector<std::vector<int64_t>> prompts;
   if (several && prompt.size() > limits.max_prompts)
     Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
-  for (const Json& each : several ? prompt : Json::array({prompt})) prompts.push_back(Ids(each, tokenizer));
+  for (const Json& each : several ? prompt : Json::array({prompt})) prompts.push_back(Ids(each, limits, tokenizer));
   if (prompts.empty()) Refuse("prompt is empty");
   for (const auto& ids : prompts) {
     if (ids.empty()) Refuse("prompt is empty");
-    for (const int64_t id : ids) {
-      if (id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size)
-        Refuse("token id " + std::to_string(id) + " is outside the vocabulary");
-    }
     if (ids.size() > limits.max_prompt_tokens) {
       Refuse("prompt has " + std::to_string(ids.size()) + " tokens, this server takes " +
              std::to_string(limits.max_prompt_tokens));
@@ -160,8 +162,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   return completion;
 }
 
-Json Answer(const Completion& completion, const std::vector<std::pair<size_t, Choice>>& choices,
-            std::optional<uint64_t> completion_tokens) {
+Json Answer(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens) {
   Json list = Json::array();
   for (const auto& [index, choice] : choices) {
     Json reason = choice.finish_reason ? Json(*choice.finish_reason) : Json(nullptr);

@@ -45,13 +45,14 @@ Completion ParseCompletion(const std::string& body, const std::string& model, co
 
 struct Choice {
   std::string text;
-  uint32_t tokens = 0;
+  std::vector<int64_t> tokens;
   std::optional<std::string> finish_reason;
 };
 
+using Choices = std::vector<std::pair<size_t, Choice>>;  // with their indices in the request
+
 // The whole answer, or one piece of a stream; `usage` adds the token counts.
-nlohmann::json Answer(const Completion& completion, const std::vector<std::pair<size_t, Choice>>& choices,
-                      std::optional<uint64_t> completion_tokens);
+nlohmann::json Answer(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens);
 
 // Ends text before the first stop string; holds back what may be the beginning of one.
 class StopFilter {

@@ -21,7 +21,8 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --connections N        clients at the same time (256)
   --max-prompt-tokens N  of a row (half of the bundle's length)
   --max-new-tokens N     of a row (what is left)
-  --timeout-s N          of a request, waiting included (60)
+  --timeout-s N          of a request that is here, waiting included (60)
+  --arrival-s N          of a whole request, from its connection to the last byte (10)
   --target T             cpu or cuda (cpu, or cuda where the bundle has no cpu engines)
   --threads N            one a core
   --onnxruntime-library F  libonnxruntime.so; for cuda onnxruntime-gpu's
@@ -31,11 +32,16 @@ serves POST /v1/completions, GET /v1/models, /health, /metrics
 exit status: 0 stopped, 2 bad input (one line: what, where, what to do)
 )";
 
-uint32_t Count(const std::string& option, const std::string& text, uint32_t most = std::numeric_limits<uint32_t>::max()) {
+uint32_t Count(const std::string& option, const std::string& text, uint32_t least = 0,
+               uint32_t most = std::numeric_limits<uint32_t>::max()) {
   const bool digits = !text.empty() && text.size() <= 10 && text.find_first_not_of("0123456789") == std::string::npos;
-  if (!digits || std::stoull(text) > most)
-    throw std::runtime_error(option + ": '" + text + "' is not a count; see skd_service --help");
-  return static_cast<uint32_t>(std::stoull(text));
+  if (!digits) throw std::runtime_error(option + ": '" + text + "' is not a count; see skd_service --help");
+  const uint64_t count = std::stoull(text);
+  if (count < least || count > most) {
+    throw std::runtime_error(option + ": " + text + " is out of range; choose " + std::to_string(least) + ".." +
+                             std::to_string(most));
+  }
+  return static_cast<uint32_t>(count);
 }
 
 service::Settings Parse(int count, char** arguments) {
@@ -54,23 +60,25 @@ service::Settings Parse(int count, char** arguments) {
     else if (option == "--genai-library")
       settings.genai_library = value;
     else if (option == "--port")
-      settings.port = static_cast<int>(Count(option, value, 65535));
+      settings.port = static_cast<int>(Count(option, value, 0, 65535));
     else if (option == "--target")
       settings.target = value;
     else if (option == "--onnxruntime-library")
       settings.onnxruntime_library = value;
     else if (option == "--rows")
-      settings.rows = Count(option, value);
+      settings.rows = Count(option, value, 1);
     else if (option == "--queue")
-      settings.queue_length = Count(option, value);
+      settings.queue_length = Count(option, value, 1);
     else if (option == "--connections")
-      settings.connections = Count(option, value, 4096);
+      settings.connections = Count(option, value, 1, 4096);
     else if (option == "--max-prompt-tokens")
       settings.max_prompt_tokens = Count(option, value);
     else if (option == "--max-new-tokens")
       settings.max_new_tokens = Count(option, value);
     else if (option == "--timeout-s")
       settings.timeout = std::chrono::seconds(Count(option, value));
+    else if (option == "--arrival-s")
+      settings.arrival = std::chrono::seconds(Count(option, value, 1));
     else if (option == "--threads")
       settings.threads = Count(option, value);
     else

@@ -1,120 +1,49 @@
 #include "service.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iostream>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
+#include "running.h"
+
 namespace service {
 namespace {
 
 using Json = nlohmann::json;
-constexpr std::chrono::milliseconds kMoment{50};  // between looks at the client's connection
+constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether all requests have ended
+constexpr std::chrono::seconds kLastWords{5};     // for clients to take the end of their answers at shutdown
+constexpr char kCompletions[] = "/v1/completions";
+constexpr size_t kLargestBody = size_t{1} << 20;
 
-std::string Dump(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
-
-const char* ReasonOf(Row::End end) {
-  switch (end) {
-    case Row::End::kStop:
-      return "stop";
-    case Row::End::kLength:
-      return "length";
-    case Row::End::kTimeout:
-      return "timeout";
+// What httplib refused by itself.
+std::string Refusal(const httplib::Request& request, int status) {
+  switch (status) {
+    case 404:
+      return request.method + " " + request.path.substr(0, 80) + " is not served";
+    case 414:
+      return "the path is longer than 8 KiB";
+    case 416:
+      return "the Range header cannot be followed: leave it out";
     default:
-      return "error";
+      return "the request's head is not HTTP/1.1, or a line of it is longer than 8 KiB";
   }
 }
 
 }  // namespace
 
-// A request on its way: its rows, and the text that each gives.
-struct Running {
-  struct Part {
-    std::shared_ptr<Row> row;
-    std::unique_ptr<skipdecode::TextStream> text;  // none without a tokenizer
-    StopFilter filter;
-    Choice choice;
-  };
-
-  Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time_point deadline, std::atomic<int>* counter)
-      : completion(std::move(asked)), active(counter) {
-    ++*active;
-    for (const auto& prompt : completion.prompts) {
-      parts.push_back({std::make_shared<Row>(prompt, completion.options, deadline),
-                       tokenizer == nullptr ? nullptr : std::make_unique<skipdecode::TextStream>(*tokenizer),
-                       StopFilter(completion.stops),
-                       {}});
-    }
-  }
-  ~Running() {  // whoever still decodes for nobody stops
-    for (const Part& part : parts) part.row->Cancel();
-    --*active;
-  }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-
-  // Take what came, for a moment at most; the text that is new, by part.
-  std::vector<std::pair<size_t, Choice>> Take() {
-    std::vector<std::pair<size_t, Choice>> news;
-    for (size_t index = 0; index < parts.size(); ++index) {
-      Part& part = parts[index];
-      if (part.choice.finish_reason) continue;
-      const Row::Next next = part.row->Wait(kMoment);
-      Choice now;
-      for (const int64_t token : next.tokens) {
-        if (part.filter.stopped()) break;
-        ++now.tokens;
-        if (part.text != nullptr) now.text += part.filter.Add(part.text->Add(token));
-      }
-      if (part.filter.stopped()) {
-        part.row->Cancel();
-        now.finish_reason = "stop";
-      } else if (next.end) {
-        if (part.text != nullptr) now.text += part.filter.Add(part.text->End());
-        now.text += part.filter.Rest();
-        now.finish_reason = part.filter.stopped() ? "stop" : ReasonOf(*next.end);
-      }
-      if (now.tokens == 0 && !now.finish_reason) continue;
-      part.choice.text += now.text;
-      part.choice.tokens += now.tokens;
-      part.choice.finish_reason = now.finish_reason;
-      news.emplace_back(index, std::move(now));
-    }
-    return news;
-  }
-
-  bool Ended() const {
-    return std::all_of(parts.begin(), parts.end(), [](const Part& part) { return part.choice.finish_reason.has_value(); });
-  }
-
-  uint64_t Tokens() const {
-    uint64_t tokens = 0;
-    for (const Part& part : parts) tokens += part.choice.tokens;
-    return tokens;
-  }
-
-  std::string Whole() const {
-    std::vector<std::pair<size_t, Choice>> choices;
-    for (size_t index = 0; index < parts.size(); ++index) choices.emplace_back(index, parts[index].choice);
-    return Dump(Answer(completion, choices, Tokens()));
-  }
-
-  Completion completion;
-  std::vector<Part> parts;
-  std::atomic<int>* const active;
-  std::vector<std::pair<size_t, Choice>> first;  // what came before the answer's head was sent
-};
-
 Service::Service(const Settings& settings)
-    : settings_(settings), bundle_([&settings] {
+    : settings_(settings),
+      bundle_([&settings] {
         skd_load_options options = skipdecode::LoadOptions();
         options.threads = settings.threads;
         if (!settings.target.empty()) options.target = settings.target.c_str();
         if (!settings.onnxruntime_library.empty()) options.onnxruntime_library = settings.onnxruntime_library.c_str();
         return skipdecode::Bundle::Load(settings.bundle, options);
-      }()) {
+      }()),
+      server_(settings.arrival) {
   const skd_bundle_info info = bundle_.info();
   model_ = info.name;
   try {
@@ -138,12 +67,7 @@ Service::Service(const Settings& settings)
 
   const size_t connections = settings.connections;
   server_.new_task_queue = [connections] { return new httplib::ThreadPool(connections); };
-  server_.set_payload_max_length(1 << 20);
-  server_.set_read_timeout(5);
-  server_.set_write_timeout(5);
-  // longer than usual clients keep an idle connection (5 s): who closes last never meets a request on a connection just closed
-  server_.set_keep_alive_timeout(6);
-  server_.set_keep_alive_max_count(100'000);
+  server_.set_payload_max_length(kLargestBody);
   server_.set_tcp_nodelay(true);
   server_.set_exception_handler([](const auto&, httplib::Response& response, const std::exception_ptr&) {
     response.status = 500;
@@ -151,10 +75,18 @@ Service::Service(const Settings& settings)
   });
   server_.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
     if (!response.body.empty()) return;
-    const bool large = response.status == 413;
-    const std::string what =
-        large ? "the body is larger than 1 MiB" : request.method + " " + request.path.substr(0, 80) + " is not served";
-    response.set_content(HttpError(response.status, what).Body(), "application/json");
+    response.set_content(HttpError(response.status, Refusal(request, response.status)).Body(), "application/json");
+  });
+  AddRoutes();
+}
+
+void Service::AddRoutes() {
+  // before the body of a request that nobody serves is read
+  server_.set_pre_routing_handler([](const httplib::Request& request, httplib::Response& response) {
+    const bool reads = request.method == "GET" || request.method == "HEAD";
+    if (reads || (request.method == "POST" && request.path == kCompletions)) return HttpServer::HandlerResponse::Unhandled;
+    response.status = 404;
+    return HttpServer::HandlerResponse::Handled;
   });
   server_.Get("/health", [this](const httplib::Request&, httplib::Response& response) {
     response.status = stopping_ ? 503 : 200;
@@ -165,17 +97,21 @@ Service::Service(const Settings& settings)
   });
   server_.Get("/v1/models", [this](const httplib::Request&, httplib::Response& response) {
     const Json model = {{"id", model_}, {"object", "model"}, {"created", 0}, {"owned_by", "skipdecode"}};
-    response.set_content(Dump({{"object", "list"}, {"data", Json::array({model})}}), "application/json");
+    response.set_content(
+        Json{{"object", "list"}, {"data", Json::array({model})}}.dump(-1, ' ', true, Json::error_handler_t::replace),
+        "application/json");
   });
-  server_.Post("/v1/completions", [this](const httplib::Request& request, httplib::Response& response) {
-    try {
-      Complete(request, response);
-    } catch (const HttpError& error) {
-      response.status = error.status();
-      if (error.status() == 429 || error.status() == 503) response.set_header("Retry-After", "1");
-      response.set_content(error.Body(), "application/json");
-    }
-  });
+  // by a reader of its own, because httplib counts no chunks and takes curl's default type for a form of 8 KiB
+  server_.Post(kCompletions,
+               [this](const httplib::Request& request, httplib::Response& response, const httplib::ContentReader& reader) {
+                 try {
+                   Complete(request, ReadBody(request, reader), response);
+                 } catch (const HttpError& error) {
+                   response.status = error.status();
+                   if (error.status() == 429 || error.status() == 503) response.set_header("Retry-After", "1");
+                   response.set_content(error.Body(), "application/json");
+                 }
+               });
 }
 
 int Service::Bind() {
@@ -191,46 +127,54 @@ void Service::Serve() { server_.listen_after_bind(); }
 
 void Service::Stop() {
   stopping_ = true;
-  while (active_ > 0) std::this_thread::sleep_for(kMoment);
+  server_.StopReading();
+  const Clock::time_point last = Clock::now() + settings_.timeout + kLastWords;
+  while (active_ > 0 && Clock::now() < last) std::this_thread::sleep_for(kMoment);
+  server_.StopWriting();
   server_.stop();
 }
 
-void Service::Complete(const httplib::Request& request, httplib::Response& response) {
-  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");
-  auto running = std::make_shared<Running>(ParseCompletion(request.body, model_, limits_, tokenizer_.get()), tokenizer_.get(),
-                                           Clock::now() + settings_.timeout, &active_);
-  std::vector<std::shared_ptr<Row>> rows;
-  for (const Running::Part& part : running->parts) rows.push_back(part.row);
-  if (!batcher_->Submit(rows)) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
-  // the status is decided when the first tokens are there; from then on the client's connection is watched
-  while (running->first.empty()) running->first = running->Take();
-  for (const Running::Part& part : running->parts) {
-    if (part.choice.finish_reason == "error") throw HttpError(500, "decoding failed", "server_error");
-    if (part.choice.finish_reason == "timeout" && part.choice.tokens == 0) {
-      throw HttpError(503, "waited too long in the queue, try again", "server_error");
-    }
+std::string Service::ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const {
+  const std::string coding = request.get_header_value("Transfer-Encoding");
+  const std::string packed = request.get_header_value("Content-Encoding");
+  if ((!packed.empty() && packed != "identity") || (!coding.empty() && coding != "chunked") || request.is_multipart_form_data()) {
+    throw HttpError(415, "the body is compressed, or in parts: send JSON as it is");
   }
-  Stream(running, response);
+  std::string body;
+  if (coding.empty() && !request.has_header("Content-Length")) return body;  // httplib would read until the client is gone
+  bool large = false;
+  const bool whole = reader([&](const char* data, size_t size) {
+    large = body.size() + size > kLargestBody;
+    if (!large) body.append(data, size);
+    return !large;
+  });
+  if (whole) return body;
+  const bool announced = std::strtoull(request.get_header_value("Content-Length").c_str(), nullptr, 10) > kLargestBody;
+  if (large || announced) throw HttpError(413, "the body is larger than 1 MiB");
+  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");
+  throw HttpError(400, "the body is malformed, or did not arrive within " +
+                           std::to_string(std::chrono::duration_cast<std::chrono::seconds>(settings_.arrival).count()) + " s");
 }
 
-void Service::Stream(const std::shared_ptr<Running>& running, httplib::Response& response) {
-  const bool stream = running->completion.stream;
-  response.set_chunked_content_provider(
-      stream ? "text/event-stream" : "application/json", [running, stream](size_t, httplib::DataSink& sink) {
-        const auto news = running->first.empty() ? running->Take() : std::exchange(running->first, {});
-        if (!sink.is_writable()) return false;  // the client is gone: Running's end frees the rows
-        std::string told;
-        if (stream && !news.empty()) told = "data: " + Dump(Answer(running->completion, news, std::nullopt)) + "\n\n";
-        if (running->Ended()) {
-          if (stream && running->completion.include_usage) {
-            told += "data: " + Dump(Answer(running->completion, {}, running->Tokens())) + "\n\n";
-          }
-          told += stream ? "data: [DONE]\n\n" : running->Whole();
-        }
-        if (!told.empty() && !sink.write(told.data(), told.size())) return false;
-        if (running->Ended()) sink.done();
-        return true;
-      });
+void Service::Complete(const httplib::Request& request, const std::string& body, httplib::Response& response) {
+  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");
+  auto running = std::make_shared<Running>(ParseCompletion(body, model_, limits_, tokenizer_.get()), tokenizer_.get(),
+                                           Clock::now() + settings_.timeout, &active_);
+  if (!batcher_->Submit(running->rows())) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
+  running->WaitForFirst();  // from then on the client's connection is watched
+  const auto tell = [running](size_t, httplib::DataSink& sink) {
+    const std::string told = running->Next();
+    if (!sink.is_writable()) return false;  // the client is gone: Running's end frees the rows
+    if (!told.empty() && !sink.write(told.data(), told.size())) return false;
+    if (running->Ended()) sink.done();
+    return true;
+  };
+  const std::string type = running->stream() ? "text/event-stream" : "application/json";
+  if (request.version == "HTTP/1.0") {  // knows no chunks: the answer ends where the connection does
+    response.set_content_provider(type, tell);
+  } else {
+    response.set_chunked_content_provider(type, tell);
+  }
 }
 
 }  // namespace service

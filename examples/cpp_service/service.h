@@ -2,7 +2,6 @@
 #pragma once
 
 #include <httplib.h>
-#include <sys/socket.h>
 
 #include <atomic>
 #include <chrono>
@@ -12,6 +11,7 @@
 
 #include "batcher.h"
 #include "completion.h"
+#include "http_server.h"
 #include "metrics.h"
 
 namespace service {
@@ -22,13 +22,8 @@ struct Settings {
   size_t queue_length = 64;
   size_t connections = 256;
   uint32_t rows = 8, max_prompt_tokens = 0, max_new_tokens = 0, threads = 0;
-  std::chrono::milliseconds timeout{60'000};  // of a request, waiting included
-};
-
-class HttpServer : public httplib::Server {
- public:
-  // Room for so many connections that wait to be accepted; httplib's own 5 make clients that come at once time out.
-  bool ListenFor(int connections) { return ::listen(svr_sock_, connections) == 0; }
+  std::chrono::milliseconds timeout{60'000};  // of a request that is here, waiting included
+  std::chrono::milliseconds arrival{10'000};  // of a whole request
 };
 
 class Service {
@@ -38,11 +33,13 @@ class Service {
   // Bind the port; throws std::runtime_error where it is taken. Returns it (settings.port 0: any).
   int Bind();
   void Serve();  // until Stop
-  void Stop();   // refuse what is new, finish what runs, then return from Serve
+  // Refuse what is new, finish what runs (no request takes longer than `timeout`), then return from Serve.
+  void Stop();
 
  private:
-  void Complete(const httplib::Request& request, httplib::Response& response);
-  void Stream(const std::shared_ptr<struct Running>& running, httplib::Response& response);
+  void AddRoutes();
+  std::string ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const;
+  void Complete(const httplib::Request& request, const std::string& body, httplib::Response& response);
 
   const Settings settings_;
   Metrics metrics_;

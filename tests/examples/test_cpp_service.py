@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -123,6 +128,21 @@ def test_a_seed_gives_pythons_sampled_tokens(server: Server, bundle: Path) -> No
     assert answer.choices[0].text == sampled.sequences[0].text
 
 
+def test_bytes_that_are_no_text_lose_nothing_and_stop_strings_behind_them_are_seen(server: Server, bundle: Path) -> None:
+    python = skipdecode.load(bundle)
+    behind = 0
+    for seed in range(1, 25):
+        sampled = python.generate(PROMPT, max_new_tokens=40, do_sample=True, temperature=2.0, seed=seed).sequences[0].text
+        asked = {"model": "model", "prompt": PROMPT, "max_tokens": 40, "temperature": 2.0, "seed": seed}
+        assert server.client.completions.create(**asked).choices[0].text == sampled
+        _, invalid, rest = sampled.partition("\ufffd")
+        if (stop := rest.strip("\ufffd")[1:4]) and stop not in sampled[: sampled.index(invalid)]:
+            behind += 1
+            cut = server.client.completions.create(**asked, stop=stop).choices[0]
+            assert (cut.text, cut.finish_reason) == (sampled[: sampled.index(stop)], "stop")
+    assert behind > 3
+
+
 def test_several_prompts_and_token_ids_are_answered_in_order(server: Server, bundle: Path) -> None:
     prompts = [PROMPT, "name[Cotto] =>", "name[Clowns], eatType[pub] =>"]
     expected = skipdecode.load(bundle).generate(prompts, max_new_tokens=25)
@@ -174,6 +194,8 @@ _BAD: list[tuple[Any, int, str]] = [
     ({"prompt": "a\0b"}, 400, "NUL"),
     ({"prompt": "word " * 500}, 400, "tokens, this server takes 128"),
     ({"prompt": [5, 99999]}, 400, "token id 99999 is outside the vocabulary"),
+    ({"prompt": [2**63]}, 400, "token id 9223372036854775808 is outside the vocabulary"),
+    ({"prompt": [5, -1]}, 400, "token id -1 is outside the vocabulary"),
     ({"prompt": ["a"] * 17}, 400, "at most 16 prompts a request"),
     ({**_GOOD, "max_tokens": 0}, 400, "max_tokens is not among 1..128"),
     ({**_GOOD, "max_tokens": 10**30}, 400, "max_tokens is not a whole number"),
@@ -198,6 +220,133 @@ def test_a_bad_request_gets_its_status_and_one_line_and_the_others_go_on(
     found, text = server.post(body if isinstance(body, bytes) else json.dumps(body).encode())
     assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
     assert server.post(json.dumps(_GOOD).encode())[0] == 200
+
+
+def _curl(*arguments: str) -> tuple[int, str]:
+    """Status and body of an answer."""
+    command = ["curl", "-sS", "-w", "\n%{http_code}", *arguments]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    text, _, status = done.stdout.decode().rpartition("\n")
+    return int(status), text
+
+
+def test_curls_default_type_serves_bodies_of_any_size(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "body.json").write_text(json.dumps(_GOOD) + " " * 100_000)
+    status, text = _curl(f"{server.url}/v1/completions", "-d", f"@{tmp_path / 'body.json'}")
+    assert (status, json.loads(text)["object"]) == (200, "text_completion")
+
+
+def test_a_body_in_chunks_is_counted_as_it_comes(server: Server, tmp_path: Path) -> None:
+    chunked = ["-H", "Transfer-Encoding: chunked", "-H", "Content-Type: application/json", f"{server.url}/v1/completions"]
+    (tmp_path / "small").write_bytes(json.dumps(_GOOD).encode())
+    assert _curl(*chunked, "--data-binary", f"@{tmp_path / 'small'}")[0] == 200
+    (tmp_path / "large").write_bytes(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
+    before = _resident_bytes(server.process.pid)
+    status, text = _curl(*chunked, "--data-binary", f"@{tmp_path / 'large'}")
+    assert (status, json.loads(text)["error"]["message"]) == (413, "the body is larger than 1 MiB")
+    for path, method in (("/elsewhere", "POST"), ("/v1/completions", "PUT")):  # nobody reads these
+        assert _curl(*chunked[:-1], server.url + path, "-X", method, "--data-binary", f"@{tmp_path / 'large'}")[0] == 404
+    assert _resident_bytes(server.process.pid) - before < 16 << 20
+
+
+def _resident_bytes(process: int) -> int:
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())[1]) << 10  # type: ignore[index]
+
+
+def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "body").write_bytes(gzip.compress(json.dumps(_GOOD).encode()))
+    packed = ["-H", "Content-Encoding: gzip", "--data-binary", f"@{tmp_path / 'body'}"]
+    for sent in (packed, ["-F", f"prompt=@{tmp_path / 'body'}"], ["-d", "{}", "-H", "Transfer-Encoding: gzip"]):
+        status, text = _curl(f"{server.url}/v1/completions", *sent)
+        assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or in parts: send JSON as it is")
+
+
+def _sent(server: Server, data: bytes) -> tuple[int, str]:
+    """Status and whole body of the answer to bytes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(data)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        return answer.status, answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "says"),
+    [
+        (b"GET /health HTTP/9.9\r\n\r\n", 400, "the request's head is not HTTP/1.1, or a line of it is longer than 8 KiB"),
+        (b"GET /health HTTP/1.1\r\nA: " + b"b" * 9000 + b"\r\n\r\n", 400, "a line of it is longer than 8 KiB"),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
+        (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
+        (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
+        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not a JSON object"),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed, or did not"),
+    ],
+)
+def test_what_http_forbids_is_told_as_it_is(server: Server, data: bytes, status: int, says: str) -> None:
+    found, text = _sent(server, data)
+    assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
+
+
+def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:
+    for stream in (False, True):
+        body = json.dumps({**_GOOD, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            head, _, rest = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert rest.endswith(b"data: [DONE]\n\n") if stream else json.loads(rest)["object"] == "text_completion"
+
+
+def test_the_first_piece_of_many_prompts_does_not_wait_for_those_in_the_queue(bundle: Path) -> None:
+    narrow = Server(bundle, "--rows", "1", "--queue", "64")
+    asked = {"prompt": [PROMPT] * 64, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+    with narrow.client.completions.create(model="model", stream=True, extra_body=asked, prompt=PROMPT) as stream:
+        assert [choice.index for choice in next(iter(stream)).choices] == [0]
+        assert narrow.metric("rows_completed_total") < 8
+    assert narrow.stop() == 0
+
+
+@contextlib.contextmanager
+def _slow(server: Server, clients: int, head: bytes) -> Iterator[None]:
+    """Clients that send a byte every 0.2 s, as long as they may."""
+    gone = threading.Event()
+
+    def send() -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection, contextlib.suppress(OSError):
+            connection.sendall(head)
+            started.release()
+            while not gone.wait(0.2):
+                connection.sendall(b" ")
+
+    started = threading.Semaphore(0)
+    with ThreadPoolExecutor(clients) as pool:
+        for _ in range(clients):
+            pool.submit(send)
+        for _ in range(clients):
+            started.acquire()
+        try:
+            yield
+        finally:
+            gone.set()
+
+
+_SLOW = (b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+
+
+@pytest.mark.parametrize("head", _SLOW)
+def test_a_request_that_does_not_arrive_in_time_frees_its_thread(bundle: Path, head: bytes) -> None:
+    small = Server(bundle, "--connections", "2", "--arrival-s", "1")
+    with _slow(small, clients=4, head=head):  # twice as many as there are threads
+        assert json.loads(small.get("/health")) == {"status": "ok"}
+    assert small.stop() == 0
+
+
+@pytest.mark.parametrize("head", _SLOW)
+def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, head: bytes) -> None:
+    ending = Server(bundle, "--arrival-s", "100")
+    with _slow(ending, clients=1, head=head):
+        assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
+        assert ending.stop() == 0  # within 30 s
 
 
 def test_another_path_or_method_is_404(server: Server) -> None:
@@ -276,7 +425,10 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         (["nowhere"], "nowhere: there is no bundle.json here; name the folder that skip-export wrote"),
         ([], "name a bundle; see skd_service --help"),
         (["a", "--port", "x"], "--port: 'x' is not a count"),
-        (["a", "--port", "70000"], "--port: '70000' is not a count"),
+        (["a", "--port", "70000"], "--port: 70000 is out of range; choose 0..65535"),
+        (["a", "--connections", "0"], "--connections: 0 is out of range; choose 1..4096"),
+        (["a", "--queue", "0"], "--queue: 0 is out of range; choose 1.."),
+        (["BUNDLE", "--threads", "100000"], "threads: 100000 is out of range; choose 1..1024, or 0: one a core"),
         (["a", "--rows"], "--rows: needs a value"),
         (["a", "--what", "1"], "--what: unknown option"),
         (["BUNDLE", "--max-prompt-tokens", "9999"], "leave no room in the bundle's 256"),

@@ -1,0 +1,97 @@
+#include "http_server.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <string>
+
+namespace service {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether waiting goes on
+constexpr std::chrono::seconds kWrite{5};         // for a client to take any byte of its answer
+constexpr std::chrono::seconds kLinger{2};        // for a client to read an answer that came before its request's end
+constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in chunks of a byte has six
+
+// A client's socket, read until a point in time.
+class Connection : public httplib::Stream {
+ public:
+  Connection(socket_t socket, Clock::time_point arrived_by, const std::atomic<bool>& reading, const std::atomic<bool>& writing)
+      : socket_(socket), arrived_by_(arrived_by), reading_(reading), writing_(writing) {}
+
+  bool is_readable() const override { return next_ < end_ || Wait(POLLIN, arrived_by_, reading_); }
+  // Also whether the client is still there.
+  bool is_writable() const override {
+    char byte = 0;
+    const ssize_t there = ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    const bool gone = there == 0 || (there < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+    return !gone && Wait(POLLOUT, Clock::now() + kWrite, writing_);
+  }
+  ssize_t read(char* data, size_t size) override {
+    if (next_ == end_) {
+      if (taken_ > kMostBytes || !Wait(POLLIN, arrived_by_, reading_)) return -1;
+      const ssize_t came = ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+      if (came <= 0) return came;
+      next_ = 0;
+      end_ = static_cast<size_t>(came);
+      taken_ += end_;
+    }
+    size = std::min(size, end_ - next_);
+    std::copy_n(buffer_.data() + next_, size, data);
+    next_ += size;
+    return static_cast<ssize_t>(size);
+  }
+  ssize_t write(const char* data, size_t size) override {
+    if (!Wait(POLLOUT, Clock::now() + kWrite, writing_)) return -1;
+    return ::send(socket_, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
+  void get_remote_ip_and_port(std::string&, int&) const override {}
+  void get_local_ip_and_port(std::string&, int&) const override {}
+  socket_t socket() const override { return socket_; }
+
+  // Reads away what the client still sends: closing before would take the answer from it.
+  void Linger() {
+    ::shutdown(socket_, SHUT_WR);
+    const Clock::time_point until = Clock::now() + kLinger;
+    while (Wait(POLLIN, until, reading_) && ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
+    }
+  }
+
+ private:
+  // Whether the socket is ready before `until`; once waiting is over, whether it is so now.
+  bool Wait(short events, Clock::time_point until, const std::atomic<bool>& waiting) const {
+    for (;;) {
+      const bool last = !waiting;
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
+      if (left.count() <= 0) return false;
+      pollfd polled{socket_, events, 0};
+      const int ready = ::poll(&polled, 1, last ? 0 : static_cast<int>(std::min(left, kMoment).count()));
+      if (ready > 0) return true;
+      if (last || (ready < 0 && errno != EINTR)) return false;
+    }
+  }
+
+  const socket_t socket_;
+  const Clock::time_point arrived_by_;
+  const std::atomic<bool>&reading_, &writing_;
+  std::array<char, 16384> buffer_{};
+  size_t next_ = 0, end_ = 0;  // of what was received and not read yet
+  size_t taken_ = 0;           // bytes of this request
+};
+
+}  // namespace
+
+bool HttpServer::process_and_close_socket(socket_t socket) {
+  Connection connection(socket, Clock::now() + arrival_, reading_, writing_);
+  bool closed = true;
+  const bool answered = Answer(this, connection, closed, 0);
+  if (answered) connection.Linger();
+  ::close(socket);
+  return answered;
+}
+
+}  // namespace service
