@@ -154,6 +154,8 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   completion.model = model;
   completion.options = Options(body, limits);
   completion.stops = Stops(body);
+  completion.gives_ids = tokenizer == nullptr;
+  if (tokenizer == nullptr && !completion.stops.empty()) Refuse("stop is a text, and this model has no tokenizer: leave it out");
   completion.stream = Flag(body, "stream");
   if (body.contains("stream_options") && body["stream_options"].is_object()) {
     completion.include_usage = Flag(body["stream_options"], "include_usage");
@@ -167,6 +169,7 @@ Json Answer(const Completion& completion, const Choices& choices, std::optional<
   for (const auto& [index, choice] : choices) {
     Json reason = choice.finish_reason ? Json(*choice.finish_reason) : Json(nullptr);
     list.push_back({{"index", index}, {"text", choice.text}, {"logprobs", nullptr}, {"finish_reason", std::move(reason)}});
+    if (completion.gives_ids) list.back()["token_ids"] = choice.tokens;
   }
   Json answer = {{"id", completion.id},
                  {"object", "text_completion"},

@@ -31,6 +31,7 @@ struct Completion {
   skd_row_options options;
   std::vector<std::string> stops;
   bool stream, include_usage;
+  bool gives_ids;  // for want of a tokenizer
 };
 
 // What the server allows.

@@ -349,6 +349,26 @@ def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, hea
         assert ending.stop() == 0  # within 30 s
 
 
+def test_a_bundle_without_a_tokenizer_takes_and_gives_token_ids(bundle: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(bundle, tmp_path / "engines")
+    manifest = json.loads((bare / "bundle.json").read_text())
+    manifest["files"] = [file for file in manifest["files"] if "token" not in file["path"]]
+    (bare / "bundle.json").write_text(json.dumps(manifest))
+    for path in bare.glob("*token*"):
+        path.unlink()
+    expected = skipdecode.load(bundle).generate(PROMPT, max_new_tokens=20).sequences[0]
+    ids = Server(bare)
+    asked: dict[str, Any] = {"prompt": list(expected.prompt_ids), "max_tokens": 20, "temperature": 0}
+    (choice,) = json.loads(ids.post(json.dumps(asked).encode())[1])["choices"]
+    assert (choice["token_ids"], choice["text"]) == (list(expected.token_ids), "")
+    _, streamed = ids.post(json.dumps({**asked, "stream": True}).encode())
+    pieces = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    assert [id_ for piece in pieces for choice in piece["choices"] for id_ in choice["token_ids"]] == list(expected.token_ids)
+    status, text = ids.post(json.dumps({**asked, "stop": "."}).encode())
+    assert status == 400 and "stop is a text, and this model has no tokenizer: leave it out" in text
+    assert ids.stop() == 0
+
+
 def test_another_path_or_method_is_404(server: Server) -> None:
     assert server.post(b"{}", "/v1/chat/completions")[0] == 404
     with pytest.raises(urllib.error.HTTPError, match="404"):
