@@ -8,11 +8,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <new>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "allocations.h"
 
 namespace {
 
@@ -198,6 +201,52 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
   REQUIRE_THROWS_WITH(session.Logits(0), Catch::Contains("row 0 is not in this session"));
   session.Add({5}, Options(3));
   REQUIRE(session.Step().size() == 1);
+}
+
+// Calls until it succeeds, each time with one more allocation that goes through; returns how often it failed.
+template <typename Call>
+int Failures(Call call) {
+  for (int failures = 0;; ++failures) {
+    allocations_left = failures;
+    try {
+      call();
+      allocations_left = -1;
+      return failures;
+    } catch (const skipdecode::Error&) {
+    } catch (const std::bad_alloc&) {  // of the header's own
+    }
+    allocations_left = -1;
+  }
+}
+
+TEST_CASE("a call that runs out of memory anywhere leaves the session as it was") {
+  const skipdecode::Bundle& bundle = Bundle();
+  for (const uint64_t seed : {0U, 7U}) {
+    skipdecode::Session session(bundle, Room(3));
+    std::map<uint64_t, Tokens> found, wanted;
+    int failures = 0;
+    for (size_t prompt = 0; prompt < 3; ++prompt) {
+      uint64_t row = 0;
+      const skd_row_options options = Options(6 + static_cast<uint32_t>(prompt), seed);
+      failures += Failures([&] { row = session.Add(kPrompts[prompt], options); });
+      REQUIRE(row == prompt);  // no failure took a place or a number
+      wanted[row] = Alone(bundle, kPrompts[prompt], options);
+    }
+    bool ended = false;
+    while (!ended) {
+      std::vector<skd_event> events;
+      events.reserve(3);
+      failures += Failures([&] {
+        const auto& told = session.Step();
+        events.assign(told.begin(), told.end());
+      });
+      ended = events.empty();
+      Collect(events, &found);
+    }
+    REQUIRE(found == wanted);
+    REQUIRE(failures > 10);
+    REQUIRE(session.counters().tokens == 6 + 7 + 8);
+  }
 }
 
 TEST_CASE("mistakes at the C border are statuses") {

@@ -330,7 +330,7 @@ def _slow(server: Server, clients: int, head: bytes) -> Iterator[None]:
             gone.set()
 
 
-_SLOW = (b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{")
+_SLOW = (b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999\r\n\r\n{")
 
 
 @pytest.mark.parametrize("head", _SLOW)

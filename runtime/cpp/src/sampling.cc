@@ -62,6 +62,12 @@ double Uniform(uint64_t seed, uint64_t row, uint64_t step) {
   return static_cast<double>(value >> 11U) * 0x1p-53;
 }
 
+void Sampler::Prepare(int64_t vocab_size, const skd_row_options& options) {
+  if (options.do_sample == 0) return;
+  order_.reserve(static_cast<size_t>(vocab_size));
+  mass_.reserve(static_cast<size_t>(vocab_size));
+}
+
 int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
   if (options.do_sample != 0) return Sample(logits, vocab_size, options, step);
   return Likeliest(logits, vocab_size);

@@ -14,6 +14,8 @@ void CheckSampling(const skd_row_options& options);
 // Chooses tokens; keeps its scratch memory.
 class Sampler {
  public:
+  // Memory for a row's tokens, once and for all: Choose allocates nothing after this.
+  void Prepare(int64_t vocab_size, const skd_row_options& options);
   // One row's logits [V] float32; `step`: 0 for the token after the prompt.
   int64_t Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step);
 

@@ -75,6 +75,7 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
     throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use",
                         "wait until one ends, or ask for a larger max_rows", "prompt");
   }
+  sampler_.Prepare(bundle_->manifest.model.vocab_size, options);  // what fails later would leave a row without its token
   const auto began = std::chrono::steady_clock::now();
   rows_.emplace_back();
   size_t index = 0;
