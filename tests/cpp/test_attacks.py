@@ -96,6 +96,38 @@ def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], P
     assert driver.ask(command="load", bundle=conformance_bundle("opt"))["num_layers"] == 6
 
 
+def _reversed(data: dict[str, Any]) -> None:
+    data["targets"][0]["segments"].reverse()
+
+
+def _head_first(data: dict[str, Any]) -> None:
+    target = data["targets"][0]
+    target.update(embed=target["head"], head=target["embed"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_reversed, "segment_005.onnx: its input 'past_key.5' is none that bundle.json calls for"),
+        (_head_first, "head.onnx: its input 'hidden' is none that bundle.json calls for"),
+        (lambda d: d["model"].update(hidden_size=32), "'hidden' is float32 [?,?,64], bundle.json calls for float32 [?,?,32]"),
+        (lambda d: d["model"].update(vocab_size=100), "head.onnx: its output 'logits' is float32 [?,99], bundle.json calls for"),
+        (lambda d: d["model"].update(num_kv_heads=1), "segment_000.onnx: its input 'past_key.0' is float32 [?,4,?,16], bundle"),
+        (lambda d: d["model"].update(head_size=8), "bundle.json calls for float32 [?,4,?,8]"),
+    ],
+)
+def test_engines_that_are_not_what_the_manifest_says_are_refused_when_they_are_loaded(
+    conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path, change: Change, says: str
+) -> None:
+    bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    data = json.loads((bundle / "bundle.json").read_text())
+    change(data)
+    (bundle / "bundle.json").write_text(json.dumps(data))
+    answer = driver.ask(command="load", bundle=bundle)
+    assert answer["code"] == SKD_ERROR_BUNDLE and says in answer["error"], answer
+    assert answer["error"].endswith("; export the model again")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

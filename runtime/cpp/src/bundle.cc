@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "bindings.h"
 #include "cpu_features.h"
 #include "error.h"
 #include "process_memory.h"
@@ -125,6 +126,11 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   for (const std::string& file : target.segments) files.push_back(path / file);
   std::vector<Engine> engines = LoadEngines(files, device, compiled, cuda_graphs);
   const Memory memory(device, compiled ? "float32" : manifest.dtype);
+  CheckBindings(engines[0], EmbedBindings(memory, manifest.model), files[0].string());
+  CheckBindings(engines[1], HeadBindings(memory, manifest.model), files[1].string());
+  for (size_t i = 0; i < manifest.segments.size(); ++i) {
+    CheckBindings(engines[i + 2], SegmentBindings(memory, manifest.model, manifest.segments[i]), files[i + 2].string());
+  }
   Block tied_weight(nullptr, nullptr);
   if (!compiled && target.tied_weight) {
     tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model.vocab_size, memory, &engines[0], &engines[1]);

@@ -22,6 +22,16 @@ Ort::Value View(const Tensor& tensor) {
   return Ort::Value::CreateTensor(memory, tensor.data, bytes, tensor.shape.data(), tensor.shape.size(), tensor.type);
 }
 
+// An input or output as a graph declares it.
+Tensor Declared(const char* name, const Ort::TypeInfo& info) {
+  Tensor tensor{name, nullptr, {}, ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED};
+  if (info.GetONNXType() != ONNX_TYPE_TENSOR) return tensor;
+  const auto declared = info.GetTensorTypeAndShapeInfo();
+  tensor.shape = declared.GetShape();
+  tensor.type = declared.GetElementType();
+  return tensor;
+}
+
 // ONNX Runtime's environment is one a process, and so is its pool; it is never destroyed, because engines of other threads
 // may still run when static objects are.
 const Ort::Env* environment = nullptr;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
@@ -138,7 +148,11 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized,
     session_ = Ort::Session(*environment, path.c_str(), options);
     Ort::AllocatorWithDefaultOptions allocator;
     for (size_t i = 0; i < session_.GetInputCount(); ++i) {
-      input_names_.insert(session_.GetInputNameAllocated(i, allocator).get());
+      inputs_.push_back(Declared(session_.GetInputNameAllocated(i, allocator).get(), session_.GetInputTypeInfo(i)));
+      input_names_.insert(inputs_.back().name);
+    }
+    for (size_t i = 0; i < session_.GetOutputCount(); ++i) {
+      outputs_.push_back(Declared(session_.GetOutputNameAllocated(i, allocator).get(), session_.GetOutputTypeInfo(i)));
     }
   } catch (const Ort::Exception& error) {
     const std::string reason = error.what();

@@ -75,6 +75,9 @@ class Engine {
   // `cuda_graphs`: whether calls that are repeated become CUDA graphs, on a GPU.
   // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used.
   Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs);
+  // As the file declares them: no addresses; -1 in a shape: any size.
+  const std::vector<Tensor>& inputs() const { return inputs_; }
+  const std::vector<Tensor>& outputs() const { return outputs_; }
   // Bind this with all inputs from now on: a weight that another engine reads too. The caller keeps its memory.
   void Share(Tensor weight) { shared_.push_back(std::move(weight)); }
   // Inputs that this engine does not read are left out. An output may be the same memory as an input.
@@ -86,6 +89,7 @@ class Engine {
   bool cuda_graphs_;
   Ort::RunOptions options_{nullptr};
   mutable Ort::Session session_;  // Run is const by ONNX Runtime's promise, not by its C++ type
+  std::vector<Tensor> inputs_, outputs_;
   std::unordered_set<std::string> input_names_;
   std::vector<Tensor> shared_;
 };

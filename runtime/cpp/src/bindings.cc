@@ -1,0 +1,113 @@
+#include "bindings.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "error.h"
+
+namespace skd {
+namespace {
+
+constexpr int64_t kAny = -1;
+
+Tensor Int64s(const Memory& memory, const char* name, std::vector<int64_t> shape) {
+  return memory.Of(name, nullptr, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
+}
+
+Tensor Int32s(const Memory& memory, const char* name) {
+  return memory.Of(name, nullptr, {kAny}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
+}
+
+Tensor Hidden(const Memory& memory, const Model& model, const char* name) {
+  return memory.Floats(name, nullptr, {kAny, kAny, model.hidden_size});
+}
+
+// What a tied embedding and head share; as wide as the embedding, rows as bindings.tied_rows.
+Tensor TiedWeight(const Memory& memory, const Model& model) {
+  return memory.Floats("tied_weight", nullptr, {(model.vocab_size + 7) / 8 * 8, kAny});
+}
+
+std::string NameOf(ONNXTensorElementDataType type) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
+      return "float32";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
+      return "float16";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
+      return "bfloat16";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
+      return "int32";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
+      return "int64";
+    default:
+      return "of another type";
+  }
+}
+
+// "[?,?,64]"
+std::string ShapeOf(const Tensor& tensor) {
+  std::string text;
+  for (const int64_t size : tensor.shape) text += (text.empty() ? "" : ",") + (size == kAny ? "?" : std::to_string(size));
+  return "[" + text + "]";
+}
+
+bool Fits(const Tensor& found, const Tensor& wanted) {
+  const auto fits = [](int64_t a, int64_t b) { return a == b || a < 0 || b < 0; };
+  return found.type == wanted.type &&
+         std::equal(found.shape.begin(), found.shape.end(), wanted.shape.begin(), wanted.shape.end(), fits);
+}
+
+// `kind`: "input" or "output".
+void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& wanted, const std::string& kind,
+               const std::string& where) {
+  for (const Tensor& tensor : found) {
+    const auto same = std::find_if(wanted.begin(), wanted.end(), [&](const Tensor& each) { return each.name == tensor.name; });
+    if (same == wanted.end()) {
+      throw BundleError("its " + kind + " '" + tensor.name.substr(0, 80) + "' is none that bundle.json calls for", where);
+    }
+    if (Fits(tensor, *same)) continue;
+    throw BundleError("its " + kind + " '" + tensor.name + "' is " + NameOf(tensor.type) + " " + ShapeOf(tensor) +
+                          ", bundle.json calls for " + NameOf(same->type) + " " + ShapeOf(*same),
+                      where);
+  }
+}
+
+}  // namespace
+
+Bindings EmbedBindings(const Memory& memory, const Model& model) {
+  return {{Int64s(memory, "input_ids", {kAny, kAny}), Int64s(memory, "position_ids", {kAny, kAny}), TiedWeight(memory, model)},
+          {Hidden(memory, model, "hidden")}};
+}
+
+Bindings SegmentBindings(const Memory& memory, const Model& model, const std::vector<int64_t>& layers) {
+  Bindings bindings{{Hidden(memory, model, "hidden"), Int64s(memory, "position_ids", {kAny, kAny}), Int32s(memory, "seqlens_k"),
+                     Int32s(memory, "total_sequence_length")},
+                    {Hidden(memory, model, "hidden_out")}};
+  const std::vector<int64_t> slots{kAny, model.num_kv_heads, kAny, model.head_size};
+  for (const int64_t layer : layers) {
+    const std::string number = "." + std::to_string(layer);
+    for (const char* name : {"past_key", "past_value"}) bindings.inputs.push_back(memory.Floats(name + number, nullptr, slots));
+    for (const char* name : {"present_key", "present_value"}) {
+      bindings.outputs.push_back(memory.Floats(name + number, nullptr, slots));
+    }
+  }
+  return bindings;
+}
+
+Bindings HeadBindings(const Memory& memory, const Model& model) {
+  return {{Hidden(memory, model, "hidden"), Int64s(memory, "last", {kAny}), TiedWeight(memory, model)},
+          {memory.Of("logits", nullptr, {kAny, model.vocab_size}, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)}};
+}
+
+void CheckBindings(const Engine& engine, const Bindings& wanted, const std::string& where) {
+  CheckEach(engine.inputs(), wanted.inputs, "input", where);
+  CheckEach(engine.outputs(), wanted.outputs, "output", where);
+  for (const Tensor& output : wanted.outputs) {
+    const auto& found = engine.outputs();
+    if (std::any_of(found.begin(), found.end(), [&](const Tensor& each) { return each.name == output.name; })) continue;
+    throw BundleError("has no output '" + output.name + "'", where);
+  }
+}
+
+}  // namespace skd
