@@ -61,3 +61,16 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
     }
   }
 }
+
+TEST_CASE("sizes whose product no memory holds are refused, whichever of them is large") {
+  const auto refused = [](const char* part, const char* field, int64_t value) {
+    Json edited = Whole();
+    edited["limits"]["max_batch"] = int64_t{1} << 31;
+    edited[part][field] = value;
+    REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains("model and limits are too large for any memory"));
+  };
+  const int64_t heads = Whole()["model"]["num_kv_heads"], head_size = Whole()["model"]["head_size"];
+  // fits for a layer, not for all six
+  refused("limits", "max_length", (int64_t{1} << 28) / (heads * head_size));
+  refused("model", "hidden_size", int64_t{1} << 31);  // fits a row, not all
+}

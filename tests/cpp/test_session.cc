@@ -1,5 +1,6 @@
 // Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model.
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -55,6 +56,12 @@ Tokens Alone(const skipdecode::Bundle& bundle, const Tokens& prompt, const skd_r
 
 void Collect(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
   for (const skd_event& event : events) (*found)[event.row].push_back(event.token);
+}
+
+int64_t MostResidentKiB() {
+  rusage used{};
+  getrusage(RUSAGE_SELF, &used);
+  return used.ru_maxrss;
 }
 
 const std::vector<Tokens> kPrompts = {{5, 6, 7, 8, 9, 10, 11}, {12, 3}, {40, 41, 42, 43}, {90}};
@@ -185,6 +192,11 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
   const skipdecode::Bundle& bundle = Bundle();
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(99)), Catch::Contains("99 rows: the bundle takes 1..4"));
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(0)), Catch::Contains("0 rows"));
+  const int64_t before = MostResidentKiB();
+  REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(100'000'000)), Catch::Contains("100000000 rows: the bundle takes 1..4"));
+  REQUIRE(MostResidentKiB() - before < 100'000);
+  REQUIRE_THROWS_WITH(skipdecode::Generate(bundle, {}, Options(3), [](const skd_event&) { return true; }),
+                      Catch::Equals("there is no prompt; give at least one"));
   skipdecode::Session session(bundle, Room(1));
   REQUIRE_THROWS_WITH(session.Add({}, Options(3)), Catch::Contains("is empty; give at least one token"));
   REQUIRE_THROWS_WITH(session.Add({99}, Options(3)),

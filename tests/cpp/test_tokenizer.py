@@ -246,5 +246,7 @@ def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_told(
     assert refused["error"].endswith("install it, set LD_LIBRARY_PATH, or name it in skd_tokenizer_create")
     refused = driver.ask(command="tokenize", bundle=conformance_bundle("opt"), texts=["a"])
     assert refused["error"].endswith("the bundle has no tokenizer; give token ids")
+    refused = driver.ask(command="tokenize", bundle=family[0], texts=["ab\0cd"])
+    assert refused["error"] == "the text holds a NUL character, which would end it; leave it out"
     assert driver.ask(command="tokenize", bundle=family[0], texts=["a"])["texts"] == ["a"]
     driver.close()

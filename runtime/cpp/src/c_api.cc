@@ -221,8 +221,8 @@ skd_status* skd_session_get_counters(const skd_session* session, skd_counters* c
 skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const size_t* lengths, size_t rows,
                          const skd_row_options* options, int full_depth, skd_callback callback, void* user) {
   return Guarded([&] {
-    Need(bundle != nullptr && ids != nullptr && lengths != nullptr && callback != nullptr, "an argument is NULL");
     if (rows == 0) throw skd::CapacityError("there is no prompt", "give at least one");
+    Need(bundle != nullptr && ids != nullptr && lengths != nullptr && callback != nullptr, "an argument is NULL");
     const skd_row_options given = Given(options, skd_row_options_default());
     const Prompts prompts = Split(ids, lengths, rows);
     skd::Session session(bundle->bundle, RoomFor(prompts, given, full_depth, bundle->bundle->manifest));

@@ -145,12 +145,14 @@ void CheckSizes(const Manifest& manifest) {
   if (manifest.limits.max_length <= 0 || manifest.limits.max_batch <= 0) {
     throw Malformed("limits", "are not positive numbers below 2**63");
   }
-  // what the runtime multiplies must not overflow: a KV buffer, the logits
-  const double largest = 8.0 * static_cast<double>(m.num_kv_heads) * static_cast<double>(m.head_size) *
-                         static_cast<double>(manifest.limits.max_length) * static_cast<double>(manifest.limits.max_batch);
-  const double logits = 4.0 * static_cast<double>(m.vocab_size) * static_cast<double>(manifest.limits.max_batch);
-  const double hidden = 4.0 * static_cast<double>(m.hidden_size) * static_cast<double>(manifest.limits.max_length);
-  if (std::max({largest, logits, hidden}) > 0x1p62) throw Malformed("model and limits", "are too large for any memory");
+  // what the runtime multiplies must not overflow: a KV buffer, logits, hidden states
+  const auto layers = static_cast<double>(m.num_layers), rows = static_cast<double>(manifest.limits.max_batch);
+  const auto length = static_cast<double>(manifest.limits.max_length), hidden = static_cast<double>(m.hidden_size);
+  const double keys = static_cast<double>(m.num_kv_heads) * static_cast<double>(m.head_size);
+  const double logits = static_cast<double>(m.vocab_size) * rows;
+  if (std::max({8.0 * layers * keys * length * rows, 4.0 * logits, 4.0 * hidden * std::max(length, rows)}) > 0x1p62) {
+    throw Malformed("model and limits", "are too large for any memory");
+  }
 }
 
 void CheckSegments(const Manifest& manifest) {

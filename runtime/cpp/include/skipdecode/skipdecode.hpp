@@ -86,10 +86,11 @@ class Bundle {
 // Rows that decode together; one thread at a time.
 class Session {
  public:
-  explicit Session(const Bundle& bundle, const skd_session_options& options = SessionOptions()) : events_(options.max_rows) {
+  explicit Session(const Bundle& bundle, const skd_session_options& options = SessionOptions()) {
     skd_session* handle = nullptr;
     internal::Check(skd_session_create(bundle.get(), &options, &handle));
     handle_.reset(handle);
+    events_.resize(options.max_rows);
   }
   // Run a prompt; returns the row's id.
   uint64_t Add(const std::vector<int64_t>& prompt, const skd_row_options& options = RowOptions()) {
@@ -163,6 +164,9 @@ class Tokenizer {
     handle_.reset(handle);
   }
   std::vector<int64_t> Encode(const std::string& text) {
+    if (text.find('\0') != std::string::npos) {
+      throw Error(SKD_ERROR_CAPACITY, "the text holds a NUL character, which would end it; leave it out");
+    }
     int64_t* ids = nullptr;
     size_t count = 0;
     internal::Check(skd_tokenizer_encode(handle_.get(), text.c_str(), &ids, &count));
