@@ -9,7 +9,8 @@
  * libraries are gone.
  *
  * Threads: a bundle may be shared by any number of threads. A session serves one thread at a time; sessions of one bundle run
- * beside each other. A tokenizer may be shared, its calls take turns. Statuses belong to whoever got them.
+ * beside each other. A tokenizer may be shared, its calls take turns. Statuses belong to whoever got them. Loading a bundle and
+ * destroying the last handle that keeps one wait for each other.
  *
  * Options: structs start with struct_size; fill them with their *_default() and change what differs.
  */
