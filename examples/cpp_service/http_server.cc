@@ -15,6 +15,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether waiting goes on
 constexpr std::chrono::seconds kWrite{5};         // for a client to take any byte of its answer
 constexpr std::chrono::seconds kLinger{2};        // for a client to read an answer that came before its request's end
+constexpr std::chrono::seconds kRest{1};          // at shutdown, for a request that is on its way to be answered 503
 constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in chunks of a byte has six
 
 // A client's socket, read until a point in time.
@@ -23,17 +24,17 @@ class Connection : public httplib::Stream {
   Connection(socket_t socket, Clock::time_point arrived_by, const std::atomic<bool>& reading, const std::atomic<bool>& writing)
       : socket_(socket), arrived_by_(arrived_by), reading_(reading), writing_(writing) {}
 
-  bool is_readable() const override { return next_ < end_ || Wait(POLLIN, arrived_by_, reading_); }
+  bool is_readable() const override { return next_ < end_ || WaitForBytes(&arrived_by_); }
   // Also whether the client is still there.
   bool is_writable() const override {
     char byte = 0;
     const ssize_t there = ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     const bool gone = there == 0 || (there < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
-    return !gone && Wait(POLLOUT, Clock::now() + kWrite, writing_);
+    return !gone && WaitForRoom();
   }
   ssize_t read(char* data, size_t size) override {
     if (next_ == end_) {
-      if (taken_ > kMostBytes || !Wait(POLLIN, arrived_by_, reading_)) return -1;
+      if (taken_ > kMostBytes || !WaitForBytes(&arrived_by_)) return -1;
       const ssize_t came = ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
       if (came <= 0) return came;
       next_ = 0;
@@ -46,7 +47,7 @@ class Connection : public httplib::Stream {
     return static_cast<ssize_t>(size);
   }
   ssize_t write(const char* data, size_t size) override {
-    if (!Wait(POLLOUT, Clock::now() + kWrite, writing_)) return -1;
+    if (!WaitForRoom()) return -1;
     return ::send(socket_, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
   void get_remote_ip_and_port(std::string&, int&) const override {}
@@ -56,27 +57,33 @@ class Connection : public httplib::Stream {
   // Reads away what the client still sends: closing before would take the answer from it.
   void Linger() {
     ::shutdown(socket_, SHUT_WR);
-    const Clock::time_point until = Clock::now() + kLinger;
-    while (Wait(POLLIN, until, reading_) && ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
+    Clock::time_point until = Clock::now() + kLinger;
+    while (WaitForBytes(&until) && ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
     }
   }
 
  private:
-  // Whether the socket is ready before `until`; once waiting is over, whether it is so now.
-  bool Wait(short events, Clock::time_point until, const std::atomic<bool>& waiting) const {
+  // Whether the socket is ready before `until`, which is at most `rest` away once `going_on` is false.
+  bool Wait(short events, Clock::time_point* until, const std::atomic<bool>& going_on, std::chrono::milliseconds rest) const {
     for (;;) {
-      const bool last = !waiting;
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
+      const Clock::time_point now = Clock::now();
+      if (!going_on) *until = std::min(*until, now + rest);
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(*until - now);
       if (left.count() <= 0) return false;
       pollfd polled{socket_, events, 0};
-      const int ready = ::poll(&polled, 1, last ? 0 : static_cast<int>(std::min(left, kMoment).count()));
+      const int ready = ::poll(&polled, 1, static_cast<int>(std::min(left, kMoment).count()));
       if (ready > 0) return true;
-      if (last || (ready < 0 && errno != EINTR)) return false;
+      if (ready < 0 && errno != EINTR) return false;
     }
+  }
+  bool WaitForBytes(Clock::time_point* until) const { return Wait(POLLIN, until, reading_, kRest); }
+  bool WaitForRoom() const {
+    Clock::time_point until = Clock::now() + kWrite;
+    return Wait(POLLOUT, &until, writing_, std::chrono::milliseconds(0));
   }
 
   const socket_t socket_;
-  const Clock::time_point arrived_by_;
+  mutable Clock::time_point arrived_by_;  // sooner where the server stops
   const std::atomic<bool>&reading_, &writing_;
   std::array<char, 16384> buffer_{};
   size_t next_ = 0, end_ = 0;  // of what was received and not read yet

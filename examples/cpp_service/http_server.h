@@ -16,7 +16,7 @@ class HttpServer : public httplib::Server {
   explicit HttpServer(std::chrono::milliseconds arrival) : arrival_(arrival) {}
   // Room for so many connections that wait to be accepted; httplib's own 5 make clients that come at once time out.
   bool ListenFor(int connections) { return ::listen(svr_sock_, connections) == 0; }
-  // From now on only requests that are here are read.
+  // From now on a request has a second to be here.
   void StopReading() { reading_ = false; }
   // From now on clients that do not take their answers are left.
   void StopWriting() { writing_ = false; }

@@ -130,7 +130,7 @@ void Service::Stop() {
   server_.StopReading();
   const Clock::time_point last = Clock::now() + settings_.timeout + kLastWords;
   while (active_ > 0 && Clock::now() < last) std::this_thread::sleep_for(kMoment);
-  server_.StopWriting();
+  if (active_ > 0) server_.StopWriting();
   server_.stop();
 }
 

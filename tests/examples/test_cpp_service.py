@@ -349,6 +349,20 @@ def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, hea
         assert ending.stop() == 0  # within 30 s
 
 
+def test_a_request_on_its_way_at_shutdown_is_answered(bundle: Path) -> None:
+    ending = Server(bundle)
+    with socket.create_connection(("127.0.0.1", ending.port), timeout=30) as connection:
+        connection.sendall(b"GET /hea")
+        assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
+        ending.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        connection.sendall(b"lth HTTP/1.1\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())) == (503, {"status": "stopping"})
+    assert ending.stop() == 0
+
+
 def test_a_bundle_without_a_tokenizer_takes_and_gives_token_ids(bundle: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(bundle, tmp_path / "engines")
     manifest = json.loads((bare / "bundle.json").read_text())
