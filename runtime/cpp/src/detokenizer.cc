@@ -4,7 +4,6 @@
 #include <array>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <string_view>
 #include <utility>
 
@@ -17,7 +16,6 @@ using Json = nlohmann::json;
 using Pieces = std::vector<std::string>;
 
 constexpr char kReplacement[] = "\xEF\xBF\xBD";  // U+FFFD
-constexpr int64_t kMostIds = int64_t{1} << 24;   // an edited id must not take all memory
 
 unsigned Byte(char c) { return static_cast<unsigned char>(c); }
 
@@ -150,8 +148,7 @@ void Strip(std::string* piece, const std::string& content, size_t start, size_t 
 struct Detokenizer::Reader {
   static void AddEntry(Detokenizer* to, const Json& id, const Json& content) {
     const auto index = id.get<int64_t>();
-    if (index < 0 || index >= kMostIds) throw std::out_of_range("an id is out of range");
-    if (static_cast<size_t>(index) >= to->entries_.size()) to->entries_.resize(static_cast<size_t>(index) + 1);
+    if (index < 0 || index >= static_cast<int64_t>(to->entries_.size())) return;  // the model never gives it
     to->entries_[static_cast<size_t>(index)] = content.get<std::string>();
   }
 
@@ -162,7 +159,8 @@ struct Detokenizer::Reader {
     } else {
       for (const auto& [content, id] : vocabulary.items()) AddEntry(to, id, content);
     }
-    for (const Json& added : data.at("added_tokens")) AddEntry(to, added.at("id"), added.at("content"));
+    if (!data.contains("added_tokens")) return;
+    for (const Json& added : data["added_tokens"]) AddEntry(to, added.at("id"), added.at("content"));
   }
 
   // Whether all of it is known.
@@ -202,8 +200,10 @@ struct Detokenizer::Reader {
   }
 };
 
-std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, const std::set<int64_t>& special) {
+std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, int64_t vocab_size,
+                                             const std::set<int64_t>& special) {
   Detokenizer read;
+  read.entries_.resize(static_cast<size_t>(vocab_size));
   try {
     std::ifstream file(path);
     // merges are most of the file and not needed; nothing that is nests deep
@@ -216,7 +216,7 @@ std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, 
     throw BundleError(std::string("cannot be read (") + error.what() + ")", path.string());
   }
   for (const int64_t id : special) {
-    if (id >= 0 && static_cast<size_t>(id) < read.entries_.size()) read.entries_[static_cast<size_t>(id)].reset();
+    if (id >= 0 && id < vocab_size) read.entries_[static_cast<size_t>(id)].reset();
   }
   return read;
 }
@@ -225,7 +225,7 @@ std::string Detokenizer::Decode(const int64_t* ids, size_t count) const {
   Pieces pieces;
   for (const int64_t* id = ids; id != ids + count; ++id) {
     const auto index = static_cast<size_t>(*id);
-    if (index < entries_.size() && entries_[index]) pieces.push_back(*entries_[index]);
+    if (entries_[index]) pieces.push_back(*entries_[index]);
   }
   for (const Step& step : steps_) step(&pieces);
   Fuse(&pieces);

@@ -16,9 +16,10 @@ class Detokenizer {
  public:
   // None where tokenizer.json names a way of decoding that is not known here. `special`: ids that are no text.
   // Throws SKD_ERROR_BUNDLE for a file that cannot be read.
-  static std::optional<Detokenizer> Read(const std::filesystem::path& path, const std::set<int64_t>& special);
+  static std::optional<Detokenizer> Read(const std::filesystem::path& path, int64_t vocab_size, const std::set<int64_t>& special);
 
-  // UTF-8; each sequence of bytes that is none has become U+FFFD, ids without an entry are left out.
+  // Ids from 0 to vocab_size - 1. UTF-8; each sequence of bytes that is none has become U+FFFD, ids without an entry are left
+  // out.
   std::string Decode(const int64_t* ids, size_t count) const;
 
  private:

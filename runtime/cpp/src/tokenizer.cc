@@ -100,7 +100,7 @@ Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& li
   } catch (const nlohmann::json::exception& error) {
     throw BundleError(std::string("tokenization.json cannot be read (") + error.what() + ")", folder);
   }
-  detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", special_);
+  detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", bundle_->manifest.model.vocab_size, special_);
   void* created = nullptr;
   Check(api_, api_.create_tokenizer(folder.c_str(), &created), folder);
   tokenizer_ = {created, api_.destroy_tokenizer};
