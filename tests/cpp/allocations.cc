@@ -7,9 +7,9 @@
 #include <cstring>
 #include <new>
 
-thread_local int allocations_left = -1;
-
 namespace {
+
+thread_local int allocations_left = -1;  // below 0: all go through
 
 bool IsOfSkipdecode(void* caller) {
   Dl_info found{};
@@ -18,11 +18,20 @@ bool IsOfSkipdecode(void* caller) {
 
 }  // namespace
 
+void FailAllocationAfter(int allocations) { allocations_left = allocations; }
+
+void LetAllocationsBe() { allocations_left = -1; }
+
 void* operator new(std::size_t size) {
   if (allocations_left >= 0 && IsOfSkipdecode(__builtin_return_address(0)) && allocations_left-- == 0) throw std::bad_alloc();
   void* memory = std::malloc(std::max<std::size_t>(size, 1));
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
+}
+
+// the address sanitizer's would not match these deletes
+void* operator new(std::size_t size, const std::nothrow_t& /*tag*/) noexcept {
+  return std::malloc(std::max<std::size_t>(size, 1));
 }
 
 void operator delete(void* memory) noexcept { std::free(memory); }

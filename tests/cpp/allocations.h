@@ -1,6 +1,8 @@
 // Memory that runs out when a test wants it to.
 #pragma once
 
-// How many allocations of libskipdecode on this thread go through before one fails, once; below 0: all do. Others always do: ONNX
-// Runtime crashes where its own fail.
-extern thread_local int allocations_left;
+// After so many more allocations of libskipdecode on this thread one fails. Others never do: ONNX Runtime crashes where its own
+// fail.
+void FailAllocationAfter(int allocations);
+// All go through again.
+void LetAllocationsBe();

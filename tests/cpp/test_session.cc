@@ -219,15 +219,15 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
 template <typename Call>
 int Failures(Call call) {
   for (int failures = 0;; ++failures) {
-    allocations_left = failures;
+    FailAllocationAfter(failures);
     try {
       call();
-      allocations_left = -1;
+      LetAllocationsBe();
       return failures;
     } catch (const skipdecode::Error&) {
     } catch (const std::bad_alloc&) {  // of the header's own
     }
-    allocations_left = -1;
+    LetAllocationsBe();
   }
 }
 
