@@ -18,6 +18,7 @@ from skipdecode.cuda import CudaDevice
 from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, Sharing, tensorrt
+from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.engines.ort import OrtEngine, check_cuda, check_library, use_threads
 from skipdecode.errors import BundleError, TargetError
@@ -69,7 +70,8 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         )  # fmt: skip
     use_threads(threads)
     with loading(bundle):
-        embed, segments, head = _load(manifest, bundle, target, lambda path: OrtEngine(path, trace), threads=_cores())
+        engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace))
+        embed, segments, head = _load(manifest, bundle, target, engine, threads=_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=HostMemory())
 
 
@@ -86,12 +88,32 @@ def load_device_engines(
         BundleError: an engine that cannot be loaded, or not in this memory.
     """
 
-    def engine(path: Path) -> OrtEngine:
-        return OrtEngine(path, trace, device=device)
-
+    engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
     memory = DeviceMemory(device, manifest.dtype)
     embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=memory, turn_around=turn_around)
+
+
+def _checked(
+    manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], OrtEngine]
+) -> Callable[[Path], OrtEngine]:
+    """`engine`, of each of whose files inputs and outputs are compared with the manifest's."""
+    model, floats = manifest.model, "float32" if target.float_bytes == 4 else manifest.dtype
+    contracts = {
+        bundle / target.embed: embed_contract(model, floats),
+        bundle / target.head: head_contract(model, floats),
+        **{
+            bundle / path: segment_contract(model, floats, layers)
+            for path, layers in zip(target.segments, manifest.segments, strict=True)
+        },
+    }
+
+    def checked(path: Path) -> OrtEngine:
+        loaded = engine(path)
+        contracts[path].check(loaded, path)
+        return loaded
+
+    return checked
 
 
 def _load_plans(manifest: Manifest, bundle: Path, target: Target) -> Engines:

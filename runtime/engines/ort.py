@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ ENVIRONMENT = {
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|out of memory|ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = {"tensor(float)": "float32", **{f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64")}}
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
 
@@ -108,7 +110,7 @@ class OrtEngine:
         self._name, self._trace, self._on_device = path.stem, trace, device is not None
         # a trace's times are of what has ended
         self._run_options = None if device is None or trace is not None else _without_waiting()
-        self.input_names = frozenset(value.name for value in self.session.get_inputs())
+        self.inputs, self.outputs = _tensors(self.session.get_inputs()), _tensors(self.session.get_outputs())
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
         """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
@@ -117,7 +119,7 @@ class OrtEngine:
         """
         binding = self.session.io_binding()
         for name, array in inputs.items():
-            if name in self.input_names:
+            if name in self.inputs:
                 binding.bind_input(name, *_place(array))
         for name, array in outputs.items():
             binding.bind_output(name, *_place(array))
@@ -133,6 +135,17 @@ class OrtEngine:
                 raise _stopped(error) from error
 
         return traced(self._trace, self._name, run_on_device if self._on_device else run, kind="engine")
+
+
+def _tensors(values: Sequence[Any]) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Name -> dtype and shape, None for a size that differs from run to run."""
+    return {
+        value.name: (
+            _DTYPES.get(value.type, value.type),
+            tuple(size if isinstance(size, int) else None for size in value.shape),
+        )
+        for value in values
+    }
 
 
 def _refused(error: Exception, path: Path) -> SkipDecodeError:

@@ -1,0 +1,87 @@
+"""Whether an engine's inputs and outputs are those that its manifest calls for (runtime/bindings.py).
+
+ONNX Runtime would say so at the first run, in its own words, or write past an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skipdecode import bindings as names
+from skipdecode.engines.ort import OrtEngine
+from skipdecode.errors import BundleError
+from skipdecode.manifest import Model
+
+_ANY = None  # a size that differs from run to run: rows, tokens, slots
+_IDS = ("int64", (_ANY, _ANY))
+
+Tensors = Mapping[str, tuple[str, tuple[int | None, ...]]]  # name -> dtype and shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """What an engine may read, and must write."""
+
+    inputs: Tensors
+    outputs: Tensors
+
+    def check(self, engine: OrtEngine, path: Path) -> None:
+        """Raises BundleError where `engine`, of the file `path`, is another: swapped, or its manifest edited."""
+        for kind, found, wanted in (("input", engine.inputs, self.inputs), ("output", engine.outputs, self.outputs)):
+            for name, tensor in found.items():
+                if name not in wanted or not _fits(tensor, wanted[name]):
+                    calls_for = f"calls for {_text(*wanted[name])}" if name in wanted else "has none of that name"
+                    raise _another(f"its {kind} {name[:80]!r} is {_text(*tensor)}, bundle.json {calls_for}", path)
+        missing = [name for name in self.outputs if name not in engine.outputs]
+        if missing:
+            raise _another(f"has no output {missing[0]!r}", path)
+
+
+def embed_contract(model: Model, floats: str) -> Contract:
+    """`floats`: the dtype of hidden states, keys and values."""
+    inputs = {names.INPUT_IDS: _IDS, names.POSITION_IDS: _IDS, names.TIED_WEIGHT: _tied(model, floats)}
+    return Contract(inputs=inputs, outputs={names.HIDDEN: _hidden(model, floats)})
+
+
+def segment_contract(model: Model, floats: str, layers: Iterable[int]) -> Contract:
+    """Of the engine that computes `layers`."""
+    slots = (floats, (_ANY, model.num_kv_heads, _ANY, model.head_size))
+    past = {names.of_layer(name, layer): slots for layer in layers for name in (names.PAST_KEY, names.PAST_VALUE)}
+    lengths = {name: ("int32", (_ANY,)) for name in (names.SEQLENS_K, names.TOTAL_SEQUENCE_LENGTH)}
+    present = {name.replace("past", "present", 1): slots for name in past}
+    hidden = _hidden(model, floats)
+    return Contract(
+        inputs={names.HIDDEN: hidden, names.POSITION_IDS: _IDS, **lengths, **past}, outputs={names.HIDDEN_OUT: hidden, **present}
+    )
+
+
+def head_contract(model: Model, floats: str) -> Contract:
+    """Of the engine from the last hidden states to the logits."""
+    inputs = {names.HIDDEN: _hidden(model, floats), names.LAST: ("int64", (_ANY,)), names.TIED_WEIGHT: _tied(model, floats)}
+    return Contract(inputs=inputs, outputs={names.LOGITS: ("float32", (_ANY, model.vocab_size))})
+
+
+def _hidden(model: Model, floats: str) -> tuple[str, tuple[int | None, ...]]:
+    return floats, (_ANY, _ANY, model.hidden_size)
+
+
+def _tied(model: Model, floats: str) -> tuple[str, tuple[int | None, ...]]:
+    return floats, (names.tied_rows(model.vocab_size), _ANY)
+
+
+def _fits(found: tuple[str, tuple[int | None, ...]], wanted: tuple[str, tuple[int | None, ...]]) -> bool:
+    (dtype, shape), (wanted_dtype, wanted_shape) = found, wanted
+    if (dtype, len(shape)) != (wanted_dtype, len(wanted_shape)):
+        return False
+    return all(_ANY in (size, other) or size == other for size, other in zip(shape, wanted_shape, strict=True))
+
+
+def _text(dtype: str, shape: tuple[int | None, ...]) -> str:
+    """float32 [?,?,64]"""
+    return f"{dtype} [{','.join('?' if size is _ANY else str(size) for size in shape)}]"
+
+
+def _another(what: str, path: Path) -> BundleError:
+    return BundleError(what, "export the model again", where=str(path))
