@@ -81,7 +81,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
         bones = skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone
-    ends = end_ids(folder, config)
+    ends = tuple(id_ for id_ in end_ids(folder, config) if 0 <= id_ < config.vocab_size)  # some write -1 for none
     with fresh_folder(request.out, request.force) as partial:
         copy_tokenizer(folder, partial, config, limits.max_length)
         report("reading weights", 0.0)

@@ -116,6 +116,7 @@ int main(int count, char** arguments) {
     std::cout << kHelp;
     return 0;
   }
+  setenv("ORT_DISABLE_TELEMETRY", "1", /*overwrite=*/0);  // before there are threads: docs/cpp.md
   try {
     Run(Parse(count, arguments));
     return 0;

@@ -110,6 +110,17 @@ def test_the_openai_client_gets_pythons_text(server: Server, bundle: Path) -> No
     assert answer.usage.prompt_tokens == len(expected.prompt_ids)
 
 
+def test_nothing_is_sent_to_the_maker_of_onnx_runtime(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library keeps what it will send in the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("CI", "GITHUB_ACTIONS", "ORT_DISABLE_TELEMETRY"):
+        monkeypatch.delenv(name, raising=False)
+    running = Server(bundle)
+    assert running.post(json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode())[0] == 200
+    assert running.stop() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_text_streams_in_pieces_that_add_up(server: Server) -> None:
     whole = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0)
     stream = server.client.completions.create(

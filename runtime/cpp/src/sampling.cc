@@ -78,8 +78,8 @@ int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_o
   constexpr size_t kFirst = 256, kGrowth = 16;
   const auto count = static_cast<size_t>(vocab_size);
   const size_t most = options.top_k == 0 ? count : std::min<size_t>(options.top_k, count);
-  const double top = static_cast<double>(logits[Likeliest(logits, vocab_size)]) / options.temperature;
-  const auto mass = [&](size_t id) { return std::exp(static_cast<double>(logits[id]) / options.temperature - top); };
+  const auto top = static_cast<double>(logits[Likeliest(logits, vocab_size)]);
+  const auto mass = [&](size_t id) { return std::exp((static_cast<double>(logits[id]) - top) / options.temperature); };
   double total = 0.0;
   for (size_t id = 0; options.top_k == 0 && id < count; ++id) total += mass(id);
   const double draw = Uniform(options.seed, options.generator_row, step);
