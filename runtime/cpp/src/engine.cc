@@ -99,7 +99,7 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads) {
     pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : CoresOfThisProcess());
     pool.SetGlobalInterOpNumThreads(1);
     auto made = std::make_unique<Ort::Env>(pool, ORT_LOGGING_LEVEL_ERROR, "skipdecode");
-    made->DisableTelemetryEvents();  // what models run here is nobody's business; but see docs/cpp.md
+    made->DisableTelemetryEvents();  // of models as they are loaded; of the process: docs/cpp.md
     // one arena for all engines: an arena an engine would keep each one's share of the longest prompt
     const Ort::ArenaCfg defaults(0, -1, -1, -1);
     made->CreateAndRegisterAllocator(Ort::MemoryInfo("Cpu", OrtArenaAllocator, 0, OrtMemTypeDefault), defaults);
