@@ -25,7 +25,7 @@ from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
-from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest
+from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest, disagreements
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,7 +134,7 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
 
         manifest = export(request, report)
     if not options.quiet:
-        for warning in _warnings(manifest):
+        for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest)):
             print(f"skip-export: warning: {warning}", file=sys.stderr)
         print(_summary(manifest, options.out))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
     Linear is the paper's (section 3.1): `k(t) = round(max - (max - min) t / (span - 1))`; power is arXiv 2503.08524's.
 
     Raises:
-        ScheduleError: an unknown name, a range that is empty, a speedup that cannot be reached, or options that do not agree.
+        ScheduleError: an unknown name, a range that is empty, or a speedup that cannot be reached.
     """
     kind, _, table = request.name.partition(":")
     if not (kind == "table" and table) and request.name not in ("linear", "full", "power", "step"):
@@ -46,7 +46,6 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
     _check_request(request, num_layers)
     if kind in ("table", "full"):
         said = full_depth(num_layers) if kind == "full" else _from_table(Path(table), request, num_layers)
-        _check_agrees(request, said)
         return _limit_variants(said, request.max_variants)
     span = request.span or DEFAULT_SPAN
     lower, upper = _ends(request, span, num_layers)
@@ -57,22 +56,19 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
     return _limit_variants(schedule, request.max_variants)
 
 
-def _check_agrees(request: ScheduleRequest, schedule: Schedule) -> None:
-    """A table and full depth say all counts themselves: what was asked beside them must hold of them."""
-    speedup, rounding = request.speedup, 0.5  # layers
+def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
+    """What was asked and does not hold of `schedule`: a table, full depth and --alpha say all layer counts themselves."""
+    speedup, rounding = request.speedup, 1.0  # layers
     checks = (
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
         ("--max-layers", request.max_layers, request.max_layers == schedule.layers[0]),
         ("--min-layers", request.min_layers, request.min_layers == schedule.layers[-1]),
-        ("--span", request.span, request.span == schedule.span or schedule.span == 1),
     )
     for option, value, holds in checks:
-        if value is not None and not holds:
-            raise ScheduleError(
-                f"{option} {value:g}: has {schedule.layers[0]} -> {schedule.layers[-1]} layers over {schedule.span} positions, "
-                f"{schedule.num_layers / schedule.mean_layers:.2f}x fewer",
-                f"leave out {option}, or choose another schedule",
-                where=f"{request.name} schedule",
+        if value is not None and not holds and (request.alpha is not None or request.name.partition(":")[0] in ("table", "full")):
+            yield (
+                f"{option} {value:g} changes nothing: the {schedule.name} schedule has {schedule.layers[0]} -> {schedule.layers[-1]} "
+                f"layers over {schedule.span} positions, {schedule.num_layers / schedule.mean_layers:.2f}x fewer"
             )
 
 
@@ -99,16 +95,15 @@ def _check_request(request: ScheduleRequest, num_layers: int) -> None:
             raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
     if request.alpha is not None and (request.name != "power" or not 0 < request.alpha <= 1):
         raise ScheduleError(f"--alpha {request.alpha}", "give a decay in (0, 1], and only with --schedule power")
-    if request.alpha is not None and request.speedup is not None:
-        raise ScheduleError(f"--alpha {request.alpha} and --speedup {request.speedup:g} both say how fast", "give one of them")
 
 
 def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, int]:
     """(min, max): what was given, else a 1:3 range around the mean that the speedup asks for."""
     least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
-    if request.speedup is None and (request.alpha, lower, upper) != (None, None, None):
+    if request.alpha is not None or (request.speedup is None and (lower, upper) != (None, None)):
         upper = num_layers if upper is None else upper
-        return min(upper, max(least, round(num_layers / 4))) if lower is None else lower, upper
+        half = num_layers / max(1.0, request.speedup or DEFAULT_SPEEDUP) / 2
+        return min(upper, max(least, round(half))) if lower is None else lower, upper
     mean = _mean(request, span, num_layers)
     if request.name == "power":
         upper = num_layers if upper is None else upper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -74,7 +75,9 @@ def test_a_bundle_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path, monkey
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, number: signal.Signals) -> None:
     command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # under nohup, which these tests may be, SIGHUP would be ignored
+    default = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default) as process:
         started = time.monotonic()
         while not any(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < started + 120:
             time.sleep(0.05)

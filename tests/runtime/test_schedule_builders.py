@@ -12,7 +12,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule, disagreements
 
 SHAPES = st.sampled_from(["linear", "step", "power"])
 
@@ -90,13 +90,30 @@ def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
     assert build_schedule(ScheduleRequest(name=f"table:{path}"), 6).layers == (6, 4)
 
 
-def test_what_is_asked_beside_a_table_must_hold_of_it(tmp_path: Path) -> None:
+def test_what_is_asked_and_does_not_hold_of_a_table_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("[6, 4, 2]")
-    agreeing = ScheduleRequest(name=f"table:{path}", speedup=1.5, max_layers=6, min_layers=2, span=3)
-    assert build_schedule(agreeing, 6).layers == (6, 4, 2)
-    for other in ({"speedup": 3.0}, {"max_layers": 5}, {"min_layers": 3}, {"span": 8}):
-        _refused(dataclasses.replace(agreeing, **other), f"--{next(iter(other)).replace('_', '-')} ")  # type: ignore[arg-type]
+    agreeing = ScheduleRequest(name=f"table:{path}", speedup=1.5, max_layers=6, min_layers=2)
+    table = build_schedule(agreeing, 6)
+    assert (table.layers, list(disagreements(agreeing, table))) == ((6, 4, 2), [])
+    for other in ({"speedup": 3.0}, {"max_layers": 5}, {"min_layers": 3}, {"speedup": 0.0}, {"speedup": float("nan")}):
+        asked = dataclasses.replace(agreeing, **other)  # type: ignore[arg-type]
+        assert build_schedule(asked, 6) == table
+        (told,) = disagreements(asked, table)
+        option, value = next(iter(other.items()))
+        assert told.startswith(f"--{option.replace('_', '-')} {value:g} changes nothing: the table schedule has 6 -> 2 layers")
+
+
+def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> None:
+    for asked in (ScheduleRequest(name="full", speedup=2), ScheduleRequest(name="power", alpha=0.5, speedup=2)):
+        (told,) = disagreements(asked, build_schedule(asked, 24))
+        assert told.startswith("--speedup 2 changes nothing: the ")
+    for asked in (
+        ScheduleRequest(speedup=2),
+        ScheduleRequest(name="step", speedup=3, max_layers=12),
+        ScheduleRequest(name="full"),
+    ):
+        assert list(disagreements(asked, build_schedule(asked, 24))) == []
 
 
 def test_one_position_has_the_count_that_the_speedup_asks_for() -> None:
@@ -141,9 +158,6 @@ def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
         (ScheduleRequest(speedup=float("nan")), "nearest that can is"),
         (ScheduleRequest(alpha=0.9), "only with --schedule power"),
         (ScheduleRequest(name="power", alpha=1.5), "decay in"),
-        (ScheduleRequest(name="power", alpha=0.9, speedup=2), "give one of them"),
-        (ScheduleRequest(name="full", speedup=2), "full schedule: --speedup 2: has 6 -> 6 layers over 1 positions, 1.00x fewer"),
-        (ScheduleRequest(name="full", max_layers=4), "full schedule: --max-layers 4: has 6 -> 6 layers"),
         (ScheduleRequest(speedup=3, max_layers=6, min_layers=2), "with the given ends; the nearest that can is --speedup 1.5"),
         (ScheduleRequest(span=0), "--span 0"),
         (ScheduleRequest(max_variants=0), "--max-variants 0"),
