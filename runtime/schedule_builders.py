@@ -67,8 +67,9 @@ def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]
     for option, value, holds in checks:
         if value is not None and not holds and (request.alpha is not None or request.name.partition(":")[0] in ("table", "full")):
             yield (
-                f"{option} {value:g} changes nothing: the {schedule.name} schedule has {schedule.layers[0]} -> {schedule.layers[-1]} "
-                f"layers over {schedule.span} positions, {schedule.num_layers / schedule.mean_layers:.2f}x fewer"
+                f"{option} {value:g} changes nothing: the {schedule.name} schedule has {schedule.layers[0]} -> "
+                f"{schedule.layers[-1]} layers over {schedule.span} positions, "
+                f"{schedule.num_layers / schedule.mean_layers:.2f}x fewer"
             )
 
 
