@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipdecode import bindings as names
-from skipdecode.engines.ort import OrtEngine
+from skipdecode.engines.ort import OrtEngine, Tensor
 from skipdecode.errors import BundleError
 from skipdecode.manifest import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
 _IDS = ("int64", (_ANY, _ANY))
 
-Tensors = Mapping[str, tuple[str, tuple[int | None, ...]]]  # name -> dtype and shape
+Tensors = Mapping[str, Tensor]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,15 @@ def head_contract(model: Model, floats: str) -> Contract:
     return Contract(inputs=inputs, outputs={names.LOGITS: ("float32", (_ANY, model.vocab_size))})
 
 
-def _hidden(model: Model, floats: str) -> tuple[str, tuple[int | None, ...]]:
+def _hidden(model: Model, floats: str) -> Tensor:
     return floats, (_ANY, _ANY, model.hidden_size)
 
 
-def _tied(model: Model, floats: str) -> tuple[str, tuple[int | None, ...]]:
+def _tied(model: Model, floats: str) -> Tensor:
     return floats, (names.tied_rows(model.vocab_size), _ANY)
 
 
-def _fits(found: tuple[str, tuple[int | None, ...]], wanted: tuple[str, tuple[int | None, ...]]) -> bool:
+def _fits(found: Tensor, wanted: Tensor) -> bool:
     (dtype, shape), (wanted_dtype, wanted_shape) = found, wanted
     if (dtype, len(shape)) != (wanted_dtype, len(wanted_shape)):
         return False

@@ -41,6 +41,7 @@ _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of s
 
 logger = logging.getLogger(__name__)
 
+Tensor = tuple[str, tuple[int | None, ...]]  # dtype and shape, None for a size that differs from run to run
 _DTYPES = {"tensor(float)": "float32", **{f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64")}}
 
 _pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
@@ -137,13 +138,10 @@ class OrtEngine:
         return traced(self._trace, self._name, run_on_device if self._on_device else run, kind="engine")
 
 
-def _tensors(values: Sequence[Any]) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Name -> dtype and shape, None for a size that differs from run to run."""
+def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
+    """What a graph declares, by name."""
     return {
-        value.name: (
-            _DTYPES.get(value.type, value.type),
-            tuple(size if isinstance(size, int) else None for size in value.shape),
-        )
+        value.name: (_DTYPES.get(value.type, value.type), tuple(size if isinstance(size, int) else None for size in value.shape))
         for value in values
     }
 
