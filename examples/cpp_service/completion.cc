@@ -128,9 +128,11 @@ std::vector<std::string> Stops(const Json& body) {
 
 }  // namespace
 
+std::string Dump(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
+
 std::string HttpError::Body() const {
   const Json error = {{"message", what()}, {"type", type_}, {"param", nullptr}, {"code", nullptr}};
-  return Json{{"error", error}}.dump(-1, ' ', true, Json::error_handler_t::replace);
+  return Dump(Json{{"error", error}});
 }
 
 Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits,

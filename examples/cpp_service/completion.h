@@ -11,6 +11,9 @@
 
 namespace service {
 
+// As every answer is written: ASCII, U+FFFD for what is no UTF-8.
+std::string Dump(const nlohmann::json& json);
+
 // A request that cannot be served, with its HTTP status.
 class HttpError : public std::runtime_error {
  public:

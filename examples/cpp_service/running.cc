@@ -11,8 +11,6 @@ namespace {
 using Json = nlohmann::json;
 constexpr std::chrono::milliseconds kMoment{50};  // between looks at the client's connection
 
-std::string Dump(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
-
 const char* ReasonOf(End end) {
   switch (end) {
     case End::kStop:

@@ -97,9 +97,7 @@ void Service::AddRoutes() {
   });
   server_.Get("/v1/models", [this](const httplib::Request&, httplib::Response& response) {
     const Json model = {{"id", model_}, {"object", "model"}, {"created", 0}, {"owned_by", "skipdecode"}};
-    response.set_content(
-        Json{{"object", "list"}, {"data", Json::array({model})}}.dump(-1, ' ', true, Json::error_handler_t::replace),
-        "application/json");
+    response.set_content(Dump(Json{{"object", "list"}, {"data", Json::array({model})}}), "application/json");
   });
   // by a reader of its own, because httplib counts no chunks and takes curl's default type for a form of 8 KiB
   server_.Post(kCompletions,
