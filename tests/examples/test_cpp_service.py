@@ -1,103 +1,22 @@
-"""The C++ service as its users meet it: the `openai` package, curl, and clients that misbehave."""
+"""The C++ service as its users meet it: the `openai` package, curl, and requests that ask for too much."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import http.client
 import json
-import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 import skipdecode
-from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.schedule_builders import ScheduleRequest
-
-ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "cpp"
-SERVICE = BUILD / "release" / "cpp_service" / "skd_service"
-PROMPT = "name[The Mill], food[Italian], area[riverside] =>"
-
-
-class Server:
-    """A running skd_service."""
-
-    def __init__(self, bundle: Path, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [SERVICE, bundle, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib")},
-        )  # fmt: skip
-        assert self.process.stdout is not None and self.process.stderr is not None
-        line = self.process.stdout.readline()
-        assert line.startswith("listening on http://"), self.process.stderr.read()
-        self.url = line.split()[-1]
-        self.port = int(self.url.rsplit(":", 1)[1])
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-            return str(answer.read().decode())
-
-    def post(self, body: bytes, path: str = "/v1/completions") -> tuple[int, str]:
-        request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def metric(self, name: str) -> float:
-        found = re.search(rf"^skipdecode_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
-
-    def until(self, name: str, value: float) -> None:
-        """Wait until a metric has a value, ten seconds at most."""
-        for _ in range(200):
-            if self.metric(name) == value:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{name} is {self.metric(name)}, not {value}")
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=30)
-        assert self.process.stdout is not None and self.process.stderr is not None
-        self.process.stdout.close()
-        self.process.stderr.close()
-        return code
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not SERVICE.exists():
-        pytest.skip("the C++ service is not built: make cpp")
-    out = tmp_path_factory.mktemp("service") / "engines"
-    schedule = ScheduleRequest(speedup=2, span=48, max_variants=4)
-    export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=out, schedule=schedule, slim=True))
-    return out
-
-
-@pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
-    running = Server(bundle, "--rows", "4", "--queue", "16")
-    yield running
-    assert running.stop() == 0
+from tests.examples.conftest import GOOD, PROMPT, SERVICE, Server
 
 
 def test_the_openai_client_gets_pythons_text(server: Server, bundle: Path) -> None:
@@ -188,7 +107,6 @@ def test_curl_gets_models_health_metrics_and_a_completion(server: Server) -> Non
     assert "# TYPE skipdecode_tokens_total counter" in page and 'first_token_seconds_bucket{le="+Inf"}' in page
 
 
-_GOOD: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4}
 _BAD: list[tuple[Any, int, str]] = [
     (b"", 400, "the body is not a JSON object"),
     (b"{", 400, "the body is not a JSON object"),
@@ -208,18 +126,18 @@ _BAD: list[tuple[Any, int, str]] = [
     ({"prompt": [2**63]}, 400, "token id 9223372036854775808 is outside the vocabulary"),
     ({"prompt": [5, -1]}, 400, "token id -1 is outside the vocabulary"),
     ({"prompt": ["a"] * 17}, 400, "at most 16 prompts a request"),
-    ({**_GOOD, "max_tokens": 0}, 400, "max_tokens is not among 1..128"),
-    ({**_GOOD, "max_tokens": 10**30}, 400, "max_tokens is not a whole number"),
-    ({**_GOOD, "max_tokens": "4"}, 400, "max_tokens is not a whole number"),
-    ({**_GOOD, "temperature": -1}, 400, "temperature is not among 0..2"),
-    ({**_GOOD, "top_p": 0}, 400, "top_p is not in (0, 1]"),
-    ({**_GOOD, "seed": -1}, 400, "seed is not a whole number"),
-    ({**_GOOD, "stop": [""]}, 400, "stop holds something"),
-    ({**_GOOD, "stop": ["a"] * 5}, 400, "at most 4"),
-    ({**_GOOD, "n": 2}, 400, "n is not supported by this server"),
-    ({**_GOOD, "logprobs": 3}, 400, "logprobs is not supported"),
-    ({**_GOOD, "tempreature": 1}, 400, "unknown field 'tempreature'"),
-    ({**_GOOD, "model": "gpt-4"}, 404, "model 'gpt-4' is not here; choose model"),
+    ({**GOOD, "max_tokens": 0}, 400, "max_tokens is not among 1..128"),
+    ({**GOOD, "max_tokens": 10**30}, 400, "max_tokens is not a whole number"),
+    ({**GOOD, "max_tokens": "4"}, 400, "max_tokens is not a whole number"),
+    ({**GOOD, "temperature": -1}, 400, "temperature is not among 0..2"),
+    ({**GOOD, "top_p": 0}, 400, "top_p is not in (0, 1]"),
+    ({**GOOD, "seed": -1}, 400, "seed is not a whole number"),
+    ({**GOOD, "stop": [""]}, 400, "stop holds something"),
+    ({**GOOD, "stop": ["a"] * 5}, 400, "at most 4"),
+    ({**GOOD, "n": 2}, 400, "n is not supported by this server"),
+    ({**GOOD, "logprobs": 3}, 400, "logprobs is not supported"),
+    ({**GOOD, "tempreature": 1}, 400, "unknown field 'tempreature'"),
+    ({**GOOD, "model": "gpt-4"}, 404, "model 'gpt-4' is not here; choose model"),
     (b'{"prompt": "' + b"a" * (1 << 20) + b'"}', 413, "larger than 1 MiB"),
 ]
 
@@ -230,82 +148,7 @@ def test_a_bad_request_gets_its_status_and_one_line_and_the_others_go_on(
 ) -> None:
     found, text = server.post(body if isinstance(body, bytes) else json.dumps(body).encode())
     assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
-    assert server.post(json.dumps(_GOOD).encode())[0] == 200
-
-
-def _curl(*arguments: str) -> tuple[int, str]:
-    """Status and body of an answer."""
-    command = ["curl", "-sS", "-w", "\n%{http_code}", *arguments]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
-    text, _, status = done.stdout.decode().rpartition("\n")
-    return int(status), text
-
-
-def test_curls_default_type_serves_bodies_of_any_size(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "body.json").write_text(json.dumps(_GOOD) + " " * 100_000)
-    status, text = _curl(f"{server.url}/v1/completions", "-d", f"@{tmp_path / 'body.json'}")
-    assert (status, json.loads(text)["object"]) == (200, "text_completion")
-
-
-def test_a_body_in_chunks_is_counted_as_it_comes(server: Server, tmp_path: Path) -> None:
-    chunked = ["-H", "Transfer-Encoding: chunked", "-H", "Content-Type: application/json", f"{server.url}/v1/completions"]
-    (tmp_path / "small").write_bytes(json.dumps(_GOOD).encode())
-    assert _curl(*chunked, "--data-binary", f"@{tmp_path / 'small'}")[0] == 200
-    (tmp_path / "large").write_bytes(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
-    before = _resident_bytes(server.process.pid)
-    status, text = _curl(*chunked, "--data-binary", f"@{tmp_path / 'large'}")
-    assert (status, json.loads(text)["error"]["message"]) == (413, "the body is larger than 1 MiB")
-    for path, method in (("/elsewhere", "POST"), ("/v1/completions", "PUT")):  # nobody reads these
-        assert _curl(*chunked[:-1], server.url + path, "-X", method, "--data-binary", f"@{tmp_path / 'large'}")[0] == 404
-    assert _resident_bytes(server.process.pid) - before < 16 << 20
-
-
-def _resident_bytes(process: int) -> int:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())[1]) << 10  # type: ignore[index]
-
-
-def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "body").write_bytes(gzip.compress(json.dumps(_GOOD).encode()))
-    packed = ["-H", "Content-Encoding: gzip", "--data-binary", f"@{tmp_path / 'body'}"]
-    for sent in (packed, ["-F", f"prompt=@{tmp_path / 'body'}"], ["-d", "{}", "-H", "Transfer-Encoding: gzip"]):
-        status, text = _curl(f"{server.url}/v1/completions", *sent)
-        assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or in parts: send JSON as it is")
-
-
-def _sent(server: Server, data: bytes) -> tuple[int, str]:
-    """Status and whole body of the answer to bytes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(data)
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        return answer.status, answer.read().decode()
-
-
-@pytest.mark.parametrize(
-    ("data", "status", "says"),
-    [
-        (b"GET /health HTTP/9.9\r\n\r\n", 400, "the request's head is not HTTP/1.1, or a line of it is longer than 8 KiB"),
-        (b"GET /health HTTP/1.1\r\nA: " + b"b" * 9000 + b"\r\n\r\n", 400, "a line of it is longer than 8 KiB"),
-        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
-        (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
-        (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
-        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not a JSON object"),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed, or did not"),
-    ],
-)
-def test_what_http_forbids_is_told_as_it_is(server: Server, data: bytes, status: int, says: str) -> None:
-    found, text = _sent(server, data)
-    assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
-
-
-def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:
-    for stream in (False, True):
-        body = json.dumps({**_GOOD, "stream": stream}).encode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-            head, _, rest = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
-        assert b"chunked" not in head
-        assert rest.endswith(b"data: [DONE]\n\n") if stream else json.loads(rest)["object"] == "text_completion"
+    assert server.post(json.dumps(GOOD).encode())[0] == 200
 
 
 def test_the_first_piece_of_many_prompts_does_not_wait_for_those_in_the_queue(bundle: Path) -> None:
@@ -315,63 +158,6 @@ def test_the_first_piece_of_many_prompts_does_not_wait_for_those_in_the_queue(bu
         assert [choice.index for choice in next(iter(stream)).choices] == [0]
         assert narrow.metric("rows_completed_total") < 8
     assert narrow.stop() == 0
-
-
-@contextlib.contextmanager
-def _slow(server: Server, clients: int, head: bytes) -> Iterator[None]:
-    """Clients that send a byte every 0.2 s, as long as they may."""
-    gone = threading.Event()
-
-    def send() -> None:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection, contextlib.suppress(OSError):
-            connection.sendall(head)
-            started.release()
-            while not gone.wait(0.2):
-                connection.sendall(b" ")
-
-    started = threading.Semaphore(0)
-    with ThreadPoolExecutor(clients) as pool:
-        for _ in range(clients):
-            pool.submit(send)
-        for _ in range(clients):
-            started.acquire()
-        try:
-            yield
-        finally:
-            gone.set()
-
-
-_SLOW = (b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999\r\n\r\n{")
-
-
-@pytest.mark.parametrize("head", _SLOW)
-def test_a_request_that_does_not_arrive_in_time_frees_its_thread(bundle: Path, head: bytes) -> None:
-    small = Server(bundle, "--connections", "2", "--arrival-s", "1")
-    with _slow(small, clients=4, head=head):  # twice as many as there are threads
-        assert json.loads(small.get("/health")) == {"status": "ok"}
-    assert small.stop() == 0
-
-
-@pytest.mark.parametrize("head", _SLOW)
-def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, head: bytes) -> None:
-    ending = Server(bundle, "--arrival-s", "100")
-    with _slow(ending, clients=1, head=head):
-        assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
-        assert ending.stop() == 0  # within 30 s
-
-
-def test_a_request_on_its_way_at_shutdown_is_answered(bundle: Path) -> None:
-    ending = Server(bundle)
-    with socket.create_connection(("127.0.0.1", ending.port), timeout=30) as connection:
-        connection.sendall(b"GET /hea")
-        assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
-        ending.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        connection.sendall(b"lth HTTP/1.1\r\n\r\n")
-        answer = http.client.HTTPResponse(connection)
-        answer.begin()
-        assert (answer.status, json.loads(answer.read())) == (503, {"status": "stopping"})
-    assert ending.stop() == 0
 
 
 def test_a_bundle_without_a_tokenizer_takes_and_gives_token_ids(bundle: Path, tmp_path: Path) -> None:
@@ -398,18 +184,6 @@ def test_another_path_or_method_is_404(server: Server) -> None:
     assert server.post(b"{}", "/v1/chat/completions")[0] == 404
     with pytest.raises(urllib.error.HTTPError, match="404"):
         server.get("/v1/completions")
-
-
-def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
-    for data in (
-        b"\0" * 1000,
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999\r\n\r\n{",
-        b"\r\n" * 100,
-    ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-            connection.sendall(data)
-    assert server.post(json.dumps(_GOOD).encode())[0] == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -442,7 +216,7 @@ def test_more_than_the_queue_holds_is_429_and_the_rest_is_served(server: Server)
 
 def test_a_request_that_takes_too_long_ends_with_what_it_has(bundle: Path) -> None:
     impatient = Server(bundle, "--timeout-s", "0")
-    assert impatient.post(json.dumps(_GOOD).encode())[0] == 503
+    assert impatient.post(json.dumps(GOOD).encode())[0] == 503
     assert impatient.metric("rows_timed_out_total") == 1
     assert impatient.stop() == 0
 

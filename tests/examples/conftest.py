@@ -1,0 +1,92 @@
+"""The C++ service, running, for the tests of its answers and of its connections."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "cpp"
+SERVICE = BUILD / "release" / "cpp_service" / "skd_service"
+PROMPT = "name[The Mill], food[Italian], area[riverside] =>"
+GOOD: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4}
+
+
+class Server:
+    """A running skd_service."""
+
+    def __init__(self, bundle: Path, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [SERVICE, bundle, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib")},
+        )  # fmt: skip
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("listening on http://"), self.process.stderr.read()
+        self.url = line.split()[-1]
+        self.port = int(self.url.rsplit(":", 1)[1])
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def post(self, body: bytes, path: str = "/v1/completions") -> tuple[int, str]:
+        request = urllib.request.Request(self.url + path, data=body, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^skipdecode_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def until(self, name: str, value: float) -> None:
+        """Wait until a metric has a value, ten seconds at most."""
+        for _ in range(200):
+            if self.metric(name) == value:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{name} is {self.metric(name)}, not {value}")
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=30)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not SERVICE.exists():
+        pytest.skip("the C++ service is not built: make cpp")
+    out = tmp_path_factory.mktemp("service") / "engines"
+    schedule = ScheduleRequest(speedup=2, span=48, max_variants=4)
+    export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=out, schedule=schedule, slim=True))
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Server]:
+    running = Server(bundle, "--rows", "4", "--queue", "16")
+    yield running
+    assert running.stop() == 0

@@ -1,0 +1,165 @@
+"""The C++ service's connections: what a request may be, how long it may take to arrive, and what shutdown waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import GOOD, Server
+
+
+def _curl(*arguments: str) -> tuple[int, str]:
+    """Status and body of an answer."""
+    command = ["curl", "-sS", "-w", "\n%{http_code}", *arguments]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=30)
+    text, _, status = done.stdout.decode().rpartition("\n")
+    return int(status), text
+
+
+def test_curls_default_type_serves_bodies_of_any_size(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "body.json").write_text(json.dumps(GOOD) + " " * 100_000)
+    status, text = _curl(f"{server.url}/v1/completions", "-d", f"@{tmp_path / 'body.json'}")
+    assert (status, json.loads(text)["object"]) == (200, "text_completion")
+
+
+def test_a_body_in_chunks_is_counted_as_it_comes(server: Server, tmp_path: Path) -> None:
+    chunked = ["-H", "Transfer-Encoding: chunked", "-H", "Content-Type: application/json", f"{server.url}/v1/completions"]
+    (tmp_path / "small").write_bytes(json.dumps(GOOD).encode())
+    assert _curl(*chunked, "--data-binary", f"@{tmp_path / 'small'}")[0] == 200
+    (tmp_path / "large").write_bytes(b'{"prompt": "' + b"a" * (64 << 20) + b'"}')
+    before = _resident_bytes(server.process.pid)
+    status, text = _curl(*chunked, "--data-binary", f"@{tmp_path / 'large'}")
+    assert (status, json.loads(text)["error"]["message"]) == (413, "the body is larger than 1 MiB")
+    for path, method in (("/elsewhere", "POST"), ("/v1/completions", "PUT")):  # nobody reads these
+        assert _curl(*chunked[:-1], server.url + path, "-X", method, "--data-binary", f"@{tmp_path / 'large'}")[0] == 404
+    assert _resident_bytes(server.process.pid) - before < 16 << 20
+
+
+def _resident_bytes(process: int) -> int:
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())[1]) << 10  # type: ignore[index]
+
+
+def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "body").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    packed = ["-H", "Content-Encoding: gzip", "--data-binary", f"@{tmp_path / 'body'}"]
+    for sent in (packed, ["-F", f"prompt=@{tmp_path / 'body'}"], ["-d", "{}", "-H", "Transfer-Encoding: gzip"]):
+        status, text = _curl(f"{server.url}/v1/completions", *sent)
+        assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or in parts: send JSON as it is")
+
+
+def _sent(server: Server, data: bytes) -> tuple[int, str]:
+    """Status and whole body of the answer to bytes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(data)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        return answer.status, answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "says"),
+    [
+        (b"GET /health HTTP/9.9\r\n\r\n", 400, "the request's head is not HTTP/1.1, or a line of it is longer than 8 KiB"),
+        (b"GET /health HTTP/1.1\r\nA: " + b"b" * 9000 + b"\r\n\r\n", 400, "a line of it is longer than 8 KiB"),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
+        (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
+        (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
+        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not a JSON object"),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed, or did not"),
+    ],
+)
+def test_what_http_forbids_is_told_as_it_is(server: Server, data: bytes, status: int, says: str) -> None:
+    found, text = _sent(server, data)
+    assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
+
+
+def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:
+    for stream in (False, True):
+        body = json.dumps({**GOOD, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            head, _, rest = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert rest.endswith(b"data: [DONE]\n\n") if stream else json.loads(rest)["object"] == "text_completion"
+
+
+@contextlib.contextmanager
+def _slow(server: Server, clients: int, head: bytes) -> Iterator[None]:
+    """Clients that send a byte every 0.2 s, as long as they may."""
+    gone = threading.Event()
+
+    def send() -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection, contextlib.suppress(OSError):
+            connection.sendall(head)
+            started.release()
+            while not gone.wait(0.2):
+                connection.sendall(b" ")
+
+    started = threading.Semaphore(0)
+    with ThreadPoolExecutor(clients) as pool:
+        for _ in range(clients):
+            pool.submit(send)
+        for _ in range(clients):
+            started.acquire()
+        try:
+            yield
+        finally:
+            gone.set()
+
+
+_SLOW = (b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999\r\n\r\n{")
+
+
+@pytest.mark.parametrize("head", _SLOW)
+def test_a_request_that_does_not_arrive_in_time_frees_its_thread(bundle: Path, head: bytes) -> None:
+    small = Server(bundle, "--connections", "2", "--arrival-s", "1")
+    with _slow(small, clients=4, head=head):  # twice as many as there are threads
+        assert json.loads(small.get("/health")) == {"status": "ok"}
+    assert small.stop() == 0
+
+
+@pytest.mark.parametrize("head", _SLOW)
+def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, head: bytes) -> None:
+    ending = Server(bundle, "--arrival-s", "100")
+    with _slow(ending, clients=1, head=head):
+        assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
+        assert ending.stop() == 0  # within 30 s
+
+
+def test_a_request_on_its_way_at_shutdown_is_answered(bundle: Path) -> None:
+    ending = Server(bundle)
+    with socket.create_connection(("127.0.0.1", ending.port), timeout=30) as connection:
+        connection.sendall(b"GET /hea")
+        assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
+        ending.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        connection.sendall(b"lth HTTP/1.1\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())) == (503, {"status": "stopping"})
+    assert ending.stop() == 0
+
+
+def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
+    for data in (
+        b"\0" * 1000,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999\r\n\r\n{",
+        b"\r\n" * 100,
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(data)
+    assert server.post(json.dumps(GOOD).encode())[0] == 200
