@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.conversions import converted, dequantised, unscaled
+from skipdecode.exporter.conversions import converted
+from skipdecode.exporter.dequantize import dequantised
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.weights import IR_TYPES, TensorSource
 
@@ -44,8 +45,8 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
     for file in files:
         for name in form.names(file):
             where[name].append(file)
-    stored = unscaled({name: partial(_read, form, holders, name) for name, holders in where.items()}, bones.config)
-    read = converted(stored, bones.config) | dequantised(stored) | stored
+    stored = dequantised({name: partial(_read, form, holders, name) for name, holders in where.items()}, bones.config)
+    read = converted(stored, bones.config) | stored
     base = bones.parts.prefix.split(".")[0]
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import IN_MXFP4, check_single_stack
+from skipdecode.exporter.architectures import check_single_stack
 from skipdecode.exporter.checkpoint import lacks_head
 from skipdecode.exporter.config_json import reason, taking_config
+from skipdecode.exporter.dequantize import check_quantised
 
 # Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
 _OPT_SIZES = {
@@ -26,7 +27,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 
     Raises:
         ModelNotSupportedError: no such folder or hub id, a path that is no UTF-8, a config.json that cannot be read, needs remote
-            code, or tells of an encoder or of quantised weights, but for those that are dequantised as they are read.
+            code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them.
     """
     size = _short_opt(model)
     folder = Path(model)
@@ -49,7 +50,7 @@ def is_utf8(path: Path) -> bool:
 
 
 def _read_config(model: str) -> Any:
-    from transformers import AutoConfig, FineGrainedFP8Config
+    from transformers import AutoConfig
 
     try:
         with taking_config(model):
@@ -58,16 +59,10 @@ def _read_config(model: str) -> Any:
         raise _unreachable(model, error) from error
     check_single_stack(config)
     text = _text_part(config, Path(model))
-    quantised = dict(getattr(config, "quantization_config", None) or {})
-    method = quantised.get("quant_method", "some method") if quantised else None
-    if method == "fp8":
-        with taking_config(model):
-            FineGrainedFP8Config.from_dict(quantised)
-        text.quantization_config = quantised
-    elif method and not (method == "mxfp4" and config.model_type in IN_MXFP4):
-        raise ModelNotSupportedError(
-            f"its weights are quantised ({method})", "name the checkpoint that it was made from, and use --quantize", where=model
-        )
+    settings = dict(getattr(config, "quantization_config", None) or {})
+    if settings:
+        check_quantised(settings, config.model_type, model)
+        text.quantization_config = settings
     return text
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents, key_sizes
 from skipdecode.exporter.attention import widened
+from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
@@ -65,10 +67,29 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     logging.set_verbosity_error()  # it lists what sees as superfluous
     config, _ = load_config(str(folder))
     if getattr(config, "quantization_config", None):
-        config.quantization_config["dequantize"] = True  # else transformers looks for kernels that multiply them as they are
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32).eval()
+        model = _dequantised(folder, config)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
+    return model.eval()
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _dequantised(folder: Path, config: Any) -> Any:
+    """transformers' model of weights that were stored quantised, as the exporter reads them.
+
+    transformers needs packages for most ways of quantising, rounds what it dequantises, and fails at ragged blocks of FP8.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    bones = skeleton(load_config(str(folder))[0])  # which gives a configuration the exporter's own attention
+    source = checkpoint_source(folder, bones)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in bones.shapes:
+            tensor.copy_(source(name, bones.shapes[name]))
     return model
 
 

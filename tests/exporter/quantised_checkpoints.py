@@ -1,0 +1,118 @@
+"""Checkpoints with quantised weights, as those who publish them write them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+
+Store = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # a matrix to what a file has of it, by what the names end in
+WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says of weights, and of rows where the layout needs it
+    "W4A16": ("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"}),
+    "W4A16, asymmetric": ("pack-quantized", {"num_bits": 4, "group_size": 16, "strategy": "group", "symmetric": False}),
+    "W8A16, a row": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "W8A8, a row": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "W8A8, asymmetric": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+    "FP8, a row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "FP8, a matrix": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "FP8, a block": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}),
+}
+
+
+def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: Store) -> Path:
+    """A checkpoint whose matrices, but for embedding and head, lie as `store` puts them."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": settings}))
+    state = load_file(folder / "model.safetensors")
+    for name in [name for name, tensor in state.items() if "_proj" in name and tensor.ndim == 2]:
+        state |= {name.removesuffix("weight") + end: part for end, part in store(state.pop(name)).items()}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    return folder
+
+
+def in_fp8(checkpoint: Path, folder: Path, block: tuple[int, int] | None) -> Path:
+    """A checkpoint as DeepSeek writes it: matrices in FP8, a scale for each block of them, or with None for each of them."""
+
+    def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        blocks = [-(-size // length) for size, length in zip(matrix.shape, block or matrix.shape, strict=True)]
+        numbers = torch.randn(matrix.shape).to(torch.float8_e4m3fn)
+        return {"weight": numbers, "weight_scale_inv": 0.02 + 0.1 * torch.rand(blocks if block else ())}
+
+    torch.manual_seed(0)
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+    return rewritten(checkpoint, folder, settings, store)
+
+
+def compressed(checkpoint: Path, folder: Path, name: str) -> Path:
+    """A checkpoint as llm-compressor writes it, by the library that it writes them with; scales in fp32, which none rounds."""
+    layout, given = WEIGHTS[name]
+    arguments = QuantizationArgs(**given)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+
+    def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, columns = matrix.shape
+        height, width = {
+            "tensor": (rows, columns),
+            "channel": (1, columns),
+            "group": (1, given.get("group_size")),
+            "block": tuple(given.get("block_structure", ())),
+        }[given["strategy"]]
+        blocks = matrix.unflatten(0, (-1, height)).unflatten(2, (-1, width)) + (0.05 if not arguments.symmetric else 0)
+        scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments)
+        parts = {"weight": matrix, "weight_scale": scale.float(), "weight_zero_point": zero.to(arguments.zp_dtype or torch.int8)}
+        return BaseCompressor.get_value_from_registry(layout).compress(parts, scheme)
+
+    group = {"targets": ["Linear"], "weights": arguments.model_dump(mode="json"), "format": layout}
+    settings = {
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+    return rewritten(checkpoint, folder, settings, store)
+
+
+def gptq(bits: int, numbers: list[torch.Tensor], *, layout: str = "gptq", shuffled: bool = False) -> Store:
+    """As GPTQModel packs: inputs in words, zero points less one in the first layout. `numbers`: what each matrix stands for."""
+
+    def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        (outputs, inputs), groups = matrix.shape, 4
+        levels, zeros = torch.randint(1 << bits, (outputs, inputs)), torch.randint(1 << bits, (outputs, groups))
+        scales, group = 0.05 + torch.rand(outputs, groups).half() / 8, torch.arange(inputs) // (inputs // groups)
+        group = group[torch.randperm(inputs)] if shuffled else group
+        numbers.append((levels - zeros[:, group]) * scales.float()[:, group])
+        in_order = [*range(32 // bits)]
+        stored = (zeros - 1) % (1 << bits) if layout == "gptq" else zeros
+        parts = {"qweight": _words(levels, bits, in_order).T, "qzeros": _words(stored.T, bits, in_order), "scales": scales.T}
+        return parts | ({"g_idx": group.int()} if shuffled else {})
+
+    return store
+
+
+def awq(numbers: list[torch.Tensor]) -> Store:
+    """As AutoAWQ packs for its GEMM kernel: outputs in words, in an order of its own."""
+
+    def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        (outputs, inputs), groups = matrix.shape, 2
+        levels, zeros = torch.randint(16, (inputs, outputs)), torch.randint(16, (groups, outputs))
+        scales, group = 0.05 + torch.rand(groups, outputs).half() / 8, torch.arange(inputs) // (inputs // groups)
+        numbers.append(((levels - zeros[group]) * scales.float()[group]).T)
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        return {"qweight": _words(levels, 4, order), "qzeros": _words(zeros, 4, order), "scales": scales}
+
+    return store
+
+
+def _words(levels: torch.Tensor, bits: int, order: list[int]) -> torch.Tensor:
+    """Levels [N,K], several a word of 32 bits: the `order[i]`th of them at bit `i * bits`."""
+    several = levels.long().unflatten(1, (-1, len(order)))[..., order]
+    words = sum(several[..., place] << (bits * place) for place in range(len(order)))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.uint32).view(torch.int32)

@@ -1,0 +1,285 @@
+"""What quantised checkpoints hold, and the numbers that it stands for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+import skipdecode
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter import reference_run
+from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.weights import TensorSource
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
+from tests.conftest import MAX_LENGTH, Zoo
+from tests.exporter.quantised_checkpoints import WEIGHTS, Store, awq, compressed, gptq, in_fp8, rewritten
+
+KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
+
+
+def _source(folder: Path) -> TensorSource:
+    return checkpoint_source(folder, skeleton(load_config(str(folder))[0]))
+
+
+def _by_transformers(folder: Path) -> Any:
+    """The model as transformers dequantises it, where it can, in fp32."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.quantization_config["dequantize"] = True
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+def _assert_reads(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    bones = skeleton(load_config(str(folder))[0])
+    source = checkpoint_source(folder, bones)
+    for parameter, shape in bones.shapes.items():
+        assert torch.equal(source(parameter, shape).float(), expected[parameter]), parameter
+
+
+def _assert_runs(folder: Path, model: Any) -> None:
+    """A bundle of it gives the logits of transformers' model."""
+    bundle = folder.with_suffix(".bundle")
+    export(ExportRequest(model=str(folder), out=bundle, schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH))
+    decoder = skipdecode.load(bundle).decoder([9], 3)
+    assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_matrices_in_fp8_are_read_as_transformers_dequantises_them(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    folder = in_fp8(zoo.checkpoint(name), tmp_path / "in_fp8", (16, 8))
+    model = _by_transformers(folder)
+    _assert_reads(folder, model.state_dict())
+    _assert_runs(folder, model)
+
+
+@pytest.mark.parametrize("block", [(24, 40), (128, 128), None], ids=["smaller ones at the end", "one block", "no blocks"])
+def test_a_number_in_fp8_is_scaled_by_the_block_it_lies_in(block: tuple[int, int] | None, zoo: Zoo, tmp_path: Path) -> None:
+    folder, name = in_fp8(zoo.checkpoint("llama"), tmp_path / "in_fp8", block), f"{KEY}.weight"
+    state = load_file(folder / "model.safetensors")
+    matrix, scales = state[name].float(), state[f"{name}_scale_inv"]
+    read = _source(folder)(name, tuple(matrix.shape))
+    for row, column in ((0, 0), (23, 39), (24, 40), (31, 63)):
+        scale = scales[row // block[0], column // block[1]] if block else scales
+        assert read[row, column] == matrix[row, column] * scale
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"k_proj.weight_scale_inv": torch.ones(3, 4)},
+            r"cannot be put together \(torch.float8_e4m3fn \(32, 64\) and torch.float32",
+        ),
+        ({"k_proj.weight_scale_inv": torch.ones(2, 8, dtype=torch.uint8)}, "cannot be put together"),
+        ({"k_proj.weight": torch.ones(32, 64, dtype=torch.int8)}, r"cannot be put together \(torch.int8"),
+        ({"k_proj.weight": torch.ones(32).to(torch.float8_e4m3fn)}, r"cannot be put together"),
+        ({"k_proj.weight_scale_inv": None}, "k_proj.weight is torch.float8_e4m3fn; give an unquantised checkpoint"),
+    ],
+    ids=["too many scales", "scales of another dtype", "four bits", "a vector", "no scales"],
+)
+def test_a_matrix_in_fp8_and_scales_that_do_not_fit_together_are_one_line(
+    change: dict[str, torch.Tensor | None], says: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    folder, prefix = in_fp8(zoo.checkpoint("llama"), tmp_path / "in_fp8", (16, 8)), KEY.removesuffix("k_proj")
+    state = load_file(folder / "model.safetensors") | {prefix + name: tensor for name, tensor in change.items()}
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        _source(folder)(f"{KEY}.weight", (32, 64))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [128, [0, 128], [128], "128"])
+def test_a_block_size_that_is_none_is_one_line(size: Any, zoo: Zoo, tmp_path: Path) -> None:
+    config = json.loads((zoo.checkpoint("llama") / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "weight_block_size": size}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    with pytest.raises(ModelNotSupportedError, match=r"block_size|config\.json") as caught:
+        load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+DOWN = "model.layers.2.mlp.experts.down_proj"
+
+
+@pytest.fixture
+def in_mxfp4(zoo: Zoo, tmp_path: Path) -> Path:
+    """gpt-oss' checkpoint as OpenAI writes it: bf16, the experts' matrices as blocks of 32 numbers of 4 bits and exponents."""
+    folder = shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "in_mxfp4")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised}))
+    state = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    torch.manual_seed(0)
+    for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = state.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        state[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)  # exponents -6 to -3
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_dequantises_them(in_mxfp4: Path) -> None:
+    model = _by_transformers(in_mxfp4)
+    _assert_reads(in_mxfp4, model.state_dict())
+    _assert_runs(in_mxfp4, model)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("scales", lambda scales: scales[:, :-1].contiguous(), r"cannot be put together \(torch.uint8 \(5, 64, 3, 16\)"),
+        ("scales", lambda scales: scales.float(), "cannot be put together"),
+        ("blocks", lambda blocks: blocks[..., 0].contiguous(), "cannot be put together"),
+        ("scales", lambda scales: None, f"lacks {DOWN}; "),
+    ],
+    ids=["too few scales", "scales of another dtype", "no blocks", "no scales"],
+)
+def test_blocks_and_scales_that_do_not_fit_together_are_one_line(part: str, change: Any, says: str, in_mxfp4: Path) -> None:
+    state = load_file(in_mxfp4 / "model.safetensors")
+    changed = change(state.pop(f"{DOWN}_{part}"))
+    save_file(state if changed is None else {**state, f"{DOWN}_{part}": changed}, in_mxfp4 / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        _source(in_mxfp4)(DOWN, (5, 96, 64))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_llm_compressor_writes_is_read_as_transformers_dequantises_it(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", name)
+    _assert_reads(folder, _by_transformers(folder).state_dict())
+
+
+def test_experts_that_were_stored_quantised_are_put_together(zoo: Zoo, tmp_path: Path) -> None:
+    name = "W4A16, asymmetric"
+    folder = compressed(zoo.checkpoint("qwen3_moe"), tmp_path / "compressed", name)
+    source, state = _source(folder), load_file(folder / "model.safetensors")
+    experts = source("model.layers.2.mlp.experts.down_proj", (5, 64, 48))
+    for expert in range(5):
+        stem = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
+        scheme = QuantizationScheme(targets=[], weights=QuantizationArgs(**WEIGHTS[name][1]))
+        parts = {key.rpartition(".")[2]: part for key, part in state.items() if key.startswith(stem)}
+        whole = BaseCompressor.get_value_from_registry("pack-quantized").decompress(parts, scheme)["weight"]
+        torch.testing.assert_close(experts[expert], whole, rtol=0, atol=0)
+
+
+PACKED: dict[str, tuple[dict[str, Any], Callable[[list[torch.Tensor]], Store]]] = {
+    "GPTQ": ({"quant_method": "gptq", "bits": 4}, partial(gptq, 4)),
+    "GPTQ, inputs in groups by activation": (
+        {"quant_method": "gptq", "bits": 4, "desc_act": True},
+        partial(gptq, 4, shuffled=True),
+    ),
+    "GPTQ in int8, second layout": (
+        {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"},
+        partial(gptq, 8, layout="gptq_v2"),
+    ),
+    "GPTQ in two bits": ({"quant_method": "gptq", "bits": 2}, partial(gptq, 2)),
+    "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_levels_are_unpacked_less_their_zero_point_and_times_their_scale(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    numbers: list[torch.Tensor] = []
+    settings, store = PACKED[name]
+    folder = rewritten(zoo.checkpoint("llama"), tmp_path / "packed", settings, store(numbers))
+    names = [key for key in load_file(zoo.checkpoint("llama") / "model.safetensors") if "_proj" in key]
+    expected = dict(zoo.model("llama").state_dict()) | dict(zip(names, numbers, strict=True))
+    _assert_reads(folder, expected)
+    model = reference_run._load(folder, torch.float32)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+
+
+def test_gpt2s_turned_matrices_are_unpacked_turned(zoo: Zoo, tmp_path: Path) -> None:
+    """A square one would fit either way."""
+    folder = shutil.copytree(zoo.checkpoint("gpt2"), tmp_path / "packed")
+    config, state = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 8}}))
+    stem, numbers = "transformer.h.1.attn.c_proj.", list[torch.Tensor]()
+    square = state.pop(f"{stem}weight")
+    assert square.shape[0] == square.shape[1]
+    state |= {stem + end: part.contiguous() for end, part in gptq(8, numbers)(square.T).items()}
+    save_file(state, folder / "model.safetensors")
+    assert torch.equal(_source(folder)(f"{stem}weight", tuple(square.shape)), numbers[0].T)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("W4A16", {"weight_packed": torch.ones(32, 7, dtype=torch.int32)}, "cannot be put together .*: 3 bits"),
+        ("W4A16", {"weight_packed": torch.ones(32, 32, dtype=torch.uint8)}, "cannot be put together .*torch.uint8"),
+        ("W4A16", {"weight_scale": torch.ones(32, 3)}, "cannot be put together"),
+        ("W4A16", {"weight_scale": torch.ones(31, 2)}, "cannot be put together"),
+        ("W4A16", {"weight_scale": torch.ones(32, 2, dtype=torch.int32)}, "cannot be put together"),
+        ("W4A16", {"weight_scale": torch.ones(32, 0)}, "cannot be put together"),
+        ("W4A16", {"weight_shape": None}, "cannot be put together"),
+        ("W4A16", {"weight_shape": torch.tensor([0, 0])}, "cannot be put together"),
+        ("W4A16", {"weight_g_idx": torch.full((64,), 2)}, "cannot be put together"),
+        ("W4A16", {"weight_g_idx": torch.zeros(3)}, "cannot be put together"),
+        ("W4A16, asymmetric", {"weight_zero_point": torch.ones(3, 4, dtype=torch.int32)}, "cannot be put together"),
+        ("W8A8, a row", {"weight": torch.ones(32, 64, dtype=torch.uint8)}, "cannot be put together"),
+        ("FP8, a block", {"weight_scale": torch.ones(3, 2)}, "cannot be put together .*blocks of 16 x 32"),
+        ("FP8, a row", {"weight_scale": torch.ones(3, 2)}, "cannot be put together .*block_structure is None"),
+        ("W8A8, a row", {"weight_scale": None}, "k_proj.weight is torch.int8; give an unquantised checkpoint"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_together_are_one_line(
+    name: str, change: dict[str, torch.Tensor | None], says: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", name)
+    state = load_file(folder / "model.safetensors") | {f"{KEY}.{end}": tensor for end, tensor in change.items()}
+    save_file({key: tensor for key, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        _source(folder)(f"{KEY}.weight", (32, 64))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"quantised \(bitsandbytes\); name the ",
+        ),
+        ({"bits": 4}, r"quantised \(some method\)"),
+        ({"quant_method": ["gptq"]}, "quantised"),
+        ({"quant_method": "mxfp4"}, r"quantised \(mxfp4\)"),  # whose layout is known of gpt-oss alone
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, r"quantised \(gptq, marlin\)"),
+        ({"quant_method": "awq", "version": "GEMV"}, r"quantised \(awq, gemv\)"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "compressed-tensors, nvfp4-pack-quantized",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mixed-precision",
+                "config_groups": {"a": {"format": "mxfp8-quantized"}},
+            },
+            r"\(compressed-tensors, mxfp8-quantized\)",
+        ),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}, "transform_config"),
+    ],
+)
+def test_another_way_of_quantising_is_one_line(settings: dict[str, Any], says: str, zoo: Zoo, tmp_path: Path) -> None:
+    config = json.loads((zoo.checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)
