@@ -64,5 +64,7 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         outputs = tensor.shape.numpy()[1]
         each = [self.how.parts(np.asarray(matrix, dtype=np.float32)) for matrix in tensor.numpy()]
         release_pages(tensor)
+        if any("zero_points" in parts for parts in each):
+            each = [self.how.with_zero_points(parts) for parts in each]
         stacked = {name: np.stack([parts[name].reshape(outputs, -1) for parts in each]) for name in each[0]}
         return stacked | {"scales": stacked["scales"].astype(tensor.dtype.numpy())}  # the rows' own dtype: CUDA takes no other

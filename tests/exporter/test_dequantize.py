@@ -28,6 +28,7 @@ from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import MAX_LENGTH, Zoo
 from tests.exporter.quantised_checkpoints import WEIGHTS, Store, awq, compressed, gptq, in_fp8, rewritten
+from tests.graph_passes.test_kept_levels import stored
 
 KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
 
@@ -50,12 +51,12 @@ def _assert_reads(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(source(parameter, shape).float(), expected[parameter]), parameter
 
 
-def _assert_runs(folder: Path, model: Any) -> None:
+def _assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: float = 1e-3) -> None:
     """A bundle of it gives the logits of transformers' model."""
-    bundle = folder.with_suffix(".bundle")
-    export(ExportRequest(model=str(folder), out=bundle, schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH))
+    bundle, full = folder.with_suffix(".bundle"), ScheduleRequest(name="full")
+    export(ExportRequest(model=str(folder), out=bundle, schedule=full, max_length=MAX_LENGTH, quantize=quantize))
     decoder = skipdecode.load(bundle).decoder([9], 3)
-    assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, 1e-3)
+    assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, tolerance)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
@@ -162,6 +163,17 @@ def test_blocks_and_scales_that_do_not_fit_together_are_one_line(part: str, chan
 def test_what_llm_compressor_writes_is_read_as_transformers_dequantises_it(name: str, zoo: Zoo, tmp_path: Path) -> None:
     folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", name)
     _assert_reads(folder, _by_transformers(folder).state_dict())
+
+
+def test_int4_of_levels_of_4_bits_rounds_rows_alone(zoo: Zoo, tmp_path: Path) -> None:
+    """Weights rounded a second time would be off by 0.1 and more, as head and embedding are of such a checkpoint."""
+    folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", "W4A16")
+    state = load_file(folder / "model.safetensors")
+    for index, name in enumerate(("model.embed_tokens.weight", "lm_head.weight")):
+        rows, inputs = state[name].shape
+        state[name] = torch.from_numpy(10 * stored(4, 64, symmetric=True, seed=index, rows=rows, inputs=inputs))
+    save_file(state, folder / "model.safetensors")
+    _assert_runs(folder, _by_transformers(folder), "int4", 0.03)
 
 
 def test_experts_that_were_stored_quantised_are_put_together(zoo: Zoo, tmp_path: Path) -> None:

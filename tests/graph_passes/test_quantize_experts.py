@@ -10,6 +10,7 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
 from tests.graph_passes.running import Array, run_model, with_parameters
+from tests.graph_passes.test_kept_levels import stored
 from tests.graph_passes.test_lower_experts import BIASED, GRAPH, feeds, mixture
 
 WIDTH, INNER = 128, 64
@@ -106,3 +107,18 @@ def test_the_router_keeps_its_numbers() -> None:
     model = with_parameters(ROUTER, {"w": np.ones((32, 64), np.float32), "v": np.ones((64, 64), np.float32)})
     QuantizeWeightsPass(Quantization(bits=4))(model)
     assert sorted(node.op_type for node in model.graph) == ["Gemm", "MatMulNBits", "Softmax", "TopK"]
+
+
+@pytest.mark.parametrize("symmetric", [5, 4, 0], ids=["all centred", "all but one", "none"])
+def test_experts_keep_the_levels_of_a_quantised_checkpoint(symmetric: int) -> None:
+    plain, quantised = _lowered(), _lowered()
+    for name, (rows, inputs) in {"layer.gate_up.interleaved": (2 * INNER, WIDTH), "layer.down": (WIDTH, INNER)}.items():
+        drawn = [stored(4, 64, symmetric=expert < symmetric, seed=expert, rows=rows, inputs=inputs) for expert in range(5)]
+        for model in (plain, quantised):
+            model.graph.initializers[name].const_value = ir.tensor(np.stack(drawn), name=name)
+    QuantizeExpertsPass(Quantization(bits=4))(quantised)
+    (node,) = [node for node in quantised.graph if node.op_type == "QMoE"]
+    assert (len(node.inputs) > 8) is (symmetric < 5)  # zero points
+    given = feeds((0.75, 0.25), WIDTH)
+    (expected,), (found,) = run_model(plain, given), run_model(quantised, given)
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 0.02  # activations are rounded to 8 bits

@@ -72,3 +72,16 @@ def test_the_search_leaves_a_smaller_error_than_rounding() -> None:
         (found,) = run_model(model, {"x": x})
         errors[method] = np.linalg.norm(found.T - weight) / np.linalg.norm(weight)
     assert errors["k-quant"] < 0.9 * errors["rtn"], errors
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_of_zeros_stays_one_and_says_nothing(method: str) -> None:
+    """As an embedding has for its padding token."""
+    weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
+    weight[7] = 0
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,64] x) => (float[B,24] y) { turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }"""
+    model = with_weight(text, "layer.fc.weight", weight)
+    QuantizeWeightsPass(Quantization(bits=4, method=method))(model)
+    (found,) = run_model(model, {"x": np.eye(64, dtype=np.float32)})
+    assert not found[:, 7].any() and found.any()

@@ -1,0 +1,141 @@
+"""Matrices of a quantised checkpoint, and whether their levels come back."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode.graph_passes.kept_levels import Floats, Levels, kept_levels
+from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from tests.graph_passes.running import run_model
+from tests.graph_passes.test_clean_trace import with_weight
+
+ROWS, INPUTS = 40, 256
+
+
+def stored(
+    bits: int, group: int, *, symmetric: bool, seed: int = 0, scale: type = np.float16, rows: int = ROWS, inputs: int = INPUTS
+) -> Floats:
+    """A normal matrix rounded as GPTQ and AWQ store it: levels, and for each group of inputs a scale and a zero point."""
+    drawn = np.random.default_rng(seed).standard_normal((rows, inputs // group, group)) * 0.02
+    if symmetric:
+        scales = np.abs(drawn).max(2, keepdims=True) / ((1 << bits) / 2 - 0.5)
+        zeros = np.full_like(scales, 1 << (bits - 1))
+    else:
+        drawn += 0.01 * np.random.default_rng(seed + 1).standard_normal((rows, inputs // group, 1))
+        lowest = np.minimum(drawn.min(2, keepdims=True), 0)
+        scales = (np.maximum(drawn.max(2, keepdims=True), 0) - lowest) / ((1 << bits) - 1)
+        zeros = np.rint(-lowest / scales)
+    scales = scales.astype(scale).astype(np.float32)
+    levels = np.clip(np.rint(drawn / scales) + zeros, 0, (1 << bits) - 1)
+    weight: Floats = ((levels - zeros) * scales).astype(np.float32).reshape(rows, inputs)
+    return weight
+
+
+def restored(found: Levels | None) -> Floats:
+    assert found is not None
+    weight: Floats = (found.levels.astype(np.float32) - found.zeros[..., None]) * found.scales[..., None]
+    return weight.reshape(len(weight), -1)
+
+
+def error(found: Floats, expected: Floats) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "scale"),
+    [
+        (4, True, np.float16),
+        (4, False, np.float16),
+        (4, False, np.float32),
+        (8, True, ml_dtypes.bfloat16),
+        (2, False, np.float16),
+    ],
+)
+def test_levels_come_back_as_they_were(bits: int, symmetric: bool, scale: type, block: int) -> None:
+    weight = stored(bits, 128, symmetric=symmetric, scale=scale)
+    found = kept_levels(weight, max(bits, 4), block)
+    assert error(restored(found), weight) < 1e-6
+    assert found is not None and (found.zeros == 1 << (max(bits, 4) - 1)).all() == (symmetric or bits == 2)
+
+
+def test_levels_of_4_bits_need_no_zero_point_among_those_of_8() -> None:
+    weight = stored(4, 128, symmetric=False)
+    found = kept_levels(weight, 8, 32)
+    assert found is not None and (found.zeros == 128).all()
+    assert error(restored(found), weight) < 1e-6
+
+
+def test_the_numbers_of_mxfp4_are_levels_of_8_bits_and_not_of_4() -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6], (ROWS, INPUTS // 32, 32)) * rng.choice([-1, 1], (ROWS, INPUTS // 32, 32))
+    weight = (numbers * 2.0 ** rng.integers(-6, -2, (ROWS, INPUTS // 32, 1))).astype(np.float32).reshape(ROWS, INPUTS)
+    assert error(restored(kept_levels(weight, 8, 32)), weight) == 0
+    assert kept_levels(weight, 4, 32) is None
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(np.float16, 2e-4), (ml_dtypes.bfloat16, 2e-3)])
+def test_levels_that_were_stored_in_a_narrow_dtype_come_back_within_its_rounding(dtype: type, rounding: float) -> None:
+    weight = stored(4, 128, symmetric=False)
+    narrow = weight.astype(dtype).astype(np.float32)
+    assert error(restored(kept_levels(narrow, 4, 32)), weight) < rounding
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        np.random.default_rng(0).standard_normal((ROWS, INPUTS)).astype(np.float32),
+        np.random.default_rng(0).standard_normal((ROWS, INPUTS)).astype(ml_dtypes.bfloat16).astype(np.float32),
+        np.full((ROWS, INPUTS), np.nan, np.float32),
+        np.full((ROWS, INPUTS), np.inf, np.float32),
+        stored(8, 128, symmetric=True),  # too many for 4 bits
+        stored(4, 16, symmetric=True),  # two groups a block
+        stored(4, 128, symmetric=True)[:, np.random.default_rng(0).permutation(INPUTS)],  # groups by activation
+    ],
+    ids=["normal", "normal in bf16", "nan", "infinite", "8 bits", "smaller groups", "inputs in another order"],
+)
+def test_what_lies_on_no_levels_is_left_to_rounding(weight: Floats) -> None:
+    assert kept_levels(weight, 4, 32) is None
+
+
+def test_a_few_blocks_on_no_levels_are_rounded_to_nearest_and_the_others_kept() -> None:
+    weight = stored(4, 128, symmetric=True)
+    weight[3, 32:64] = drawn = np.random.default_rng(5).standard_normal(32).astype(np.float32)
+    found = restored(kept_levels(weight, 4, 32))
+    assert np.abs(found[3, 32:64] - drawn).max() <= np.abs(drawn).max() / 7 / 2 * 1.001
+    found[3, 32:64] = weight[3, 32:64]
+    assert error(found, weight) < 1e-6
+
+
+def test_zeros_stay_zeros() -> None:
+    weight = stored(4, 128, symmetric=True)
+    weight[::3] = 0
+    assert error(restored(kept_levels(weight, 4, 32)), weight) < 1e-6
+    assert not restored(kept_levels(np.zeros((8, 64), np.float32), 4, 32)).any()
+
+
+@given(
+    seed=st.integers(0, 2**32), bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 64, 128]), symmetric=st.booleans(),
+    scale=st.sampled_from([np.float16, np.float32, ml_dtypes.bfloat16]),
+)  # fmt: skip
+def test_whatever_is_stored_comes_back(seed: int, bits: int, group: int, symmetric: bool, scale: type) -> None:
+    weight = stored(bits, group, symmetric=symmetric, seed=seed, scale=scale)
+    assert error(restored(kept_levels(weight, bits, 32)), weight) < (1e-6 if bits == 4 else 1e-3)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_operator_multiplies_the_checkpoints_own_levels(method: str, symmetric: bool) -> None:
+    weight = stored(4, 128, symmetric=symmetric)
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,{INPUTS}] x) => (float[B,{ROWS}] y) {{ turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }}"""
+    model = with_weight(text, "layer.fc.weight", weight)
+    QuantizeWeightsPass(Quantization(bits=4, method=method))(model)
+    model.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
+    (columns,) = run_model(model, {"x": np.eye(INPUTS, dtype=np.float32)})
+    assert error(columns.T, weight) < 1e-6
