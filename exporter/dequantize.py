@@ -28,6 +28,7 @@ Read = Callable[[], torch.Tensor]
 Tensors = dict[str, torch.Tensor]  # of one matrix, by what their names end in
 Settings = Mapping[str, Any]  # config.json's quantization_config
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP4 = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1, by their bits
 _BITS = (2, 4, 8)  # of which a byte holds a whole number
 _ROWS_AT_A_TIME = 1024
 
@@ -160,7 +161,7 @@ def _compressed(tensors: Tensors, config: Any) -> torch.Tensor:
         raise ValueError
     if scales.ndim == 2 and scales.numel() > 1 and scales.shape[0] != matrix.shape[0]:
         return _unscale(matrix, scales, _block(_settings(config)), dtypes)
-    return _grouped(matrix, _by_row(scales, matrix), 0 if zeros is None else _by_row(zeros, matrix))
+    return _grouped(matrix, _by_row(_factors(scales), matrix), 0 if zeros is None else _by_row(zeros, matrix))
 
 
 def _block(settings: Settings) -> Sequence[int]:
@@ -176,8 +177,13 @@ def _block(settings: Settings) -> Sequence[int]:
 
 
 def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
-    """Levels [N, K * bits / 32] in int32; zero points [N * bits / 32, groups], or as they are in int8."""
+    """Levels [N, K * bits / 32] in int32; zero points [N * bits / 32, groups] or in int8; or FP4 [N, K / 2] in uint8.
+
+    Of NVFP4 all scales are divided by one more.
+    """
     packed, scales, zeros = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
+    if packed.dtype == torch.uint8:
+        return _grouped(_FP4[_fields(packed, 4).int()], _factors(scales) / tensors.get("weight_global_scale", 1.0), 0)
     rows, columns = (int(size) for size in tensors["weight_shape"])
     bits = packed.shape[1] * 32 // columns
     levels, middle = _unpacked(packed, bits)[:, :columns], 1 << (bits - 1)
@@ -219,9 +225,18 @@ def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Words [N,M] in int32 -> levels [N, M * 32 / bits] in uint8, the lowest bits of a word first."""
     if packed.dtype != torch.int32 or packed.ndim != 2 or bits not in _BITS:
         raise ValueError(f"{bits} bits")
-    words = packed.contiguous().view(torch.uint8)
+    return _fields(packed.contiguous().view(torch.uint8), bits)
+
+
+def _fields(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes [N,M] -> [N, M * 8 / bits], the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+    return ((numbers[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _factors(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as numbers: those of the MX formats are exponents of 2 (E8M0)."""
+    return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
 
 
 def _by_row(scales: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -258,7 +273,7 @@ _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matri
         _Form(
             levels="weight_packed",
             scales="weight_scale",
-            more=("weight_shape", "weight_zero_point", "weight_g_idx"),
+            more=("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
             gives="weight",
             numbers=_packed,
         ),
@@ -268,7 +283,8 @@ _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matri
 }
 _LAYOUTS = {  # quant_method -> what of `_layouts` is read
     "compressed-tensors": {
-        "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"
+        "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
+        "mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized",
     },
     "gptq": {"gptq", "gptq_v2"},
     "awq": {"gemm"},

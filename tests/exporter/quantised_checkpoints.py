@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
 Store = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # a matrix to what a file has of it, by what the names end in
@@ -24,6 +24,15 @@ WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says o
     "FP8, a row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "FP8, a matrix": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
     "FP8, a block": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}),
+    "MXFP4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "scale_dtype": "uint8"},
+    ),
+    "MXFP8": ("mxfp8-quantized", {"num_bits": 8, "type": "float", "group_size": 32, "strategy": "group", "scale_dtype": "uint8"}),
+    "NVFP4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "scale_dtype": "float8_e4m3fn"},
+    ),
 }
 
 
@@ -64,11 +73,14 @@ def compressed(checkpoint: Path, folder: Path, name: str) -> Path:
             "tensor": (rows, columns),
             "channel": (1, columns),
             "group": (1, given.get("group_size")),
+            "tensor_group": (1, given.get("group_size")),
             "block": tuple(given.get("block_structure", ())),
         }[given["strategy"]]
         blocks = matrix.unflatten(0, (-1, height)).unflatten(2, (-1, width)) + (0.05 if not arguments.symmetric else 0)
-        scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments)
+        whole = {"weight_global_scale": generate_gparam(matrix.min(), matrix.max())} if layout.startswith("nvfp4") else {}
+        scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), arguments, whole.get("weight_global_scale"))
         parts = {"weight": matrix, "weight_scale": scale.float(), "weight_zero_point": zero.to(arguments.zp_dtype or torch.int8)}
+        parts |= {name: number.reshape(1) for name, number in whole.items()}
         return BaseCompressor.get_value_from_registry(layout).compress(parts, scheme)
 
     group = {"targets": ["Linear"], "weights": arguments.model_dump(mode="json"), "format": layout}
