@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,5 +52,8 @@ def reason(error: Exception) -> str:
 
 def _failing_line(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name.startswith("modeling_")]
-    line = frames[-1].line if frames else None
+    if not frames:
+        return ""
+    first, last = frames[-1].lineno or 0, frames[-1].end_lineno or 0  # a call's arguments may stand on lines of their own
+    line = " ".join(linecache.getline(frames[-1].filename, number).strip() for number in range(first, last + 1))
     return "" if not line or line.startswith("raise ") else f", in `{line[:120]}`"

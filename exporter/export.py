@@ -16,6 +16,7 @@ from skipdecode.exporter.architectures import CPU_ALONE, SOFTMAX_ROUTED, check_s
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
+from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, is_utf8, load_config
@@ -77,6 +78,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     check_supported(config, limits.max_length)
     schedule = build_schedule(request.schedule, config.num_hidden_layers)
     bones = skeleton(config, dtype)
+    check_runs(config)
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)

@@ -54,6 +54,11 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
         ("qwen2", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
         ("glm", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
         ("nemotron", {"num_key_value_heads": None}, "NoneType.*, in `self.num_key_value_groups = "),
+        # what no module asks for when it is made
+        ("starcoder2", {"residual_dropout": -0.5}, "between 0 and 1, but got -0.5, in `.* p=self.residual_dropout, "),
+        ("deepseek_v2", {"topk_group": None}, "must be int, not NoneType, in `group_idx = torch.topk"),
+        ("ernie4_5_moe", {"moe_norm_min": None}, "both min and max are none"),
+        ("biogpt", {"hidden_dropout_prob": 2.5}, "between 0 and 1, but got 2.5, in `.* p=self.dropout, "),
     ],
 )
 def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(

@@ -1,0 +1,46 @@
+"""Transformers' own forward pass without numbers, ahead of every export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skipdecode.exporter import dry_run
+from skipdecode.exporter.dry_run import check_runs
+from tests.conftest import CONFIGS, RELATIVES
+
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+
+
+def _config(name: str, rope: dict[str, Any] | None = None) -> Any:
+    config = (CONFIGS | RELATIVES)[name]()
+    if rope is not None:
+        config.rope_parameters = {"rope_theta": 100.0, "original_max_position_embeddings": 32, **rope}
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *((lambda name=name: _config(name)) for name in CONFIGS | RELATIVES),
+        # which ask how long a run is, but where they are settled
+        lambda: _config("llama", {"rope_type": "dynamic", "factor": 2.0}),
+        lambda: _config("llama", LONGROPE),
+        lambda: _config("phimoe", {**LONGROPE, "short_mscale": 1.25, "long_mscale": 7.0}),
+    ],
+)
+def test_no_supported_models_forward_pass_needs_numbers_or_memory(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or faults behind the question would be found where a layer is traced."""
+    monkeypatch.setattr(dry_run, "_ASKS_FOR_NUMBERS", ())
+    made = config()
+    before = made.to_dict()
+    check_runs(made)
+    assert made.to_dict() == before
+
+
+def test_a_forward_pass_that_needs_numbers_is_left_to_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "settled", lambda rotary: rotary)
+    check_runs(_config("llama", {"rope_type": "dynamic", "factor": 2.0}))
+    assert torch.zeros(1).item() == 0  # no fake tensors from here on
