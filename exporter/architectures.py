@@ -10,6 +10,7 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
+from skipdecode.exporter.config_numbers import check_numbers
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
 MIXTURES = (
@@ -127,13 +128,14 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: sizes that are none, attention to later tokens, layers without attention, experts that are
-            not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling
-            that `max_length` tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: sizes that are none, numbers that nothing can be computed with, attention to later tokens, layers
+            without attention, experts that are not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by
+            slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
     """
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested")
     _check_counts(config)
+    check_numbers(config)
     if config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or config.num_local_experts):
         _check_experts(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):

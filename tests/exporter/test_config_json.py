@@ -59,6 +59,7 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
         ("deepseek_v2", {"topk_group": None}, "must be int, not NoneType, in `group_idx = torch.topk"),
         ("ernie4_5_moe", {"moe_norm_min": None}, "both min and max are none"),
         ("biogpt", {"hidden_dropout_prob": 2.5}, "between 0 and 1, but got 2.5, in `.* p=self.dropout, "),
+        ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling is 0.0 in its config.json; write a number above 0"),
     ],
 )
 def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(

@@ -1,0 +1,71 @@
+"""The numbers of a configuration that a model computes with: which of them would make every logit NaN, or mean nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import place
+
+_ABOVE_ZERO = (  # frequencies and logits are divided by them, scores and embeddings multiplied, experts' rows clamped
+    "rope_theta", "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "attention_factor",
+    "original_max_position_embeddings", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping",
+    "query_pre_attn_scalar", "softmax_scale", "attention_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale",
+    "scale_emb", "dim_model_base", "swiglu_limit",
+)  # fmt: skip
+# roots and clamps; 0 is an epsilon that published code allows, and no clamp to MPT
+_FROM_ZERO = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv")
+
+
+def check_numbers(config: Any) -> None:
+    """Refuse numbers that are none, and those that no norm, score, logit or rotary embedding can be computed with.
+
+    Raises:
+        ModelNotSupportedError: a setting that is NaN or infinite, and not so by default, or out of its range.
+    """
+    own = {field.name: field.default for field in fields(config)}
+    for name, setting in config.to_dict().items():
+        if (name not in own and name != "rope_parameters") or getattr(config, name) == own.get(name):
+            continue  # of other kinds of models, whose code never reads it; or the default: Granite 4's Mamba has an infinite one
+        for path, number in _numbers((name,), setting):
+            remedy = _remedy(path[-1], number)
+            if remedy:
+                raise ModelNotSupportedError(f"{'.'.join(path)} is {number!r} in its config.json", remedy, where=place(config))
+            if path[-1] == "partial_rotary_factor":
+                _check_rotated(config, number)
+
+
+def _numbers(path: tuple[str, ...], setting: Any) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Those of a setting, which may be a list, or a dictionary of some for each kind of layer."""
+    if isinstance(setting, dict):
+        for name, inner in setting.items():
+            yield from _numbers((*path, str(name)), inner)
+    elif isinstance(setting, (list, tuple)):
+        for inner in setting:
+            yield from _numbers(path, inner)
+    elif isinstance(setting, (int, float)) and not isinstance(setting, bool):
+        yield path, setting
+
+
+def _remedy(name: str, number: float) -> str | None:
+    if isinstance(number, float) and not math.isfinite(number):
+        return "write a finite number"
+    if name in _ABOVE_ZERO and number <= 0:
+        return "write a number above 0"
+    if name in _FROM_ZERO and number < 0:
+        return "write 0 or more"
+    return None
+
+
+def _check_rotated(config: Any, factor: float) -> None:
+    """A part of one number is broadcast by transformers and rejected by the engines when they run; one of none is no rotation."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not 2 <= size * factor <= size:
+        raise ModelNotSupportedError(
+            f"partial_rotary_factor is {factor!r} in its config.json",
+            f"write {2 / size:.3g} to 1, as a head's {size} numbers are turned in pairs",
+            where=place(config),
+        )

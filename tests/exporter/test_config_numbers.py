@@ -1,0 +1,94 @@
+"""Numbers of a config.json that no model can compute with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import SUPPORTED, check_supported
+from skipdecode.exporter.config_numbers import check_numbers
+from tests.conftest import CONFIGS, MAX_LENGTH, RELATIVES
+
+NAN, INFINITE = math.nan, math.inf
+
+
+def _changed(name: str, path: str, value: Any) -> Any:
+    config = copy.deepcopy((CONFIGS | RELATIVES)[name]())
+    *outer, last = path.split(".")
+    at = config
+    for step in outer:
+        at = at[step] if isinstance(at, dict) else getattr(at, step)
+    if isinstance(at, dict):
+        at[last] = value
+    else:
+        setattr(at, last, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "values"),
+    [
+        ("llama", "rope_parameters.rope_theta", (0, 0.0, -10000.0, NAN, INFINITE, -INFINITE)),
+        ("llama", "rope_parameters.factor", (0, -2.0, NAN, INFINITE)),
+        ("llama", "rope_parameters.short_factor", ([1.0, 0.0], [NAN])),
+        ("llama", "rope_parameters.attention_factor", (0.0, -1.0)),
+        ("llama", "rope_parameters.original_max_position_embeddings", (0, -5)),
+        ("gemma3", "rope_parameters.full_attention.rope_theta", (0.0, NAN)),
+        ("laguna", "rope_parameters.full_attention.partial_rotary_factor", (0.0, -0.5, NAN, 0.1, 1.5, 1e30)),
+        ("phi", "rope_parameters.partial_rotary_factor", (0.0, 0.1, 1.5)),
+        ("llama", "rms_norm_eps", (-1e-5, NAN, INFINITE)),
+        ("gpt2", "layer_norm_epsilon", (-1e-5, NAN)),
+        ("nemotron", "norm_eps", (-1e-5,)),
+        ("starcoder2", "norm_epsilon", (-1e-5,)),
+        ("gemma2", "attn_logit_softcapping", (0.0, -50.0, NAN)),
+        ("gemma2", "final_logit_softcapping", (0.0, -30.0, NAN)),
+        ("gemma2", "query_pre_attn_scalar", (0, -256)),
+        ("granite", "logits_scaling", (0.0, -8.0)),
+        ("granite", "attention_multiplier", (0.0, -1.0)),
+        ("granite", "residual_multiplier", (NAN,)),
+        ("minicpm3", "dim_model_base", (0,)),
+        ("mpt", "attn_config.softmax_scale", (0.0, NAN)),
+        ("olmo", "clip_qkv", (-8.0, NAN)),
+        ("gpt_oss", "swiglu_limit", (0.0, -7.0)),  # whose compilation ended the process
+        ("deepseek_v3", "routed_scaling_factor", (INFINITE,)),
+    ],
+)
+def test_a_number_that_no_model_can_compute_with_is_refused_by_its_setting(name: str, path: str, values: tuple[Any, ...]) -> None:
+    """Most of them were exported, and every logit was NaN; of a rotary part of one number the engines failed when they ran."""
+    for value in values:
+        says = rf"{path.split('.')[-1]} is \S+ in its config\.json; write "
+        with pytest.raises(ModelNotSupportedError, match=says) as caught:
+            check_supported(_changed(name, path, value), MAX_LENGTH)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("llama", "rope_parameters.factor", 0.5),
+        ("llama", "rope_parameters.mscale_all_dim", 0.0),  # off
+        ("llama", "rms_norm_eps", 0.0),
+        ("phi", "rope_parameters.partial_rotary_factor", 0.125),  # two numbers of 16
+        ("gemma2", "attn_logit_softcapping", None),
+        ("granite", "residual_multiplier", 0.0),
+        ("laguna", "moe_router_logit_softcapping", 0.0),  # off, its default
+        ("llama", "logits_scaling", math.nan),  # which is Granite's, and no Llama's code reads
+    ],
+)
+def test_a_number_that_a_model_can_compute_with_is_taken(name: str, path: str, value: Any) -> None:
+    check_supported(_changed(name, path, value), MAX_LENGTH)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_no_default_of_transformers_is_refused(name: str, tmp_path: Path) -> None:
+    """One is infinite."""
+    config = transformers.AutoConfig.for_model(name)
+    check_numbers(config)
+    config.save_pretrained(tmp_path)
+    check_numbers(transformers.AutoConfig.from_pretrained(tmp_path))
