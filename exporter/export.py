@@ -96,7 +96,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
             report("writing weights", 0.4 * done / (dtype.itemsize * bones.num_parameters))
 
         (partial / GRAPHS).mkdir()
-        weights = write_weights(partial / GRAPHS, bones.shapes, dtype, source, advance)
+        weights = write_weights(partial / GRAPHS, bones.shapes, dtype, source, advance, where=str(folder))
         layer_bytes = int(bones.layer_bytes * _compiled_itemsize(request, bones) / dtype.itemsize)
         plan = plan_variants(schedule, max_layers_per_segment=max(1, _segment_bytes(request, targets) // layer_bytes))
         graphs, variants = _write_graphs(partial, bones, weights, plan, report)

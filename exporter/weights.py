@@ -16,10 +16,12 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from skipdecode.errors import TargetError
+from skipdecode.errors import ModelNotSupportedError, TargetError
 
 WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# where -inf is as good as a number, a token, place or expert that is never chosen
+_NEVER = ("lm_head.bias", "sinks", "e_score_correction_bias")
 _DRAWN_AT_ONCE = 1 << 20  # random numbers of one generator
 IR_TYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
 
@@ -45,7 +47,12 @@ TensorSource = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 def write_weights(
-    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, source: TensorSource, advance: Callable[[int], None]
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    source: TensorSource,
+    advance: Callable[[int], None],
+    where: str = "",
 ) -> WeightFile:
     """Write `folder/weights.safetensors`; never holds more than one tensor.
 
@@ -53,9 +60,11 @@ def write_weights(
         shapes: every parameter, tied ones once.
         source: gives a parameter in any float dtype.
         advance: called with the bytes written after each tensor.
+        where: what `source` reads, for errors.
 
     Raises:
-        TargetError: a number that `dtype` cannot hold.
+        TargetError: a number that fp16 cannot hold.
+        ModelNotSupportedError: NaN, or an infinite number where it does not mean "never".
     """
     header: dict[str, Any] = {}
     offset = 0
@@ -69,21 +78,34 @@ def write_weights(
     with (folder / WEIGHTS).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            tensor = _narrowed(source(name, shape), dtype, name).contiguous()
+            tensor = _narrowed(source(name, shape), dtype, name, where).contiguous()
             file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
             advance(tensor.nbytes)
     places = {name: (start + entry["data_offsets"][0], tuple(entry["shape"])) for name, entry in header.items()}
     return WeightFile(folder=folder, dtype=dtype, places=places)
 
 
-def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str, where: str) -> torch.Tensor:
     tensor = given.to(dtype)
-    if dtype == torch.float16 and not all(end.isfinite() for end in torch.aminmax(tensor)):  # a hundredth of what casting takes
-        lost = given[given.isfinite() & ~tensor.isfinite()]
-        if lost.numel():
-            number = lost.abs().max().item()
-            raise TargetError(f"{name} holds {number:.6g}, fp16 at most 65504", "choose --dtype bf16", where="--dtype")
+    # NaN becomes both ends; a tenth of what writing takes where nothing is cast, a thirtieth where fp32 is written
+    if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
+        _check_numbers(given, tensor, name, where)
     return tensor
+
+
+def _check_numbers(given: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
+    """Refuse what is not finite in `tensor`, which is `given` in the dtype that is written."""
+    wrong = given[~tensor.isfinite()]
+    if name.endswith(_NEVER):
+        wrong = wrong[wrong != -math.inf]
+    finite = wrong.isfinite()
+    if tensor.dtype == torch.float16 and wrong.numel() and bool(finite.all()):
+        number = wrong.abs().max().item()
+        raise TargetError(f"{name} holds {number:.6g}, fp16 at most 65504", "choose --dtype bf16", where="--dtype")
+    if wrong.numel():
+        number = (wrong if bool(finite.all()) else wrong[~finite])[0].item()
+        what = f"{name} holds {number:g}, which makes logits NaN"
+        raise ModelNotSupportedError(what, "download the checkpoint again, or repair it", where=where)
 
 
 def random_source(seed: int = 0) -> TensorSource:

@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skipdecode.errors import TargetError
+from skipdecode.errors import ModelNotSupportedError, TargetError
+from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.weights import WEIGHTS, random_source, write_weights
+from tests.conftest import MAX_LENGTH, Zoo
 
 SHAPE = (1500, 1000)  # more than one generator draws
 
 
-def _write(folder: Path, given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    write_weights(folder, {"w": tuple(given.shape)}, dtype, lambda name, shape: given, lambda done: None)
-    return load_file(folder / WEIGHTS)["w"]
+def _write(folder: Path, given: torch.Tensor, dtype: torch.dtype, name: str = "w") -> torch.Tensor:
+    write_weights(folder, {name: tuple(given.shape)}, dtype, lambda name, shape: given, lambda done: None, where="model")
+    return load_file(folder / WEIGHTS)[name]
 
 
 def test_a_number_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -30,9 +32,50 @@ def test_a_number_that_fp16_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert _write(tmp_path, largest, torch.float16).tolist() == [65504.0, -65504.0, 65504.0]
 
 
-def test_what_the_checkpoint_has_infinite_stays_infinite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    number: float, dtype: torch.dtype, kept: torch.dtype, tmp_path: Path
+) -> None:
+    """They were exported, and every logit was NaN."""
+    given = torch.zeros(300, 7, dtype=kept)
+    given[123, 4] = number
+    says = f"^model: w holds {number:g}, which makes logits NaN; download the checkpoint again, or repair it$"
+    with pytest.raises(ModelNotSupportedError, match=says):
+        _write(tmp_path, given, dtype)
+
+
+def test_a_checkpoint_that_holds_nan_is_named_and_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo.model("llama")
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[7, 5] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelNotSupportedError, match=r"/model: model\.layers\.3\.mlp\.up_proj\.weight holds nan"):
+        export(ExportRequest(model=str(tmp_path / "model"), out=tmp_path / "bundle", max_length=MAX_LENGTH))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_of_a_checkpoint_with_both_what_no_dtype_mends_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupportedError, match="w holds nan"):
+        _write(tmp_path, torch.tensor([98304.0, math.nan]), torch.float16)
+    with pytest.raises(ModelNotSupportedError, match=r"w holds 1e\+300"):
+        _write(tmp_path, torch.tensor([1e300], dtype=torch.float64), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.bias", "model.layers.0.self_attn.sinks", "model.layers.0.mlp.gate.e_score_correction_bias"]
+)
+def test_a_token_a_place_or_an_expert_may_have_a_bias_that_it_is_never_chosen_with(name: str, tmp_path: Path) -> None:
     given = torch.tensor([1.0, -math.inf])
-    assert _write(tmp_path, given, torch.float16).tolist() == [1.0, -math.inf]
+    for dtype in (torch.float32, torch.float16):
+        assert _write(tmp_path, given, dtype, name).tolist() == [1.0, -math.inf]
+        with pytest.raises(ModelNotSupportedError, match="holds inf"):
+            _write(tmp_path, -given, dtype, name)
+
+
+def test_a_tensor_of_no_numbers_is_written(tmp_path: Path) -> None:
+    assert _write(tmp_path, torch.zeros(0, 3), torch.float16).shape == (0, 3)
 
 
 def test_random_weights_depend_on_their_names_alone() -> None:
