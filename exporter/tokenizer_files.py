@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,8 @@ def _convert(folder: Path, path: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
+        with _panicking():
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
     except Exception as error:  # tokenizers raises plain Exception, and what transformers raises depends on the tokenizer
         if any((folder / name).exists() for name in _OLDER if name.endswith(".model")) and find_spec("sentencepiece") is None:
             raise ModelNotSupportedError(
@@ -102,9 +105,10 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> None:
     from transformers import AutoTokenizer
 
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        known = theirs.backend_tokenizer.get_added_tokens_decoder()
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        with _panicking():
+            theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            known = theirs.backend_tokenizer.get_added_tokens_decoder()
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
         return
     here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -118,16 +122,45 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> None:
 def _tokenization(path: Path) -> dict[str, Any]:
     """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are no text; `samples`."""
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
-        samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
+        with _panicking():
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            _check_template(_read_settings(path).get("post_processor"))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+            samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
     except Exception as error:  # tokenizers raises plain Exception, also of a word that a vocabulary without <unk> lacks
         raise ModelNotSupportedError(f"cannot be read ({error})", "repair the checkpoint's file", where=path.name) from error
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0) if plain else 0
     special = sorted(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     return {"before": whole[:start], "after": whole[start + len(plain) :], "special": special, "samples": samples}
+
+
+@contextmanager
+def _panicking() -> Iterator[None]:
+    """Inside, tokenizers' Rust may panic, which is a BaseException, and an Exception outside, as all else that it raises is."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # of a module that cannot be imported
+            raise ValueError(str(error)) from error
+        raise
+
+
+def _check_template(processor: Any) -> None:
+    """Of what surrounds a text: encoding panics, and prints so, where it meets a special token that is not defined beside it.
+
+    Raises:
+        ValueError: such a token; its file is one that tokenizers has read.
+    """
+    for inner in processor.get("processors", ()) if isinstance(processor, dict) else ():
+        _check_template(inner)
+    if not isinstance(processor, dict) or processor.get("type") != "TemplateProcessing":
+        return
+    for piece in (*processor.get("single", ()), *processor.get("pair", ())):
+        token = piece.get("SpecialToken", {}).get("id") if isinstance(piece, dict) else None
+        if token is not None and token not in processor.get("special_tokens", {}):
+            raise ValueError(f"its template names {token!r}, which is none of its special_tokens")
 
 
 def _read(path: Path) -> bytes:

@@ -137,6 +137,36 @@ def test_a_tokenizer_that_has_no_id_for_a_text_is_one_line(tmp_path: Path) -> No
         copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
 
 
+_BOS, _A, _B = (
+    {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+    {"Sequence": {"id": "A", "type_id": 0}},
+    {"Sequence": {"id": "B", "type_id": 1}},
+)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("single", "says", "printed"),
+    [
+        ([_BOS, _A], "its template names '<bos>', which is none of its special_tokens", False),
+        ([_B], "index out of bounds", True),  # Rust says it, too
+    ],
+)
+def test_a_template_that_tokenizers_panics_of_is_one_line(
+    single: list[Any], says: str, printed: bool, nested: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    template = {"type": "TemplateProcessing", "single": single, "pair": [_A, _B], "special_tokens": {}}
+    own = json.loads((_E2E / "tokenizer.json").read_text(encoding="utf-8"))
+    processor = {"type": "Sequence", "processors": [own["post_processor"], template]} if nested else template
+    (model / "tokenizer.json").write_text(json.dumps({**own, "post_processor": processor}))
+    with pytest.raises(ModelNotSupportedError, match=rf"tokenizer\.json: cannot be read .{says}") as caught:
+        copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
+    assert "\n" not in str(caught.value)
+    assert ("panicked" in capfd.readouterr().err) is printed
+
+
 def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
