@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
+import logging
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM
 
 from skipdecode.exporter.architectures import decoder_parts, settled
 from skipdecode.exporter.config_json import place, taking_config
 
 _TOKENS = 2  # every run has as many, and a model may have no more positions
-_ASKS_FOR_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+_ASKS_FOR_NUMBERS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def check_runs(config: Any) -> None:
-    """Let transformers run the model on tensors that are shapes alone: no memory, two seconds for the deepest.
+    """Let transformers run the model on tensors that are shapes alone: no memory, a few seconds for the deepest.
 
     What fails here would fail while a layer is traced, after all weights have been written, and could not be told from a fault
     of the tracing: here nothing of ours is called but `settled`.
@@ -26,10 +27,11 @@ def check_runs(config: Any) -> None:
     Raises:
         ModelNotSupportedError: a configuration whose model transformers itself cannot run.
     """
+    logging.getLogger(fake_tensor.__name__).setLevel(logging.CRITICAL)  # it prints a traceback of shapes that do not fit
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     config._experts_implementation = "batched_mm"  # its default counts how many tokens chose each expert
-    with FakeTensorMode(), torch.no_grad(), taking_config(place(config)):
+    with fake_tensor.FakeTensorMode(), torch.no_grad(), taking_config(place(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         rotary = decoder_parts(model).rotary
         if rotary is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 
+from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import dry_run
 from skipdecode.exporter.dry_run import check_runs
 from tests.conftest import CONFIGS, RELATIVES
@@ -44,3 +46,16 @@ def test_a_forward_pass_that_needs_numbers_is_left_to_the_trace(monkeypatch: pyt
     monkeypatch.setattr(dry_run, "settled", lambda rotary: rotary)
     check_runs(_config("llama", {"rope_type": "dynamic", "factor": 2.0}))
     assert torch.zeros(1).item() == 0  # no fake tensors from here on
+
+
+def test_shapes_that_do_not_fit_are_one_line_and_no_torchs_log(caplog: pytest.LogCaptureFixture) -> None:
+    torch_logs = logging.getLogger("torch")
+    torch_logs.addHandler(caplog.handler)  # it does not propagate
+    try:
+        config = _config("codegen")
+        config.rotary_dim = 3
+        with pytest.raises(ModelNotSupportedError, match="Attempting to broadcast a dimension of length 4") as caught:
+            check_runs(config)
+    finally:
+        torch_logs.removeHandler(caplog.handler)
+    assert "\n" not in str(caught.value) and not caplog.records
