@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import fields
@@ -54,8 +55,10 @@ def _numbers(path: tuple[str, ...], setting: Any) -> Iterator[tuple[tuple[str, .
 
 
 def _remedy(name: str, number: float) -> str | None:
-    if isinstance(number, float) and not math.isfinite(number):
-        return "write a finite number"
+    if isinstance(number, float):
+        number = ctypes.c_float(number).value  # which is 0 or infinite of what fp32 cannot hold
+        if not math.isfinite(number):
+            return "write a finite number"
     if name in _ABOVE_ZERO and number <= 0:
         return "write a number above 0"
     if name in _FROM_ZERO and number < 0:

@@ -35,7 +35,7 @@ def _changed(name: str, path: str, value: Any) -> Any:
     ("name", "path", "values"),
     [
         ("llama", "rope_parameters.rope_theta", (0, 0.0, -10000.0, NAN, INFINITE, -INFINITE)),
-        ("llama", "rope_parameters.factor", (0, -2.0, NAN, INFINITE)),
+        ("llama", "rope_parameters.factor", (0, -2.0, 1e-300, 1e300, NAN, INFINITE)),
         ("llama", "rope_parameters.short_factor", ([1.0, 0.0], [NAN])),
         ("llama", "rope_parameters.attention_factor", (0.0, -1.0)),
         ("llama", "rope_parameters.original_max_position_embeddings", (0, -5)),
