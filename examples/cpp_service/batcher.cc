@@ -1,21 +1,28 @@
 #include "batcher.h"
 
+#include <exception>
 #include <iostream>
+#include <new>
 #include <utility>
 
 namespace service {
 
-void Mailbox::Put(const News& news) {
+void Mailbox::Put(const News& news) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    news_.push_back(news);
+    try {
+      news_.push_back(news);
+    } catch (const std::bad_alloc&) {
+      lost_ = true;
+    }
   }
   told_.notify_all();
 }
 
 std::vector<Mailbox::News> Mailbox::Take(std::chrono::milliseconds moment) {
   std::unique_lock<std::mutex> lock(mutex_);
-  told_.wait_for(lock, moment, [this] { return !news_.empty(); });
+  told_.wait_for(lock, moment, [this] { return lost_ || !news_.empty(); });
+  if (lost_) throw std::bad_alloc();
   return std::exchange(news_, {});
 }
 
@@ -62,7 +69,7 @@ void Batcher::Loop() {
       DropAbandoned();
       Admit();
       Step();
-    } catch (const skipdecode::Error& error) {  // of the engines: these rows end, the service goes on
+    } catch (const std::exception& error) {  // of the engines, or for want of memory: these rows end, the service goes on
       std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
     }
@@ -85,13 +92,16 @@ void Batcher::Admit() {
       row->Tell(std::nullopt, End::kTimeout);
       continue;
     }
+    End end = End::kRefused;
     try {
+      if (session_ == nullptr) session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
+      end = End::kFailed;
       const uint64_t id = session_->Add(row->prompt, row->options);
-      running_.emplace(id, std::move(row));
-    } catch (const skipdecode::Error& error) {
+      running_.emplace(id, row);
+    } catch (const std::exception& error) {
       std::cerr << "a prompt failed: " << error.what() << std::endl;
       ++metrics_->failed;
-      row->Tell(std::nullopt, End::kFailed);
+      row->Tell(std::nullopt, end);
     }
     metrics_->running = running_.size();
   }
@@ -108,6 +118,7 @@ void Batcher::DropAbandoned() {
 }
 
 void Batcher::Step() {
+  if (session_ == nullptr) return;
   bool decoded = false;
   for (const skd_event& event : session_->Step()) {
     const std::shared_ptr<Row> row = running_.at(event.row);
@@ -131,12 +142,13 @@ void Batcher::Leave(uint64_t id, End end, bool in_session) {
   metrics_->running = running_.size();
 }
 
-void Batcher::FailAll() {
+// What the session holds after a failure nobody knows. Its memory is given back first: a new one may have no place beside it.
+void Batcher::FailAll() noexcept {
   metrics_->failed += running_.size();
   for (const auto& [id, row] : running_) row->Tell(std::nullopt, End::kFailed);
   running_.clear();
   metrics_->running = 0;
-  session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
+  session_.reset();
 }
 
 }  // namespace service

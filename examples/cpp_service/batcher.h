@@ -19,7 +19,7 @@ namespace service {
 
 using Clock = std::chrono::steady_clock;
 
-enum class End { kStop, kLength, kTimeout, kFailed };
+enum class End { kStop, kLength, kTimeout, kFailed, kRefused };  // the last: for now there is no memory to decode in
 
 // What the rows of one request were given, until the thread that serves its client takes it.
 class Mailbox {
@@ -30,14 +30,16 @@ class Mailbox {
     std::optional<End> end;  // no more will come
   };
 
-  void Put(const News& news);
-  // Wait for news of any row, for a moment at most: so that the caller can look after its client.
+  void Put(const News& news) noexcept;
+  // Wait for news of any row, for a moment at most: so that the caller can look after its client. Throws std::bad_alloc where
+  // news were lost for want of memory.
   std::vector<News> Take(std::chrono::milliseconds moment);
 
  private:
   std::mutex mutex_;
   std::condition_variable told_;
   std::vector<News> news_;
+  bool lost_ = false;
 };
 
 // One row, shared by the thread that serves its client and the batcher.
@@ -62,7 +64,7 @@ class Row {
 
  private:
   friend class Batcher;
-  void Tell(std::optional<int64_t> token, std::optional<End> end) { mailbox_->Put({index_, token, end}); }
+  void Tell(std::optional<int64_t> token, std::optional<End> end) noexcept { mailbox_->Put({index_, token, end}); }
 
   const std::shared_ptr<Mailbox> mailbox_;
   const size_t index_;
@@ -83,13 +85,13 @@ class Batcher {
   void DropAbandoned();
   void Step();
   void Leave(uint64_t id, End end, bool in_session);
-  void FailAll();
+  void FailAll() noexcept;
 
   const skipdecode::Bundle& bundle_;
   const skd_session_options room_;
   const size_t queue_length_;
   Metrics* const metrics_;
-  std::unique_ptr<skipdecode::Session> session_;
+  std::unique_ptr<skipdecode::Session> session_;      // none after a failure, until a row needs one
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's id
 
   std::mutex mutex_;

@@ -19,6 +19,8 @@ const char* ReasonOf(End end) {
       return "length";
     case End::kTimeout:
       return "timeout";
+    case End::kRefused:
+      return "refused";
     default:
       return "error";
   }
@@ -53,6 +55,7 @@ void Running::WaitForFirst() {
   while (first_.empty()) first_ = Take();
   for (const Part& part : parts_) {
     if (part.choice.finish_reason == "error") throw HttpError(500, "decoding failed", "server_error");
+    if (part.choice.finish_reason == "refused") throw HttpError(503, "no memory to decode in, try again", "server_error");
     if (part.choice.finish_reason == "timeout" && part.choice.tokens.empty()) {
       throw HttpError(503, "waited too long in the queue, try again", "server_error");
     }

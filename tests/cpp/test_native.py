@@ -75,6 +75,16 @@ def test_engines_for_a_gpu_are_checked_on_a_cpu(build: str, gpu_bundles: list[Pa
     assert "All tests passed" in done.stdout
 
 
+@pytest.mark.parametrize("build", ["release", "address", "thread"])
+def test_the_services_batcher_goes_on_where_sessions_fail(build: str) -> None:
+    done = subprocess.run(
+        [BUILD / build / "tests" / "skd_service_tests"],
+        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "All tests passed" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def standin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.build(tmp_path_factory.mktemp("driver"))
