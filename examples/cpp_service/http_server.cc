@@ -1,11 +1,14 @@
 #include "http_server.h"
 
 #include <poll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <exception>
+#include <iostream>
 #include <string>
 
 namespace service {
@@ -92,13 +95,38 @@ class Connection : public httplib::Stream {
 
 }  // namespace
 
-bool HttpServer::process_and_close_socket(socket_t socket) {
-  Connection connection(socket, Clock::now() + arrival_, reading_, writing_);
-  bool closed = true;
-  const bool answered = Answer(this, connection, closed, 0);
-  if (answered) connection.Linger();
+int HttpServer::Bind(const std::string& host, int port, size_t connections) {
+  listener_.emplace(host, port);
+  svr_sock_ = listener_->socket();  // httplib ends its streams where this is none
+  workers_.emplace(connections, [this](int socket) { ServeClient(socket); });
+  return listener_->port();
+}
+
+void HttpServer::Serve() {
+  std::optional<Clock::time_point> last;  // others may come forever
+  while (!last || Clock::now() < *last) {
+    if (stopping_ && !last) last = Clock::now() + kRest;
+    if (!workers_->WaitForFree(kMoment)) continue;
+    const std::optional<int> client = listener_->Accept(last ? std::chrono::milliseconds(0) : kMoment);
+    if (client) workers_->Serve(*client);
+    if (last && !client) return;
+  }
+}
+
+void HttpServer::Stop() {
+  svr_sock_ = INVALID_SOCKET;
+  stopping_ = true;
+}
+
+void HttpServer::ServeClient(int socket) {
+  try {
+    Connection connection(socket, Clock::now() + arrival_, reading_, writing_);
+    bool closed = true;
+    if (Answer(this, connection, closed, 0)) connection.Linger();
+  } catch (const std::exception& error) {  // in the midst of an answer, or for want of memory: the others' service goes on
+    std::cerr << "a connection failed: " << error.what() << std::endl;
+  }
   ::close(socket);
-  return answered;
 }
 
 }  // namespace service

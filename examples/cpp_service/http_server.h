@@ -1,11 +1,17 @@
-// httplib's server, with what it leaves open: how long a whole request may take to arrive, and what shutdown waits for.
+// httplib's requests and answers, over connections of our own: who is let in, how long a whole request may take to arrive, and
+// what shutdown waits for.
 #pragma once
 
 #include <httplib.h>
-#include <sys/socket.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "listener.h"
+#include "workers.h"
 
 namespace service {
 
@@ -14,15 +20,19 @@ class HttpServer : public httplib::Server {
  public:
   // `arrival`: of a whole request; httplib itself bounds the time between two bytes.
   explicit HttpServer(std::chrono::milliseconds arrival) : arrival_(arrival) {}
-  // Room for so many connections that wait to be accepted; httplib's own 5 make clients that come at once time out.
-  bool ListenFor(int connections) { return ::listen(svr_sock_, connections) == 0; }
+  // From now on clients can connect; so many are served at the same time, others wait. Returns the port. Throws
+  // std::runtime_error for an address that cannot be had, std::system_error for threads that cannot.
+  int Bind(const std::string& host, int port, size_t connections);
+  // Serve clients until Stop, and then those who wait; throws std::runtime_error where nobody can connect any more.
+  void Serve();
+  void Stop();
   // From now on a request has a second to be here.
   void StopReading() { reading_ = false; }
   // From now on clients that do not take their answers are left.
   void StopWriting() { writing_ = false; }
 
  private:
-  bool process_and_close_socket(socket_t socket) override;
+  void ServeClient(int socket);
 
   // httplib until 0.15, and since, when it wants to be told the addresses of both ends.
   template <typename Self>
@@ -37,7 +47,9 @@ class HttpServer : public httplib::Server {
   }
 
   const std::chrono::milliseconds arrival_;
-  std::atomic<bool> reading_{true}, writing_{true};
+  std::atomic<bool> reading_{true}, writing_{true}, stopping_{false};
+  std::optional<Listener> listener_;
+  std::optional<Workers> workers_;  // gone before what they serve with
 };
 
 }  // namespace service

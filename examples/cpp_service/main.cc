@@ -6,6 +6,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "service.h"
@@ -29,7 +30,7 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
 
 serves POST /v1/completions, GET /v1/models, /health, /metrics
-exit status: 0 stopped, 2 bad input (one line: what, where, what to do)
+exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do)
 )";
 
 uint32_t Count(const std::string& option, const std::string& text, uint32_t least = 0,
@@ -88,7 +89,8 @@ service::Settings Parse(int count, char** arguments) {
   return settings;
 }
 
-void Run(const service::Settings& settings) {
+// The exit status.
+int Run(const service::Settings& settings) {
   // waited for by one thread, blocked in all others, which inherit this
   sigset_t ends;
   sigemptyset(&ends);
@@ -98,15 +100,23 @@ void Run(const service::Settings& settings) {
   std::signal(SIGPIPE, SIG_IGN);  // a client that went away is no reason to die
   service::Service service(settings);
   const int port = service.Bind();
-  std::cout << "listening on http://" << settings.host << ":" << port << std::endl;
   std::thread stopper([&] {
     int signal = 0;
     sigwait(&ends, &signal);
     service.Stop();
   });
-  service.Serve();
-  kill(getpid(), SIGTERM);  // where it could not listen nobody has asked it to stop
+  const bool ipv6 = settings.host.find(':') != std::string::npos;
+  std::cout << "listening on http://" << (ipv6 ? "[" + settings.host + "]" : settings.host) << ":" << port << std::endl;
+  int status = 0;
+  try {
+    service.Serve();
+  } catch (const std::exception& error) {  // what runs is finished all the same
+    std::cerr << error.what() << std::endl;
+    status = 1;
+    kill(getpid(), SIGTERM);
+  }
   stopper.join();
+  return status;
 }
 
 }  // namespace
@@ -118,8 +128,11 @@ int main(int count, char** arguments) {
   }
   setenv("ORT_DISABLE_TELEMETRY", "1", /*overwrite=*/0);  // before there are threads: docs/cpp.md
   try {
-    Run(Parse(count, arguments));
-    return 0;
+    return Run(Parse(count, arguments));
+  } catch (const std::system_error& error) {  // std::thread's; ours are std::runtime_error alone
+    std::cerr << "the system starts no more threads (" << error.code().message()
+              << "); choose fewer --connections or --threads, or raise its limits (ulimit -u, ulimit -v)\n";
+    return 2;
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';
     return 2;

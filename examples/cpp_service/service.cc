@@ -65,10 +65,7 @@ Service::Service(const Settings& settings)
   room.max_new_tokens = limits_.max_new_tokens;
   batcher_ = std::make_unique<Batcher>(bundle_, room, settings.queue_length, &metrics_);
 
-  const size_t connections = settings.connections;
-  server_.new_task_queue = [connections] { return new httplib::ThreadPool(connections); };
   server_.set_payload_max_length(kLargestBody);
-  server_.set_tcp_nodelay(true);
   server_.set_exception_handler([](const auto&, httplib::Response& response, const std::exception_ptr&) {
     response.status = 500;
     response.set_content(HttpError(500, "internal error", "server_error").Body(), "application/json");
@@ -112,16 +109,9 @@ void Service::AddRoutes() {
                });
 }
 
-int Service::Bind() {
-  const int port = settings_.port == 0 ? server_.bind_to_any_port(settings_.host) : settings_.port;
-  if (port < 0 || (settings_.port != 0 && !server_.bind_to_port(settings_.host, port))) {
-    throw std::runtime_error(settings_.host + ":" + std::to_string(settings_.port) + ": cannot be bound; choose another --port");
-  }
-  if (!server_.ListenFor(static_cast<int>(settings_.connections))) throw std::runtime_error("cannot listen on the port");
-  return port;
-}
+int Service::Bind() { return server_.Bind(settings_.host, settings_.port, settings_.connections); }
 
-void Service::Serve() { server_.listen_after_bind(); }
+void Service::Serve() { server_.Serve(); }
 
 void Service::Stop() {
   stopping_ = true;
@@ -129,7 +119,7 @@ void Service::Stop() {
   const Clock::time_point last = Clock::now() + settings_.timeout + kLastWords;
   while (active_ > 0 && Clock::now() < last) std::this_thread::sleep_for(kMoment);
   if (active_ > 0) server_.StopWriting();
-  server_.stop();
+  server_.Stop();
 }
 
 std::string Service::ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const {

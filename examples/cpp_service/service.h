@@ -30,9 +30,10 @@ class Service {
  public:
   // Throws skipdecode::Error.
   explicit Service(const Settings& settings);
-  // Bind the port; throws std::runtime_error where it is taken. Returns it (settings.port 0: any).
+  // Listen, with all threads that will be needed; returns the port (settings.port 0: any). Throws std::runtime_error for an
+  // address that cannot be had, std::system_error for threads that cannot.
   int Bind();
-  void Serve();  // until Stop
+  void Serve();  // until Stop; throws std::runtime_error where clients cannot connect any more
   // Refuse what is new, finish what runs (no request takes longer than `timeout`), then return from Serve.
   void Stop();
 

@@ -1,0 +1,160 @@
+"""The C++ service from its start to its end: what the system refuses it, who is let in, and what shutdown waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import BUILD, GOOD, PROMPT, ROOT, SERVICE, Server
+
+LONG = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def _refused(bundle: Path, *options: str, address_space: int | None = None) -> str:
+    """The one line of a service that cannot start."""
+
+    def limit() -> None:
+        if address_space is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+    done = subprocess.run(
+        [SERVICE, bundle, *options], capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit,
+        env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib")},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    return done.stderr
+
+
+def test_a_port_that_another_service_listens_on_is_not_shared(server: Server, bundle: Path) -> None:
+    says = f"127.0.0.1:{server.port}: cannot listen (Address already in use); choose another --port\n"
+    assert _refused(bundle, "--port", str(server.port)) == says
+
+
+def test_a_host_that_is_none_of_this_machine_is_one_line(bundle: Path) -> None:
+    assert "name an address of this machine with --host" in _refused(bundle, "--host", "192.0.2.1", "--port", "0")
+    assert _refused(bundle, "--host", "no..host").startswith("--host: 'no..host' is no address (")
+
+
+def test_connections_that_the_system_has_no_threads_for_are_one_line(bundle: Path) -> None:
+    """4096 stacks of 8 MiB are more than the address space that it gets."""
+    says = _refused(bundle, "--port", "0", "--connections", "4096", address_space=4 << 30)
+    assert says.startswith("the system starts no more threads (") and "choose fewer --connections" in says
+
+
+@pytest.fixture(scope="module")
+def failing_accept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("standin") / "libaccept.so"
+    source = ROOT / "tests" / "standin" / "libaccept.cc"
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library, "-ldl"], check=True)
+    return library
+
+
+@contextlib.contextmanager
+def _failing(library: Path, errors: list[int], bundle: Path, *options: str) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_PRELOAD", str(library))
+        patch.setenv("ACCEPT_ERRORS", ",".join(map(str, errors)))
+        started = Server(bundle, *options)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+
+
+def test_connections_that_cannot_be_accepted_end_no_service(failing_accept: Path, bundle: Path) -> None:
+    lost = [errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM, errno.ENETDOWN]
+    scarce = [errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ENOMEM]
+    with _failing(failing_accept, lost + scarce, bundle) as server:
+        assert json.loads(server.get("/health")) == {"status": "ok"}
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.stderr is not None
+        says = server.process.stderr.read()
+        assert (server.stop(), says.count("\n")) == (0, 1)
+        assert says.startswith("no room for another connection (Too many open files in system), those that come wait")
+
+
+def test_a_service_that_cannot_accept_any_more_finishes_what_runs_and_says_so(failing_accept: Path, bundle: Path) -> None:
+    with _failing(failing_accept, [0, errno.EBADF], bundle) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps(LONG))
+        answer = connection.getresponse()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=30):
+            pass
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert server.process.stderr is not None
+        says = server.process.stderr.read()
+        assert server.stop() == 1
+        assert says == "no more connections can be accepted (Bad file descriptor); start the service again\n"
+
+
+def test_a_service_out_of_descriptors_lets_clients_wait(bundle: Path) -> None:
+    small = Server(bundle, "--arrival-s", "2")
+    used = len(os.listdir(f"/proc/{small.process.pid}/fd"))
+    resource.prlimit(small.process.pid, resource.RLIMIT_NOFILE, (used + 4, used + 4))
+    with contextlib.ExitStack() as clients:
+        for _ in range(8):
+            clients.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=30))
+        assert json.loads(small.get("/health")) == {"status": "ok"}  # when the first four have had their two seconds
+    assert small.stop() == 0
+
+
+def test_more_clients_than_connections_are_all_served(bundle: Path) -> None:
+    narrow = Server(bundle, "--connections", "2", "--queue", "64")
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(narrow.post, [json.dumps(GOOD).encode()] * 40))
+    assert {status for status, _ in answers} == {200}
+    assert narrow.stop() == 0
+
+
+def test_clients_that_wait_for_a_connection_at_shutdown_are_answered(bundle: Path) -> None:
+    narrow = Server(bundle, "--connections", "1")
+    running = http.client.HTTPConnection("127.0.0.1", narrow.port, timeout=30)
+    running.request("POST", "/v1/completions", json.dumps(LONG))
+    answer = running.getresponse()
+    with socket.create_connection(("127.0.0.1", narrow.port), timeout=30) as waiting:
+        waiting.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        narrow.process.send_signal(signal.SIGTERM)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        running.close()
+        late = http.client.HTTPResponse(waiting)
+        late.begin()
+        assert (late.status, json.loads(late.read())) == (503, {"status": "stopping"})
+    assert narrow.stop() == 0
+
+
+def test_clients_that_go_away_leave_no_descriptors_threads_or_rows(bundle: Path) -> None:
+    running = Server(bundle, "--connections", "8")
+    process = Path("/proc") / str(running.process.pid)
+
+    def held() -> tuple[int, int]:
+        return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
+
+    before = held()
+    body = json.dumps(LONG).encode()
+    for taken in range(40):  # gone before, in and after the answer's head
+        with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            if taken % 3:
+                client.recv(taken % 3 * 200)
+    running.until("rows_running", 0)
+    running.until("rows_queued", 0)
+    for _ in range(100):
+        if held() == before:
+            break
+        time.sleep(0.05)
+    assert held() == before
+    assert running.stop() == 0

@@ -1,0 +1,21 @@
+// Stands in for accept4: fails with the errors that ACCEPT_ERRORS names, one after another (0: none), then with none any more.
+#include <dlfcn.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstdlib>
+
+extern "C" int accept4(int socket, sockaddr* address, socklen_t* size, int flags) {
+  static const char* errors = std::getenv("ACCEPT_ERRORS");
+  static const auto real = reinterpret_cast<decltype(&accept4)>(dlsym(RTLD_NEXT, "accept4"));
+  if (errors != nullptr && *errors != '\0') {
+    char* rest = nullptr;
+    const long error = std::strtol(errors, &rest, 10);
+    errors = *rest == '\0' ? rest : rest + 1;
+    if (error != 0) {
+      errno = static_cast<int>(error);
+      return -1;
+    }
+  }
+  return real(socket, address, size, flags);
+}
