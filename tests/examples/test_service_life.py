@@ -158,3 +158,13 @@ def test_clients_that_go_away_leave_no_descriptors_threads_or_rows(bundle: Path)
         time.sleep(0.05)
     assert held() == before
     assert running.stop() == 0
+
+
+def test_a_range_changes_no_answer(server: Server) -> None:
+    """httplib would answer 206, in as many parts as the header has."""
+    for method, path, body in (("POST", "/v1/completions", json.dumps(GOOD)), ("GET", "/metrics", None)):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request(method, path, body, {"Range": "bytes=" + ",".join(["1-1"] * 1000)})
+        answer = connection.getresponse()
+        assert (answer.status, b"multipart" in answer.read()) == (200, False)
+        connection.close()
