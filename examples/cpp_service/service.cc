@@ -145,9 +145,9 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
 }
 
 void Service::Complete(const httplib::Request& request, const std::string& body, httplib::Response& response) {
-  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");
   auto running = std::make_shared<Running>(ParseCompletion(body, model_, limits_, tokenizer_.get()), tokenizer_.get(),
                                            Clock::now() + settings_.timeout, &active_);
+  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");  // else Stop waits for it: it has been counted
   if (!batcher_->Submit(running->rows())) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
   running->WaitForFirst();  // from then on the client's connection is watched
   const auto tell = [running](size_t, httplib::DataSink& sink) {
