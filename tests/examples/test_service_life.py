@@ -136,6 +136,28 @@ def test_clients_that_wait_for_a_connection_at_shutdown_are_answered(bundle: Pat
     assert narrow.stop() == 0
 
 
+@pytest.mark.parametrize("bytes_a_look", [0, 30_000])
+def test_shutdown_does_not_wait_for_clients_that_take_nothing_or_take_it_slowly(bundle: Path, bytes_a_look: int) -> None:
+    """An answer of 10 MB, far more than sockets hold: of its many prompts most have no time to run."""
+    ending = Server(bundle, "--timeout-s", "2", "--queue", "150000")
+    body = json.dumps({"prompt": [[5]] * 150_000}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
+        client.settimeout(30)
+        client.connect(("127.0.0.1", ending.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
+        asked = time.monotonic()
+        ending.process.send_signal(signal.SIGTERM)
+        while ending.process.poll() is None and time.monotonic() - asked < 25:
+            if bytes_a_look:
+                client.recv(bytes_a_look)
+            time.sleep(0.1)  # all of it would take half a minute
+        assert time.monotonic() - asked < 15  # --timeout-s, 5 s to take what is there, and to let go
+    assert ending.stop() == 0
+
+
 def test_clients_that_go_away_leave_no_descriptors_threads_or_rows(bundle: Path) -> None:
     running = Server(bundle, "--connections", "8")
     process = Path("/proc") / str(running.process.pid)
