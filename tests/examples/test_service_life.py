@@ -23,17 +23,22 @@ from tests.examples.conftest import BUILD, GOOD, PROMPT, ROOT, SERVICE, Server
 LONG = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
-def _refused(bundle: Path, *options: str, address_space: int | None = None) -> str:
-    """The one line of a service that cannot start."""
+def _started(bundle: Path, *options: str, address_space: int | None = None) -> subprocess.CompletedProcess[str]:
+    """A service that ends by itself, with so many bytes of address space."""
 
     def limit() -> None:
         if address_space is not None:
             resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
 
-    done = subprocess.run(
+    return subprocess.run(
         [SERVICE, bundle, *options], capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit,
         env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib")},
     )  # fmt: skip
+
+
+def _refused(bundle: Path, *options: str, address_space: int | None = None) -> str:
+    """The one line of a service that cannot start."""
+    done = _started(bundle, *options, address_space=address_space)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     return done.stderr
 
@@ -52,6 +57,12 @@ def test_connections_that_the_system_has_no_threads_for_are_one_line(bundle: Pat
     """4096 stacks of 8 MiB are more than the address space that it gets."""
     says = _refused(bundle, "--port", "0", "--connections", "4096", address_space=4 << 30)
     assert says.startswith("the system starts no more threads (") and "choose fewer --connections" in says
+
+
+def test_memory_that_engines_do_not_fit_in_is_no_damaged_bundle(bundle: Path) -> None:
+    for mebibytes in range(100, 240, 20):  # what is loaded first, and where it ends, is of the machine
+        done = _started(bundle, "--port", "0", address_space=mebibytes << 20)
+        assert (done.returncode, "export the model again" in done.stderr) == (2, False), done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -161,6 +161,9 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized,
       throw TargetError("this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool",
                         "load the bundle before that");
     }
+    if (reason.find("bad_alloc") != std::string::npos) {
+      throw CapacityError("there is no memory to load it", "free some, or raise the process's limit", path.string());
+    }
     throw BundleError("cannot be loaded (" + reason.substr(0, 200) + ")", path.string());
   }
 }
