@@ -45,15 +45,17 @@ def compile_cpu(
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine, if it is in fp32
             and nothing is quantised.
     """
-    quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), SkipNormPass()] if quantization else []
-    passes = [
+    passes: list[ir.passes.PassBase] = [
         LowerAttentionPass(max_length=limits.max_length),
         LowerExpertsPass(),
         FuseRouterPass(),
         OrderQKVPass(),
         PackQKVPass(),
-        *quantizing,
     ]
+    heads = list(passes)
+    if quantization:
+        passes += [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), SkipNormPass()]
+        heads += [QuantizeWeightsPass(quantization.outer), SkipNormPass()]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
@@ -69,10 +71,10 @@ def compile_cpu(
     for name, graph in segment_graphs(graphs, plan, "cpu", report):
         segments.append(compiled(graph, name, *passes))
     report("compiling head for cpu", 1.0)
-    head = compiled(graphs.head, "head", *passes)
+    head = compiled(graphs.head, "head", *heads)
     if quantization:
         embed = f"{FOLDER}/embed.onnx"
-        _write_quantized_embed(partial, graphs.embed, quantization)
+        _write_quantized_embed(partial, graphs.embed, quantization.outer)
     elif own_embed or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
         embed = compiled(graphs.embed, "embed")
     else:

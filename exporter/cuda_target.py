@@ -67,7 +67,8 @@ def compile_cuda(
     for name, graph in segment_graphs(graphs, plan, "cuda", report):
         segments.append(compiled(graph, name, [*lowering, *experts, OrderQKVPass(), PackQKVPass(), SkipNormPass(), *quantizing]))
     report("compiling head for cuda", 1.0)
-    head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *quantizing, FloatLogitsPass()])
+    outer = [QuantizeWeightsPass(quantization.outer)] if quantization else []
+    head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *outer, FloatLogitsPass()])
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)
     return manifest.Target(
         name="cuda", weights=quantization.name if quantization else graphs.weights,

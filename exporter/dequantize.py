@@ -81,6 +81,14 @@ def dequantised(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
     return found
 
 
+def in_few_bits(config: Any) -> bool:
+    """Whether a checkpoint's matrices are integers of 4 bits or less: levels that `--quantize int4` keeps."""
+    settings = _settings(config)
+    if settings.get("quant_method") == "compressed-tensors":
+        return any(each.get("type", "int") == "int" and each.get("num_bits") in range(5) for each in _weights(settings))
+    return settings.get("quant_method") in ("gptq", "awq") and settings.get("bits", 4) in range(5)
+
+
 def _settings(config: Any) -> Settings:
     return getattr(config, "quantization_config", None) or {}
 
@@ -113,6 +121,11 @@ def _tables(settings: Any) -> dict[str, dict[str, Any]]:
     """Those of a table's entries that are tables."""
     entries = settings.items() if isinstance(settings, Mapping) else ()
     return {name: value for name, value in entries if isinstance(value, dict)}
+
+
+def _weights(settings: Settings) -> list[dict[str, Any]]:
+    """What compressed-tensors says of weights, for groups of matrices."""
+    return [_tables(group).get("weights", {}) for group in _tables(settings.get("config_groups")).values()]
 
 
 def _in_blocks(tensors: Tensors, config: Any) -> torch.Tensor:
@@ -166,8 +179,7 @@ def _compressed(tensors: Tensors, config: Any) -> torch.Tensor:
 
 def _block(settings: Settings) -> Sequence[int]:
     """Rows and columns of compressed-tensors' blocks, which it says for groups of matrices."""
-    weights = [_tables(group).get("weights", {}) for group in _tables(settings.get("config_groups")).values()]
-    sizes = [group["block_structure"] for group in weights if group.get("block_structure")]
+    sizes = [group["block_structure"] for group in _weights(settings) if group.get("block_structure")]
     first = sizes[0] if sizes else None
     if not isinstance(first, list) or len(first) != 2 or not all(isinstance(size, int) and size > 0 for size in first):
         raise ValueError(f"block_structure is {first!r}")

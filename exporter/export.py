@@ -16,6 +16,7 @@ from skipdecode.exporter.architectures import CPU_ALONE, SOFTMAX_ROUTED, check_s
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
+from skipdecode.exporter.dequantize import in_few_bits
 from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.layout import GRAPHS, Report
@@ -100,10 +101,11 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         layer_bytes = int(bones.layer_bytes * _compiled_itemsize(request, bones) / dtype.itemsize)
         plan = plan_variants(schedule, max_layers_per_segment=max(1, _segment_bytes(request, targets) // layer_bytes))
         graphs, variants = _write_graphs(partial, bones, weights, plan, report)
+        quantization = _quantization(request, bones.config)
         compiled = []
         for index, target in enumerate(targets):
             part = _part_of(report, 0.5 + 0.5 * index / len(targets), 0.5 / len(targets))
-            compiled.append(_compile(target, partial, request, graphs, plan, limits, schedule, part))
+            compiled.append(_compile(target, partial, request, graphs, plan, limits, schedule, quantization, part))
         if request.slim:
             shutil.rmtree(partial / GRAPHS)
             variants = dict.fromkeys(variants)
@@ -118,6 +120,7 @@ def _compile(
     plan: Plan,
     limits: manifest.Limits,
     schedule: Schedule,
+    quantization: Quantization | None,
     report: Report,
 ) -> manifest.Target:
     if target.is_tensorrt:
@@ -126,8 +129,8 @@ def _compile(
             options=request.builder, replaced=request.out, report=report,
         )  # fmt: skip
     if target.name == "cuda":
-        return compile_cuda(partial, graphs, plan, limits, quantization=_quantization(request), report=report)
-    return compile_cpu(partial, graphs, plan, limits, quantization=_quantization(request), own_embed=request.slim, report=report)
+        return compile_cuda(partial, graphs, plan, limits, quantization=quantization, report=report)
+    return compile_cpu(partial, graphs, plan, limits, quantization=quantization, own_embed=request.slim, report=report)
 
 
 def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> int:
@@ -136,11 +139,13 @@ def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> 
     return request.segment_bytes or own
 
 
-def _quantization(request: ExportRequest) -> Quantization | None:
+def _quantization(request: ExportRequest, config: Any) -> Quantization | None:
+    """Checkpoints of 4 bits leave embedding and head as they were, which would be nearly all of the error in 4 bits."""
     bits = QUANTIZED_BITS[request.quantize]
     if bits is None:
         return None
-    return Quantization(bits=bits, method=request.quantize_method, block_size=request.quantize_block)
+    outer = 8 if in_few_bits(config) else None
+    return Quantization(bits=bits, method=request.quantize_method, block_size=request.quantize_block, outer_bits=outer)
 
 
 def _compiled_itemsize(request: ExportRequest, bones: Skeleton) -> float:

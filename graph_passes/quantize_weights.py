@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,17 @@ class Quantization:
     bits: int  # 4 or 8
     block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES
     method: str = "rtn"  # a name of METHODS
+    outer_bits: int | None = None  # of embedding and head; None: the same
 
     @property
     def name(self) -> str:
         """`int4`, as manifests say it."""
         return f"int{self.bits}"
+
+    @property
+    def outer(self) -> Quantization:
+        """What embedding and head are."""
+        return replace(self, bits=self.outer_bits or self.bits, outer_bits=None)
 
     def parts(self, weight: Floats) -> Parts:
         """A matrix [N, K] to what the operator takes of it; levels that it lies on already are kept."""

@@ -95,10 +95,9 @@ def gptq(bits: int, numbers: list[torch.Tensor], *, layout: str = "gptq", shuffl
     """As GPTQModel packs: inputs in words, zero points less one in the first layout. `numbers`: what each matrix stands for."""
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        (outputs, inputs), groups = matrix.shape, 4
-        levels, zeros = torch.randint(1 << bits, (outputs, inputs)), torch.randint(1 << bits, (outputs, groups))
-        scales, group = 0.05 + torch.rand(outputs, groups).half() / 8, torch.arange(inputs) // (inputs // groups)
-        group = group[torch.randperm(inputs)] if shuffled else group
+        group = torch.arange(matrix.shape[1]) // (matrix.shape[1] // 4)
+        group = group[torch.randperm(len(group))] if shuffled else group
+        levels, zeros, scales = _rounded(matrix, bits, group)
         numbers.append((levels - zeros[:, group]) * scales.float()[:, group])
         in_order = [*range(32 // bits)]
         stored = (zeros - 1) % (1 << bits) if layout == "gptq" else zeros
@@ -112,14 +111,24 @@ def awq(numbers: list[torch.Tensor]) -> Store:
     """As AutoAWQ packs for its GEMM kernel: outputs in words, in an order of its own."""
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        (outputs, inputs), groups = matrix.shape, 2
-        levels, zeros = torch.randint(16, (inputs, outputs)), torch.randint(16, (groups, outputs))
-        scales, group = 0.05 + torch.rand(groups, outputs).half() / 8, torch.arange(inputs) // (inputs // groups)
-        numbers.append(((levels - zeros[group]) * scales.float()[group]).T)
+        group = torch.arange(matrix.shape[1]) // 32
+        levels, zeros, scales = _rounded(matrix, 4, group)
+        numbers.append((levels - zeros[:, group]) * scales.float()[:, group])
         order = [0, 2, 4, 6, 1, 3, 5, 7]
-        return {"qweight": _words(levels, 4, order), "qzeros": _words(zeros, 4, order), "scales": scales}
+        return {"qweight": _words(levels.T, 4, order), "qzeros": _words(zeros.T, 4, order), "scales": scales.T}
 
     return store
+
+
+def _rounded(matrix: torch.Tensor, bits: int, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix [N,K] and the group of each input to levels [N,K], and zero points and scales [N,G] for each group's own range."""
+    parts = [matrix[:, group == index] for index in range(int(group.max()) + 1)]
+    lowest = torch.stack([part.amin(1).clamp(max=0) for part in parts], 1)
+    highest = torch.stack([part.amax(1).clamp(min=0) for part in parts], 1)
+    scales = ((highest - lowest) / ((1 << bits) - 1)).half()
+    zeros = (-lowest / scales.float()).round().int()
+    levels = ((matrix / scales.float()[:, group]).round() + zeros[:, group]).clamp(0, (1 << bits) - 1).int()
+    return levels, zeros, scales
 
 
 def _words(levels: torch.Tensor, bits: int, order: list[int]) -> torch.Tensor:
