@@ -5,6 +5,7 @@ Texts and BLEU of all the data's inputs at full depth and at 2x; logits and next
 examples:
   quantized_quality.py                              (the shipped sample: 100 inputs)
   quantized_quality.py --data devset.csv            (E2E's development set)
+  quantized_quality.py --model ./in-gptq            (the same model, quantised already)
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ def main() -> int:
     """Print a line a kind, then all as JSON."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--data", type=Path, default=EXAMPLE / "sample.csv", help="E2E's CSV format (the shipped sample)")
-    examples = _examples(options.parse_args().data)
+    options.add_argument("--model", type=Path, default=EXAMPLE / "model", help="a checkpoint folder (the shipped model)")
+    given = options.parse_args()
+    examples = _examples(given.data)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        exact = _generator(Path(temporary), *KINDS[0])
+        exact = _generator(given.model, Path(temporary), *KINDS[0])
         for quantize, method, block in KINDS:
-            generator = exact if quantize == "none" else _generator(Path(temporary), quantize, method, block)
+            generator = exact if quantize == "none" else _generator(given.model, Path(temporary), quantize, method, block)
             texts = answer(generator, examples, full_depth(generator.manifest.model.num_layers), NEW_TOKENS)["texts"]
             skipped = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)["texts"]
             baseline = texts if not rows else rows[0]["texts"]
@@ -73,12 +76,12 @@ def _examples(data: Path) -> list[Example]:
     return [Example(prompt=prompt(key), references=tuple(texts)) for key, texts in references.items()]
 
 
-def _generator(folder: Path, quantize: str, method: str, block: int) -> Generator:
+def _generator(model: Path, folder: Path, quantize: str, method: str, block: int) -> Generator:
     out = folder / f"{quantize}-{method}-{block}"
     schedule = ScheduleRequest(name="linear", speedup=2, span=48)
     export(
         ExportRequest(
-            model=str(EXAMPLE / "model"), out=out, schedule=schedule, quantize=quantize, quantize_method=method,
+            model=str(model), out=out, schedule=schedule, quantize=quantize, quantize_method=method,
             quantize_block=block, max_batch=BATCH, max_length=256, slim=True,
         )
     )  # fmt: skip

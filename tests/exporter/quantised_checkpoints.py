@@ -42,7 +42,7 @@ def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: S
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": settings}))
     state = load_file(folder / "model.safetensors")
-    for name in [name for name, tensor in state.items() if "_proj" in name and tensor.ndim == 2]:
+    for name in [name for name, tensor in state.items() if ("_proj" in name or ".fc" in name) and tensor.ndim == 2]:
         state |= {name.removesuffix("weight") + end: part for end, part in store(state.pop(name)).items()}
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
     return folder
