@@ -107,7 +107,7 @@ def _layouts(settings: Settings) -> set[str]:
     """What a checkpoint says of how it is stored, beside the method."""
     method = settings.get("quant_method")
     if method == "gptq":
-        return {str(settings.get("checkpoint_format") or "gptq").lower()}
+        return {str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()}
     if method == "awq":
         return {str(settings.get("version") or settings.get("format") or "gemm").lower()}
     if method != "compressed-tensors":

@@ -198,6 +198,10 @@ PACKED: dict[str, tuple[dict[str, Any], Callable[[list[torch.Tensor]], Store]]] 
         {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"},
         partial(gptq, 8, layout="gptq_v2"),
     ),
+    "GPTQ, second layout by its other name": (
+        {"quant_method": "gptq", "bits": 4, "format": "gptq_v2"},
+        partial(gptq, 4, layout="gptq_v2"),
+    ),
     "GPTQ in two bits": ({"quant_method": "gptq", "bits": 2}, partial(gptq, 2)),
     "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
 }
