@@ -3,6 +3,7 @@
     fp8                 DeepSeek, MiniMax, Qwen: `weight` in FP8, `weight_scale_inv` for each block of it
     mxfp4               gpt-oss' experts: `_blocks` of two numbers a byte, `_scales`; transformers itself dequantises them
     compressed-tensors  llm-compressor: `weight` in int8 or FP8, or `weight_packed`; `weight_scale`, `weight_zero_point`
+    modelopt            NVIDIA: `weight` in FP8, or in FP4 as bytes, `weight_scale`, of FP4 `weight_scale_2`
     gptq, awq           `qweight`, `qzeros`, `scales`, and of GPTQ perhaps `g_idx`, the group of each input
 
 Engines compute with them as with any others: of schemes that round activations too (W8A8) the weights alone are taken. Scales are
@@ -17,16 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import IN_MXFP4
-from skipdecode.exporter.config_json import taking_config
+from skipdecode.exporter.quantization_config import block_structure, layouts, quantization_config
 
 Read = Callable[[], torch.Tensor]
 Tensors = dict[str, torch.Tensor]  # of one matrix, by what their names end in
-Settings = Mapping[str, Any]  # config.json's quantization_config
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1, by their bits
 _BITS = (2, 4, 8)  # of which a byte holds a whole number
@@ -44,25 +42,6 @@ class _Form:
     numbers: Callable[[Tensors, Any], torch.Tensor]  # of its tensors and the model's configuration
 
 
-def check_quantised(settings: Settings, model_type: str, where: str) -> None:
-    """Refuse weights that are quantised in another way than those that `dequantised` reads.
-
-    Raises:
-        ModelNotSupportedError: another method, another layout of a known one, or settings that transformers does not take.
-    """
-    method = str(settings.get("quant_method", "some method"))
-    if method == "fp8":
-        with taking_config(where):
-            FineGrainedFP8Config.from_dict(dict(settings))
-    known = method in _FORMS and (method != "mxfp4" or model_type in IN_MXFP4)
-    other = sorted(_layouts(settings) - _LAYOUTS.get(method, set())) if known else [method]
-    if other:
-        named = ", ".join(dict.fromkeys([method, *other]))
-        raise ModelNotSupportedError(
-            f"its weights are quantised ({named})", "name the checkpoint that it was made from, and use --quantize", where=where
-        )
-
-
 def dequantised(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
     """The same tensors, quantised matrices by the names and as the numbers that they stand for; read when asked for.
 
@@ -70,7 +49,7 @@ def dequantised(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
         ModelNotSupportedError: when read: tensors that do not fit together.
     """
     found = dict(stored)
-    for form in _FORMS.get(_settings(config).get("quant_method"), ()):
+    for form in _FORMS.get(quantization_config(config).get("quant_method"), ()):
         for name in [name for name in stored if name.endswith(form.levels)]:
             stem = name.removesuffix(form.levels)
             if stem + form.scales not in stored:
@@ -79,18 +58,6 @@ def dequantised(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
             parts = {end: found.pop(stem + end) for end in ends}
             found[stem + form.gives] = partial(_read, stem + form.gives, form, parts, config)
     return found
-
-
-def in_few_bits(config: Any) -> bool:
-    """Whether a checkpoint's matrices are integers of 4 bits or less: levels that `--quantize int4` keeps."""
-    settings = _settings(config)
-    if settings.get("quant_method") == "compressed-tensors":
-        return any(each.get("type", "int") == "int" and each.get("num_bits") in range(5) for each in _weights(settings))
-    return settings.get("quant_method") in ("gptq", "awq") and settings.get("bits", 4) in range(5)
-
-
-def _settings(config: Any) -> Settings:
-    return getattr(config, "quantization_config", None) or {}
 
 
 def _read(name: str, form: _Form, parts: Mapping[str, Read], config: Any) -> torch.Tensor:
@@ -103,33 +70,8 @@ def _read(name: str, form: _Form, parts: Mapping[str, Read], config: Any) -> tor
         raise ModelNotSupportedError(f"{name} cannot be put together ({why})", "give an unquantised checkpoint") from error
 
 
-def _layouts(settings: Settings) -> set[str]:
-    """What a checkpoint says of how it is stored, beside the method."""
-    method = settings.get("quant_method")
-    if method == "gptq":
-        return {str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()}
-    if method == "awq":
-        return {str(settings.get("version") or settings.get("format") or "gemm").lower()}
-    if method != "compressed-tensors":
-        return set()
-    parts = [settings, *_tables(settings.get("config_groups")).values(), _tables(settings).get("sparsity_config", {})]
-    turned = {"transform_config"} if settings.get("transform_config") else set()  # rows would be rotated as they are computed
-    return {str(part["format"]) for part in parts if part.get("format")} | turned
-
-
-def _tables(settings: Any) -> dict[str, dict[str, Any]]:
-    """Those of a table's entries that are tables."""
-    entries = settings.items() if isinstance(settings, Mapping) else ()
-    return {name: value for name, value in entries if isinstance(value, dict)}
-
-
-def _weights(settings: Settings) -> list[dict[str, Any]]:
-    """What compressed-tensors says of weights, for groups of matrices."""
-    return [_tables(group).get("weights", {}) for group in _tables(settings.get("config_groups")).values()]
-
-
 def _in_blocks(tensors: Tensors, config: Any) -> torch.Tensor:
-    return _unscale(tensors[""], tensors["_scale_inv"], _settings(config).get("weight_block_size"), _FP8)
+    return _unscale(tensors[""], tensors["_scale_inv"], quantization_config(config).get("weight_block_size"), _FP8)
 
 
 def _unscale(
@@ -173,19 +115,8 @@ def _compressed(tensors: Tensors, config: Any) -> torch.Tensor:
     if matrix.dtype not in dtypes or matrix.ndim != 2:
         raise ValueError
     if scales.ndim == 2 and scales.numel() > 1 and scales.shape[0] != matrix.shape[0]:
-        return _unscale(matrix, scales, _block(_settings(config)), dtypes)
+        return _unscale(matrix, scales, block_structure(quantization_config(config)), dtypes)
     return _grouped(matrix, _by_row(_factors(scales), matrix), 0 if zeros is None else _by_row(zeros, matrix))
-
-
-def _block(settings: Settings) -> Sequence[int]:
-    """Rows and columns of compressed-tensors' blocks, which it says for groups of matrices."""
-    sizes = [group["block_structure"] for group in _weights(settings) if group.get("block_structure")]
-    first = sizes[0] if sizes else None
-    if not isinstance(first, list) or len(first) != 2 or not all(isinstance(size, int) and size > 0 for size in first):
-        raise ValueError(f"block_structure is {first!r}")
-    if any(size != first for size in sizes):
-        raise ValueError("there are blocks of several sizes")
-    return first
 
 
 def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
@@ -195,7 +126,7 @@ def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
     """
     packed, scales, zeros = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
     if packed.dtype == torch.uint8:
-        return _grouped(_FP4[_fields(packed, 4).int()], _factors(scales) / tensors.get("weight_global_scale", 1.0), 0)
+        return _grouped(_fp4(packed), _factors(scales) / tensors.get("weight_global_scale", 1.0), 0)
     rows, columns = (int(size) for size in tensors["weight_shape"])
     bits = packed.shape[1] * 32 // columns
     levels, middle = _unpacked(packed, bits)[:, :columns], 1 << (bits - 1)
@@ -211,6 +142,13 @@ def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
     return _grouped(levels, _by_row(scales, levels), around, None if groups is None or (groups < 0).all() else groups)
 
 
+def _modelopt(tensors: Tensors, config: Any) -> torch.Tensor:
+    """A matrix [N,K] in FP8 and its scale, or FP4 [N, K / 2] in uint8, scales [N, K / 16] and one that multiplies them all."""
+    if tensors["weight"].dtype == torch.uint8:
+        return _grouped(_fp4(tensors["weight"]), tensors["weight_scale"].float() * tensors["weight_scale_2"], 0)
+    return _compressed(tensors, config)
+
+
 def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     """Levels [K * bits / 32, N], zero points [groups, N * bits / 32], both in int32; scales [groups, N].
 
@@ -219,7 +157,7 @@ def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     scales, groups = tensors["scales"], tensors.get("g_idx")
     bits = tensors["qzeros"].shape[1] * 32 // scales.shape[1]
     zeros = _unpacked(tensors["qzeros"], bits)
-    if "gptq" in _layouts(_settings(config)):
+    if "gptq" in layouts(quantization_config(config)):
         zeros = (zeros + 1) & ((1 << bits) - 1)
     weight = _grouped(_unpacked(tensors["qweight"].T, bits), scales.T, zeros.T, groups)
     return weight.T if config.model_type == "gpt2" else weight  # whose matrices are [K,N]
@@ -244,6 +182,10 @@ def _fields(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """Bytes [N,M] -> [N, M * 8 / bits], the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return ((numbers[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _fp4(packed: torch.Tensor) -> torch.Tensor:
+    return _FP4[_fields(packed, 4).int()]
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
@@ -290,14 +232,7 @@ _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matri
             numbers=_packed,
         ),
     ),
+    "modelopt": (_Form(levels="weight", scales="weight_scale", more=("weight_scale_2",), gives="weight", numbers=_modelopt),),
     "gptq": (_Form(levels="qweight", scales="scales", more=("qzeros", "g_idx"), gives="weight", numbers=_gptq),),
     "awq": (_Form(levels="qweight", scales="scales", more=("qzeros",), gives="weight", numbers=_awq),),
 }
-_LAYOUTS = {  # quant_method -> what of `_layouts` is read
-    "compressed-tensors": {
-        "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
-        "mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized",
-    },
-    "gptq": {"gptq", "gptq_v2"},
-    "awq": {"gemm"},
-}  # fmt: skip

@@ -16,12 +16,12 @@ from skipdecode.exporter.architectures import CPU_ALONE, SOFTMAX_ROUTED, check_s
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
-from skipdecode.exporter.dequantize import in_few_bits
 from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs, layer_graphs, outer_graphs, skeleton
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, is_utf8, load_config
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
+from skipdecode.exporter.quantization_config import in_few_bits
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids

@@ -120,6 +120,28 @@ def awq(numbers: list[torch.Tensor]) -> Store:
     return store
 
 
+def modelopt(algorithm: str, numbers: list[torch.Tensor]) -> Store:
+    """As NVIDIA's ModelOpt writes: FP8 with one scale, or FP4, two a byte, a scale in FP8 for each 16 and one for all."""
+
+    def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        if algorithm == "FP8":
+            scale = matrix.abs().max() / 448
+            stored = (matrix / scale).to(torch.float8_e4m3fn)
+            numbers.append(stored.float() * scale)
+            return {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+        second = matrix.abs().max() / (6 * 448)
+        groups = matrix.unflatten(1, (-1, 16))
+        scales = (groups.abs().amax(2) / 6 / second).clamp(min=2**-9).to(torch.float8_e4m3fn)
+        factors = (scales.float() * second)[..., None]
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        nearest = ((groups.abs() / factors)[..., None] - sizes).abs().argmin(-1)
+        numbers.append((sizes[nearest] * groups.sign() * factors).flatten(1))
+        bits = (nearest + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+        return {"weight": bits[:, 0::2] + 16 * bits[:, 1::2], "weight_scale": scales, "weight_scale_2": second}
+
+    return store
+
+
 def _rounded(matrix: torch.Tensor, bits: int, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A matrix [N,K] and the group of each input to levels [N,K], and zero points and scales [N,G] for each group's own range."""
     parts = [matrix[:, group == index] for index in range(int(group.max()) + 1)]

@@ -1,0 +1,79 @@
+"""What a config.json may say of quantised weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.quantization_config import in_few_bits
+from tests.conftest import Zoo
+
+
+@pytest.mark.parametrize("size", [128, [0, 128], [128], "128"])
+def test_a_block_size_that_is_none_is_one_line(size: Any, zoo: Zoo, tmp_path: Path) -> None:
+    config = json.loads((zoo.checkpoint("llama") / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "weight_block_size": size}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    with pytest.raises(ModelNotSupportedError, match=r"block_size|config\.json") as caught:
+        load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"quantised \(bitsandbytes\); name the ",
+        ),
+        ({"bits": 4}, r"quantised \(some method\)"),
+        ({"quant_method": ["gptq"]}, "quantised"),
+        ({"quant_method": "mxfp4"}, r"quantised \(mxfp4\)"),  # whose layout is known of gpt-oss alone
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, r"quantised \(gptq, marlin\)"),
+        ({"quant_method": "awq", "version": "GEMV"}, r"quantised \(awq, gemv\)"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+            r"quantised \(modelopt, NVFP4_AWQ\)",
+        ),  # which scales rows as well
+        ({"quant_method": "modelopt"}, "quantised"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors, marlin-24"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "mxfp6-pack-quantized"}}},
+            "mxfp6-pack-quantized",
+        ),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}, "transform_config"),
+    ],
+)
+def test_another_way_of_quantising_is_one_line(settings: dict[str, Any], says: str, zoo: Zoo, tmp_path: Path) -> None:
+    config = json.loads((zoo.checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        load_config(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "few"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, True),
+        ({"quant_method": "gptq", "bits": 8}, False),
+        ({"quant_method": "awq"}, True),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, True),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}, False),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": None}}},
+            False,
+        ),
+        ({"quant_method": "fp8"}, False),
+        (None, False),
+    ],
+)
+def test_integers_of_4_bits_are_what_int4_keeps(settings: dict[str, Any] | None, few: bool) -> None:
+    assert in_few_bits(SimpleNamespace(quantization_config=settings)) is few
