@@ -20,6 +20,8 @@ from pathlib import Path
 from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
+from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.quantization_config import in_few_bits
 from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
@@ -134,17 +136,20 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
 
         manifest = export(request, report)
     if not options.quiet:
-        for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest)):
+        for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
             print(f"skip-export: warning: {warning}", file=sys.stderr)
         print(_summary(manifest, options.out))
     return 0
 
 
-def _warnings(manifest: Manifest) -> Iterator[str]:
+def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     if manifest.schedule.cap(0) is not None:
         yield "without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1"
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
+    wide = [target.name for target in manifest.targets if target.name in ("cpu", "cuda") and request.quantize == "none"]
+    if wide and in_few_bits(load_config(request.model)[0]):
+        yield f"the checkpoint's weights are in 4 bits, those for {' and '.join(wide)} are not; --quantize int4 keeps them"
 
 
 @contextmanager

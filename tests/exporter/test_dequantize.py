@@ -20,6 +20,7 @@ import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.cli import main
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.model_names import load_config
@@ -163,6 +164,17 @@ def test_int4_of_levels_of_4_bits_is_as_near_to_them_as_int8(name: str, zoo: Zoo
     else:
         compressed(zoo.checkpoint("llama"), folder, name)
     _assert_runs(folder, reference_run._load(folder, torch.float32), "int4", 0.03)
+
+
+@pytest.mark.parametrize(("quantize", "warned"), [("none", True), ("int4", False)])
+def test_levels_of_4_bits_that_become_fp32_are_told(
+    quantize: str, warned: bool, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", "W4A16")
+    assert main([str(folder), "--out", str(tmp_path / "bundle"), "--quantize", quantize, "--max-length", "48"]) == 0
+    assert (
+        "warning: the checkpoint's weights are in 4 bits, those for cpu are not; --quantize int4" in capsys.readouterr().err
+    ) is warned
 
 
 def test_experts_that_were_stored_quantised_are_put_together(zoo: Zoo, tmp_path: Path) -> None:
