@@ -16,7 +16,7 @@ import transformers
 from filelock import FileLock
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from skipdecode.exporter import graphs
+from skipdecode.exporter import dry_run, graphs
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
@@ -226,12 +226,28 @@ class Zoo:
         return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint(name)).eval()
 
 
+def _model(config: Any) -> dict[str, Any]:
+    """What of a configuration its graphs depend on: not where the checkpoint lies, nor how that stores its numbers."""
+    return {**config.to_dict(), "_name_or_path": "", "dtype": None, "quantization_config": None}
+
+
+def _run_once(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`check`, which runs once a configuration that it finds nothing wrong with."""
+    right: set[str] = set()
+
+    def checked(config: Any) -> None:
+        if str(_model(config)) not in right:
+            check(config)
+            right.add(str(_model(config)))
+
+    return checked
+
+
 def _traced_once(trace: Callable[..., Sequence[ir.Model]], folder: Path) -> Callable[..., tuple[ir.Model, ...]]:
     """`trace`, which runs once a configuration and dtype and leaves its graphs in `folder`; each call reads its own ones."""
 
     def traced(bones: graphs.Skeleton, weights: graphs.WeightFile) -> tuple[ir.Model, ...]:
-        config = {**bones.config.to_dict(), "_name_or_path": ""}  # which says where the checkpoint lies
-        kept = folder / f"{trace.__name__}-{hashlib.sha256(f'{bones.dtype} {config}'.encode()).hexdigest()}"
+        kept = folder / f"{trace.__name__}-{hashlib.sha256(f'{bones.dtype} {_model(bones.config)}'.encode()).hexdigest()}"
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
                 partial = kept.with_suffix(".partial")
@@ -268,6 +284,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("layer_graphs", "outer_graphs"):
             patch.setattr(f"skipdecode.exporter.export.{name}", _traced_once(getattr(graphs, name), folder))
+        patch.setattr("skipdecode.exporter.export.check_runs", _run_once(dry_run.check_runs))
         yield
 
 
