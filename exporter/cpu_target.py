@@ -45,17 +45,13 @@ def compile_cpu(
         own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine, if it is in fp32
             and nothing is quantised.
     """
-    passes: list[ir.passes.PassBase] = [
+    lowering = [
         LowerAttentionPass(max_length=limits.max_length),
         LowerExpertsPass(),
         FuseRouterPass(),
         OrderQKVPass(),
         PackQKVPass(),
     ]
-    heads = list(passes)
-    if quantization:
-        passes += [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), SkipNormPass()]
-        heads += [QuantizeWeightsPass(quantization.outer), SkipNormPass()]
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
@@ -69,9 +65,9 @@ def compile_cpu(
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, plan, "cpu", report):
-        segments.append(compiled(graph, name, *passes))
+        segments.append(compiled(graph, name, *lowering, *_quantizing(quantization)))
     report("compiling head for cpu", 1.0)
-    head = compiled(graphs.head, "head", *heads)
+    head = compiled(graphs.head, "head", *lowering, *_quantizing(quantization and quantization.outer))
     if quantization:
         embed = f"{FOLDER}/embed.onnx"
         _write_quantized_embed(partial, graphs.embed, quantization.outer)
@@ -85,6 +81,10 @@ def compile_cpu(
         embed=embed, segments=tuple(segments), head=head, tied_weight=None,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
+
+
+def _quantizing(how: Quantization | None) -> list[ir.passes.PassBase]:
+    return [QuantizeWeightsPass(how), QuantizeExpertsPass(how), SkipNormPass()] if how else []
 
 
 def _compile(partial: Path, lowered: ir.Model, path: str) -> None:

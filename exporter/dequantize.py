@@ -159,15 +159,18 @@ def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     zeros = _unpacked(tensors["qzeros"], bits)
     if "gptq" in layouts(quantization_config(config)):
         zeros = (zeros + 1) & ((1 << bits) - 1)
-    weight = _grouped(_unpacked(tensors["qweight"].T, bits), scales.T, zeros.T, groups)
-    return weight.T if config.model_type == "gpt2" else weight  # whose matrices are [K,N]
+    return _turned(_grouped(_unpacked(tensors["qweight"].T, bits), scales.T, zeros.T, groups), config)
 
 
 def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
     """Levels [K, N * 4 / 32], zero points [groups, N * 4 / 32], both in int32 and eight numbers in an order of their own."""
     levels, zeros = (_unpacked(tensors[name], 4) for name in ("qweight", "qzeros"))
     order = torch.arange(levels.shape[1]).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten()
-    weight = _grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T)
+    return _turned(_grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T), config)
+
+
+def _turned(weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """A matrix [N,K] as the model has it: GPT-2's are [K,N]."""
     return weight.T if config.model_type == "gpt2" else weight
 
 

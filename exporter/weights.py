@@ -89,11 +89,11 @@ def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str, where: str) ->
     tensor = given.to(dtype)
     # NaN becomes both ends; a tenth of what writing takes where nothing is cast, a thirtieth where fp32 is written
     if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
-        _check_numbers(given, tensor, name, where)
+        _check_finite(given, tensor, name, where)
     return tensor
 
 
-def _check_numbers(given: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
+def _check_finite(given: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
     """Refuse what is not finite in `tensor`, which is `given` in the dtype that is written."""
     wrong = given[~tensor.isfinite()]
     if name.endswith(_NEVER):
