@@ -11,12 +11,14 @@ import torch
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
 from skipdecode.exporter.config_numbers import check_numbers
+from skipdecode.manifest import LinearAttention
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "kolibri1", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "kolibri1", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
@@ -26,6 +28,8 @@ SOFTMAX_ROUTED = (
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+# those that have layers with linear attention (Gated DeltaNet) between those with attention
+LINEAR_ATTENTION = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # older than transformers' interface for attention (see own_attention); their layers return attention weights as well
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # those with what has been run on a CPU alone
@@ -33,6 +37,7 @@ CPU_ALONE = {
     **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
     **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
     **dict.fromkeys(("flint", "gpt_oss"), "attention sinks"),
+    **dict.fromkeys(LINEAR_ATTENTION, "layers with linear attention"),
 }
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)
@@ -50,8 +55,8 @@ _PARTS = {
         (
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
             "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
-            "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3",
-            "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *MIXTURES,
+            "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3",
+            "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -61,6 +66,7 @@ SUPPORTED = tuple(_PARTS)
 _COUNTS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
 _MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
 
@@ -140,9 +146,12 @@ def check_supported(config: Any, max_length: int) -> None:
         _check_experts(config)
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
-    other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"}
+    linear = {"linear_attention"} if config.model_type in LINEAR_ATTENTION else set()
+    other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"} - linear
     if other:
         raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, and a layer's state is keys and values here")
+    if linear:
+        _check_linear_attention(config)
     if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
         raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
     if key_sizes(config)[1] % 8:
@@ -200,6 +209,17 @@ def _check_experts(config: Any) -> None:
         raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
 
 
+def _check_linear_attention(config: Any) -> None:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        remedy = f"write a multiple of {keys}, which linear_num_key_heads is"
+        raise _no_count(config, "linear_num_value_heads", values, remedy)
+    if config.linear_conv_kernel_dim < 2:
+        raise _no_count(config, "linear_conv_kernel_dim", config.linear_conv_kernel_dim, "write 2 or more")
+    if config.hidden_act not in ("silu", "swish"):
+        raise unsupported(config, f"has convolutions with {config.hidden_act}, where ONNX's have silu")
+
+
 def _no_count(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
     spelled = config.attribute_map.get(name, name)
     return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=place(config))
@@ -215,6 +235,19 @@ def key_sizes(config: Any) -> tuple[int, int]:
     if one_for_all:
         return 1, size
     return _declared(config, "num_key_value_heads") or _declared(config, "num_kv_heads") or heads, size
+
+
+def linear_states(config: Any) -> LinearAttention | None:
+    """What layers with linear attention keep of a row; None: the model has none."""
+    if config.model_type not in LINEAR_ATTENTION:
+        return None
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    heads, size = config.linear_num_value_heads, config.linear_value_head_dim
+    return LinearAttention(
+        layers=tuple(index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"),
+        conv_state=(2 * keys + heads * size, config.linear_conv_kernel_dim - 1),  # of queries, keys and values
+        recurrent_state=(heads, config.linear_key_head_dim, size),
+    )
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:
@@ -270,6 +303,8 @@ def settled(rotary: Any) -> Any:
     """
     kinds, scaling = rotary.rope_type, rotary.config.rope_parameters
     rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # some have one a kind of layer
+    if hasattr(rotary, "recomposition_frequencies"):  # of three positions, in time and place, which are one in text
+        rotary.recomposition_frequencies = lambda frequencies: torch.cat((frequencies[0], frequencies[0]), dim=-1)
     if "short_mscale" in scaling:  # Phi MoE asks its configuration
         rotary.config = copy.copy(rotary.config)
         rotary.config.rope_parameters = {**scaling, "rope_type": "default", "attention_factor": scaling["short_mscale"]}

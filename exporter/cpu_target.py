@@ -10,12 +10,14 @@ import onnxruntime
 
 from skipdecode import manifest
 from skipdecode.cpu import cpu_features
+from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
+from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.plan import Plan
@@ -47,6 +49,7 @@ def compile_cpu(
     """
     lowering = [
         LowerAttentionPass(max_length=limits.max_length),
+        LowerLinearAttentionPass(opset=OPSET),
         LowerExpertsPass(),
         FuseRouterPass(),
         OrderQKVPass(),

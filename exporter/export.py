@@ -310,6 +310,7 @@ def _write_manifest(
             num_heads=config.num_attention_heads,
             num_kv_heads=bones.num_kv_heads,
             head_size=bones.head_size,
+            linear_attention=bones.linear_attention,
             vocab_size=bones.vocab_size,
             num_parameters=bones.num_parameters,
             eos_token_ids=ends,

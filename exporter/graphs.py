@@ -19,6 +19,7 @@ from skipdecode.exporter.architectures import (
     decoder_parts,
     key_sizes,
     layer_kind,
+    linear_states,
     settled,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
@@ -26,11 +27,12 @@ from skipdecode.exporter.config_json import place, taking_config
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.own_attention import through_interface
-from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
+from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer, trace_linear_layer
 from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
+from skipdecode.manifest import LinearAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Skeleton:
     canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
     head_size: int
     num_kv_heads: int
+    linear_attention: LinearAttention | None
     vocab_size: int  # as the head gives it
 
     @property
@@ -114,6 +117,7 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         canonical=canonical | {name: name for name in buffers},
         head_size=head_size,
         num_kv_heads=kv_heads,
+        linear_attention=linear_states(config),
         vocab_size=model.get_output_embeddings().weight.shape[0],
     )
 
@@ -130,8 +134,11 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         key = (kind, _structure(layer))
         if key not in templates:
             real = through_interface(type(layer)(bones.config, index).to(bones.dtype))
-            window = attention_window(bones.config, index)
-            templates[key] = trace_layer(real, rotary, kind, window, sizes, bones.dtype)
+            if bones.linear_attention is not None and index in bones.linear_attention.layers:
+                templates[key] = trace_linear_layer(real, bones.config.hidden_size, bones.linear_attention, bones.dtype)
+            else:
+                window = attention_window(bones.config, index)
+                templates[key] = trace_layer(real, rotary, kind, window, sizes, bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
         graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]

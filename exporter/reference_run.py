@@ -5,11 +5,13 @@
 Request: `model`, `dimensions` (those of the bundle's manifest, which the model must have), `schedules` (names to `layers` and
 `warmup_layers`, anchored at the generated tokens), `prompts` (token ids), `new` (tokens to generate). With `"check": true` only
 the dimensions are compared. OUT is a safetensors file, for schedule s, prompt p, layer l: `{s}.{p}.tokens` [new] int64,
-`{s}.{p}.logits` [new,V], `{s}.{p}.key.{l}` and `{s}.{p}.value.{l}` [KVH, positions, D] float32.
+`{s}.{p}.logits` [new,V], and what the layer keeps by the names of its inputs (see skipdecode.bindings), `{s}.{p}.past_key.{l}`
+and `{s}.{p}.past_value.{l}` [KVH, positions, D] float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from itertools import chain
@@ -19,9 +21,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from skipdecode.bindings import PAST_CONV_STATE, PAST_KEY, PAST_RECURRENT_STATE, PAST_VALUE, of_layer
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents, key_sizes
+from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents, key_sizes, linear_states
 from skipdecode.exporter.attention import widened
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import skeleton
@@ -54,8 +57,8 @@ def answer(request: dict[str, Any], out: Path) -> int:
             tokens, logits = greedy_tokens(model, schedule, prompt, request["new"])
             arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
             arrays[f"{name}.{index}.logits"] = logits
-            for layer, (key, value) in enumerate(_keys_and_values(model, schedule, prompt, tokens)):
-                arrays[f"{name}.{index}.key.{layer}"], arrays[f"{name}.{index}.value.{layer}"] = key, value
+            for past, array in _states(model, schedule, prompt, tokens).items():
+                arrays[f"{name}.{index}.{past}"] = array
     save_file({name: array.contiguous() for name, array in arrays.items()}, out)
     return 0
 
@@ -96,10 +99,11 @@ def _dequantised(folder: Path, config: Any) -> Any:
 def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
     check_supported(config, 2)
     bones = skeleton(config)
+    linear = bones.linear_attention
     found = {
         "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
         "num_heads": config.num_attention_heads, "num_kv_heads": bones.num_kv_heads, "head_size": bones.head_size,
-        "vocab_size": bones.vocab_size,
+        "vocab_size": bones.vocab_size, "linear_attention": linear and json.loads(json.dumps(dataclasses.asdict(linear))),
     }  # fmt: skip
     for name, value in wanted.items():
         if found[name] != value:
@@ -109,28 +113,32 @@ def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _keys_and_values(
-    model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each layer's keys and values [KVH, positions that computed it, D] after all tokens but the last were fed."""
+def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]) -> dict[str, torch.Tensor]:
+    """What each layer keeps after all tokens but the last were fed: keys and values of the positions that computed it."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    linear = linear_states(model.config)
+    cache = DynamicCache(config=model.config) if linear else DynamicCache()  # by the configuration it keeps windows alone
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
     heads, _ = key_sizes(model.config)
-    return [
-        _as_kept(layer, kept.keys, kept.values, heads) for layer, kept in zip(decoder_layers(model), cache.layers, strict=True)
-    ]
+    found: dict[str, torch.Tensor] = {}
+    for index, (layer, kept) in enumerate(zip(decoder_layers(model), cache.layers, strict=True)):
+        if linear and index in linear.layers:  # its convolution's state has the newest kernel size's inputs, one of them needless
+            parts = {PAST_CONV_STATE: kept.conv_states[0][0, :, 1:], PAST_RECURRENT_STATE: kept.recurrent_states[0][0]}
+        else:
+            parts = _keys_and_values(layer, kept.keys, kept.values, heads)
+        found |= {of_layer(name, index): array for name, array in parts.items()}
+    return found
 
 
-def _as_kept(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_and_values(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, heads: int) -> dict[str, torch.Tensor]:
     """What the runtime's KV buffer holds of what transformers has cached, of the first row."""
     if expands_latents(layer):
         keys, values = layer.self_attn.expand_kv(keys, values)
         values = widened(values, keys.shape[-1])
     each = keys.shape[1] // heads  # Falcon's are there once for each query
-    return keys[0, ::each], values[0, ::each]
+    return {PAST_KEY: keys[0, ::each], PAST_VALUE: values[0, ::each]}
 
 
 if __name__ == "__main__":

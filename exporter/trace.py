@@ -1,7 +1,8 @@
 """One thin module per part of a decoder, traced to one ONNX graph: embedding, layer, head.
 
-Graphs are standard ONNX (opset 24, IR 10) with dynamic batch B, new tokens S and KV slots C. Position `p` of a row is KV slot
-`p`: no row holds padding, so `position_ids` alone says where keys are written and which slots a query may see.
+Graphs are standard ONNX (opset 24, with linear attention 27; IR 10) with dynamic batch B, new tokens S and KV slots C. Position
+`p` of a row is KV slot `p`: no row holds padding, so `position_ids` alone says where keys are written and which slots a query may
+see.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import onnx_ir as ir
 import torch
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as Output
 
+from skipdecode.bindings import PAST_CONV_STATE, PAST_RECURRENT_STATE, present
 from skipdecode.exporter.architectures import DecoderParts, expands_latents
 from skipdecode.exporter.attention import OPSET, ScatterCache
+from skipdecode.exporter.linear_attention import LINEAR_OPSET, StateCache, as_operators
+from skipdecode.manifest import LinearAttention
 
 IR_VERSION = 10
 _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a dimension of 0 or 1 dynamic
@@ -84,6 +88,22 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         return out, cache.present_key, cache.present_value
 
 
+class _LinearLayer(torch.nn.Module):  # type: ignore[misc]
+    """hidden [B,S,H], past_conv_state [B,C,K-1], past_recurrent_state [B,VH,DK,DV] -> hidden, both states after its tokens."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, hidden: torch.Tensor, past_conv_state: torch.Tensor, past_recurrent_state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        cache = StateCache(past_conv_state, past_recurrent_state)
+        with as_operators(self.layer, cache):
+            out = self.layer(hidden, position_embeddings=None, past_key_values=cache)
+        return out, cache.conv_state, cache.recurrent_state
+
+
 class _Head(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], last [B] int64 (which position of each row) -> logits [B,V]."""
 
@@ -127,6 +147,20 @@ def trace_layer(
         "hidden": {0: "B", 1: "S"}, "position_ids": {0: "B", 1: "S"}, "past_key": {0: "B", 2: "C"}, "past_value": {0: "B", 2: "C"}
     }  # fmt: skip
     return _export(_Layer(layer, rotary, layer_type, window), inputs, shapes, ["hidden_out", "present_key", "present_value"])
+
+
+def trace_linear_layer(layer: torch.nn.Module, hidden_size: int, states: LinearAttention, dtype: torch.dtype) -> ir.Model:
+    """The graph of a layer with linear attention, whose operators are those of opset 27."""
+    inputs = (
+        torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype),
+        torch.zeros(_BATCH, *states.conv_state, dtype=dtype),
+        torch.zeros(_BATCH, *states.recurrent_state, dtype=dtype),
+    )
+    past = (PAST_CONV_STATE, PAST_RECURRENT_STATE)
+    shapes = {"hidden": {0: "B", 1: "S"}, **{name: {0: "B"} for name in past}}
+    model = _export(_LinearLayer(layer), inputs, shapes, ["hidden_out", *map(present, past)])
+    model.opset_imports[""] = LINEAR_OPSET
+    return model
 
 
 def trace_head(

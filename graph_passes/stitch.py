@@ -37,7 +37,8 @@ def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
     for part in models:
         model = part.clone()
         _claim_names(model)
-        graph.opset_imports.update(model.graph.opset_imports)
+        for domain, version in model.graph.opset_imports.items():
+            graph.opset_imports[domain] = max(version, graph.opset_imports.get(domain, 0))
         _merge_inputs(graph, model.graph, inputs, hidden)
         _merge_initializers(graph, model.graph)
         nodes, outputs = list(model.graph), list(model.graph.outputs)

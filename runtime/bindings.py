@@ -6,6 +6,8 @@ D head size, C slots of a layer's KV buffer, V vocabulary.
 embed    input_ids [B,S] int64, position_ids [B,S] int64  ->  hidden [B,S,H]
 segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D] of its layers
          ->  hidden_out [B,S,H], present_key.{l} and present_value.{l}, the same memory as the past ones
+         of layers with linear attention, in their place: past_conv_state.{l} [B,channels,kernel size - 1] and
+         past_recurrent_state.{l} [B,heads,key size,value size], zeros before a row's first token; present_ .. as above
          of ONNX Runtime also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row, or
          more; always on the host)
          in TensorRT plans C is static (kv_buffer.static_slots), floats are fp16 or bf16; a prompt's pass has B = 1
@@ -26,6 +28,7 @@ LAST = "last"
 LOGITS = "logits"
 TIED_WEIGHT = "tied_weight"
 PAST_KEY, PAST_VALUE, PRESENT_KEY, PRESENT_VALUE = "past_key", "past_value", "present_key", "present_value"
+PAST_CONV_STATE, PAST_RECURRENT_STATE = "past_conv_state", "past_recurrent_state"
 
 
 def tied_rows(vocab_size: int) -> int:
@@ -36,3 +39,8 @@ def tied_rows(vocab_size: int) -> int:
 def of_layer(name: str, layer: int) -> str:
     """`past_key`, 3 -> `past_key.3`."""
     return f"{name}.{layer}"
+
+
+def present(past: str) -> str:
+    """`past_key.3` -> `present_key.3`."""
+    return past.replace("past_", "present_", 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import ge
 from typing import Any
@@ -13,7 +13,7 @@ from skipdecode import bindings as names
 from skipdecode.device import Call
 from skipdecode.engines import Engine, Engines
 from skipdecode.errors import CapacityError
-from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
+from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, layer_state, slots_per_layer
 from skipdecode.manifest import Model
 from skipdecode.memory import Array, HostMemory
 from skipdecode.schedule import Anchor, Schedule
@@ -135,7 +135,10 @@ class Decoder:
         """As `prefill`, but the logits stay where the engines leave them."""
         lengths = [len(prompt) for prompt in prompts]
         assert lengths == sorted(lengths, reverse=True)
-        for rows in _passes(lengths, self._prefill_chunk if self._shares_passes(lengths[0]) else 1):
+        self.kv.clear()
+        # what a row is padded by would stay in a linear attention's state
+        padding = _PADDING if self._model.linear_attention is None else 0
+        for rows in _passes(lengths, self._prefill_chunk if self._shares_passes(lengths[0]) else 1, padding):
             self._prefill_rows(rows, prompts[rows])
         self._step = 0
         self.kv.lengths[:] = lengths
@@ -241,14 +244,10 @@ class Decoder:
     def _prefill_segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
         """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
         layers, engine = self._engines.segments[index]
-        memory, model, count = self.memory, self._model, rows.stop - rows.start
-        length, width = hidden.shape[0] // count, model.hidden_size
+        count = rows.stop - rows.start
+        length, width = hidden.shape[0] // count, self._model.hidden_size
         slots = length if self._engines.slots is None else self._engines.slots[layers[0]]
-        shape = (count, model.num_kv_heads, slots, model.head_size)
-        # a layer that no decode step computes has no slots: its prompt's keys and values live for this call only
-        buffers = [
-            self.kv.rows(layer, rows) if self.kv.has(layer) else (memory.floats(shape), memory.floats(shape)) for layer in layers
-        ]
+        states = [self.kv.rows(layer, rows) if self.kv.has(layer) else self._passing(layer, count, slots) for layer in layers]
         computed = self._prefilled_positions(layers[0], length)
         for piece in pieces:
             start, stop = piece.tokens.start, min(piece.tokens.stop, computed)
@@ -263,7 +262,12 @@ class Decoder:
                 names.SEQLENS_K: piece.seqlens_k,
                 names.TOTAL_SEQUENCE_LENGTH: piece.total,
             }
-            bind_segment(engine, layers, inputs, part, buffers)()
+            bind_segment(engine, inputs, part, states)()
+
+    def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
+        """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""
+        shapes = layer_state(self._model, layer, slots)
+        return {name: self.memory.floats((count, *shape)) for name, shape in shapes.items()}
 
     def _climb(self, index: int, start: int) -> Call:
         """Segment `index` on rows `start ..`, bound when first needed."""
@@ -278,34 +282,24 @@ class Decoder:
                 names.SEQLENS_K: self.bound[names.SEQLENS_K][start:],
                 names.TOTAL_SEQUENCE_LENGTH: total,
             }
-            buffers = [self.kv.rows(layer, slice(start, None)) for layer in layers]
-            self._climbs[index, start] = bind_segment(engine, layers, inputs, hidden, buffers)
+            states = [self.kv.rows(layer, slice(start, None)) for layer in layers]
+            self._climbs[index, start] = bind_segment(engine, inputs, hidden, states)
         return self._climbs[index, start]
 
 
-def _passes(lengths: Sequence[int], most: int) -> Iterator[slice]:
-    """Rows, longest first, whose prompts share a pass of at most `most` tokens; a longer one is alone."""
+def _passes(lengths: Sequence[int], most: int, padding: int) -> Iterator[slice]:
+    """Rows, longest first, whose prompts share a pass of at most `most` tokens, `padding` a row; a longer one is alone."""
     first = 0
     for row, length in enumerate(lengths):
         longest = lengths[first]
-        if row > first and ((row - first + 1) * longest > most or longest - length > _PADDING):
+        if row > first and ((row - first + 1) * longest > most or longest - length > padding):
             yield slice(first, row)
             first = row
     yield slice(first, len(lengths))
 
 
-def bind_segment(
-    engine: Engine,
-    layers: tuple[int, ...],
-    inputs: Mapping[str, Array],
-    hidden: Array,
-    buffers: Sequence[tuple[Array, Array]],
-) -> Call:
-    """Bind a segment; hidden state and KV buffer are read and written in place."""
-    bound: dict[str, Array] = dict(inputs)
-    outputs: dict[str, Array] = {names.HIDDEN_OUT: hidden}
-    for layer, (key, value) in zip(layers, buffers, strict=True):
-        for past, present, array in ((names.PAST_KEY, names.PRESENT_KEY, key), (names.PAST_VALUE, names.PRESENT_VALUE, value)):
-            bound[names.of_layer(past, layer)] = array
-            outputs[names.of_layer(present, layer)] = array
-    return engine.bind(bound, outputs)
+def bind_segment(engine: Engine, inputs: Mapping[str, Array], hidden: Array, states: Iterable[Mapping[str, Array]]) -> Call:
+    """Bind a segment; hidden state and each layer's arrays, by the names of its inputs, are read and written in place."""
+    arrays = {name: array for state in states for name, array in state.items()}
+    written = {names.present(name): array for name, array in arrays.items()}
+    return engine.bind({**inputs, **arrays}, {names.HIDDEN_OUT: hidden, **written})

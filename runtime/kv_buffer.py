@@ -1,13 +1,16 @@
-"""The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape."""
+"""The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape.
+
+A layer with linear attention has a state of one size in their place.
+"""
 
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
+from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Model, Target
 from skipdecode.memory import Memory
@@ -53,38 +56,65 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
     return static_slots(manifest.schedule, manifest.limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
 
 
+def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
+    """What `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them."""
+    linear = model.linear_attention
+    if linear is not None and layer in linear.layers:
+        shapes = {names.PAST_CONV_STATE: linear.conv_state, names.PAST_RECURRENT_STATE: linear.recurrent_state}
+    else:
+        shapes = dict.fromkeys((names.PAST_KEY, names.PAST_VALUE), (model.num_kv_heads, slots, model.head_size))
+    return {names.of_layer(name, layer): shape for name, shape in shapes.items()}
+
+
+def state_numbers(model: Model, layer: int, slots: int) -> int:
+    """How many numbers that is."""
+    return sum(map(math.prod, layer_state(model, layer, slots).values()))
+
+
 class KVBuffer:
     """Memory and lengths, nothing else.
 
     All of it is one block: numpy asks for huge pages for large arrays alone, and a decode step reads every valid slot.
 
+    Args:
+        slots: C, of each layer; 0: it needs none, nor any other state.
+
     Attributes:
-        keys, values: a layer's [B, KVH, C, D] in the memory's float type, C its own number of slots; None where it needs none.
+        layers: of each layer the arrays [B, ...] of `layer_state`, in the memory's float type; none where it needs none.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
-        shapes = [(rows, model.num_kv_heads, count, model.head_size) for count in slots for _ in ("keys", "values")]
-        ends = list(accumulate(map(math.prod, shapes), initial=0))  # in numbers
-        block = memory.floats((ends[-1],))
-        parts: list[Any] = [
-            block[start:end].reshape(*shape) if end > start else None
-            for (start, end), shape in zip(pairwise(ends), shapes, strict=True)
-        ]
-        self.keys, self.values = parts[::2], parts[1::2]
+        states = [layer_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
+        self.layers: list[dict[str, Any]] = [{} for _ in slots]
+        block = memory.floats((rows * sum(math.prod(shape) for state in states for shape in state.values()),))
+        end = 0  # in numbers
+        for arrays, state in zip(self.layers, states, strict=True):
+            for name, shape in state.items():
+                start, end = end, end + rows * math.prod(shape)
+                arrays[name] = block[start:end].reshape(rows, *shape)
+        self._linear = [array for arrays in self.layers for name, array in arrays.items() if not _has_slots(name)]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:
         """Whether any decode step computes `layer`."""
-        return self.keys[layer] is not None
+        return bool(self.layers[layer])
 
-    def rows(self, layer: int, rows: slice) -> tuple[Any, Any]:
-        """Keys and values of some rows of a layer, contiguous, at the buffer's own addresses."""
-        key, value = self.keys[layer], self.values[layer]
-        assert key is not None and value is not None, f"no decode step computes layer {layer}"
-        return key[rows], value[rows]
+    def rows(self, layer: int, rows: slice) -> dict[str, Any]:
+        """The arrays of some rows of a layer, contiguous, at the buffer's own addresses."""
+        assert self.has(layer), f"no decode step computes layer {layer}"
+        return {name: array[rows] for name, array in self.layers[layer].items()}
+
+    def clear(self) -> None:
+        """Forget what linear attention has summed up; keys and values are written before they are read."""
+        for array in self._linear:
+            array[:] = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(array.nbytes for array in (*self.keys, *self.values) if array is not None)
+        """Bytes of all arrays."""
+        return sum(array.nbytes for arrays in self.layers for array in arrays.values())
+
+
+def _has_slots(name: str) -> bool:
+    return name.startswith((names.PAST_KEY, names.PAST_VALUE))

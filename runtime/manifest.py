@@ -9,15 +9,25 @@ import reprlib
 import types
 import typing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skipdecode.errors import BundleError, SkipDecodeError
 from skipdecode.schedule import Anchor, Schedule, active_layers
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "bundle.json"
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers whose state is of one size, whatever the length (Gated DeltaNet, arXiv 2412.06464)."""
+
+    layers: tuple[int, ...]  # rising
+    conv_state: tuple[int, ...]  # channels, the last inputs of a causal convolution: kernel size - 1
+    recurrent_state: tuple[int, ...]  # heads, key size, value size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +43,7 @@ class Model:
     head_size: int  # D
     vocab_size: int  # V
     num_parameters: int  # tied weights once
+    linear_attention: LinearAttention | None  # None: every layer has keys and values
     eos_token_ids: tuple[int, ...]  # empty: no token ends a row
 
 
@@ -121,6 +132,7 @@ class Manifest:
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
+            (_linear_attention_holds(self.model), "model.linear_attention", "has no layers of the model, or sizes that are none"),
             (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
@@ -237,6 +249,15 @@ def _weights_hold(target: Target) -> bool:
 def _sizes_hold(value: Model | Limits) -> bool:
     """Whether every number is one that a size can be: what divides by it or multiplies it is safe."""
     return all(0 < number < 2**63 for number in dataclasses.astuple(value) if isinstance(number, int))
+
+
+def _linear_attention_holds(model: Model) -> bool:
+    linear = model.linear_attention
+    if linear is None:
+        return True
+    sizes = len(linear.conv_state) == 2 and len(linear.recurrent_state) == 3
+    rising = all(before < after for before, after in pairwise((-1, *linear.layers, model.num_layers)))
+    return sizes and rising and all(0 < size < 2**31 for size in (*linear.conv_state, *linear.recurrent_state))
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:

@@ -63,6 +63,15 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }  # fmt: skip
+# two layers with linear attention, then one with attention; half of the heads that values have, and another size of them
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+_THREE_POSITIONS = {  # in time and place, which are one in text
+    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+    "mrope_interleaved": True,
+}  # fmt: skip
 # The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
     "afmoe": {
@@ -173,8 +182,12 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {"qk_layernorm": True},
     "phimoe": {"num_local_experts": 5},
+    "olmo_hybrid": {**_DELTA_NET, "linear_allow_neg_eigval": True},
     "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, **_SHARED, "rope_parameters": _THREE_POSITIONS},
+    "qwen3_5_text": {**_DELTA_NET, "head_dim": 16, "rope_parameters": _THREE_POSITIONS},
     "qwen3_moe": {**_EXPERTS, "num_experts": 5, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, **_SHARED},
     "seed_oss": {"head_dim": 16},
     "smollm3": {},  # every fourth layer rotates nothing
     "solar_open": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16},

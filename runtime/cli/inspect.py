@@ -16,7 +16,7 @@ from typing import Any
 
 from skipdecode import manifest as manifests
 from skipdecode.cli import Parser, guarded
-from skipdecode.kv_buffer import slots_per_layer, static_slots
+from skipdecode.kv_buffer import slots_per_layer, state_numbers, static_slots
 from skipdecode.manifest import Manifest, Target, Variant
 from skipdecode.schedule import Schedule, full_depth
 
@@ -107,9 +107,11 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = Non
     """
     model, longest = manifest.model, manifest.limits.max_length
     static = target is not None and target.name.startswith("tensorrt")
-    slot_bytes = model.num_kv_heads * model.head_size * (target.float_bytes if target else 4)
+    float_bytes = target.float_bytes if target else 4
     slots = slots_per_layer(schedule, longest // 2, longest - longest // 2)
-    return sum(static_slots(schedule, longest, slot_bytes) if static else slots) * 2 * slot_bytes
+    if static:
+        slots = static_slots(schedule, longest, model.num_kv_heads * model.head_size * float_bytes)
+    return sum(state_numbers(model, layer, count) for layer, count in enumerate(slots) if count) * float_bytes
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from skipdecode import bindings as names
 from skipdecode.engines.ort import OrtEngine, Tensor
 from skipdecode.errors import BundleError
+from skipdecode.kv_buffer import layer_state
 from skipdecode.manifest import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
+_SLOTS = -1  # stands for that number of slots in a layer's shapes
 _IDS = ("int64", (_ANY, _ANY))
 
 Tensors = Mapping[str, Tensor]  # by name
@@ -47,10 +50,10 @@ def embed_contract(model: Model, floats: str) -> Contract:
 
 def segment_contract(model: Model, floats: str, layers: Iterable[int]) -> Contract:
     """Of the engine that computes `layers`."""
-    slots = (floats, (_ANY, model.num_kv_heads, _ANY, model.head_size))
-    past = {names.of_layer(name, layer): slots for layer in layers for name in (names.PAST_KEY, names.PAST_VALUE)}
+    states = (layer_state(model, layer, _SLOTS).items() for layer in layers)
+    past = {name: (floats, (_ANY, *(_ANY if size == _SLOTS else size for size in shape))) for name, shape in chain(*states)}
     lengths = {name: ("int32", (_ANY,)) for name in (names.SEQLENS_K, names.TOTAL_SEQUENCE_LENGTH)}
-    present = {name.replace("past", "present", 1): slots for name in past}
+    present = {names.present(name): tensor for name, tensor in past.items()}
     hidden = _hidden(model, floats)
     return Contract(
         inputs={names.HIDDEN: hidden, names.POSITION_IDS: _IDS, **lengths, **past}, outputs={names.HIDDEN_OUT: hidden, **present}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -85,14 +86,15 @@ def _compare(generator: Generator, schedule: Schedule, prompts: list[list[int]],
 
 
 def _compare_kv(decoder: Decoder, layer: int, rows: int, reference: Arrays, name: str) -> dict[str, Any]:
-    """Largest error of one layer's keys and values, over all rows and their valid positions."""
-    errors = []
+    """Largest error of each array that one layer keeps, over all rows and their valid positions."""
+    worst: dict[str, float] = {}
     for row in range(rows):
-        for kind, part in zip(("key", "value"), decoder.kv.rows(layer, slice(row, row + 1)), strict=True):
-            found = decoder.memory.to_host(part)
-            wanted = reference[f"{name}.{row}.{kind}.{layer}"]
-            errors.append(float(np.abs(found[0, :, : wanted.shape[1]] - wanted).max()))
-    return {"layer": layer, "max_key_error": max(errors[::2]), "max_value_error": max(errors[1::2])}
+        for past, part in decoder.kv.rows(layer, slice(row, row + 1)).items():
+            wanted = reference[f"{name}.{row}.{past}"]
+            found = decoder.memory.to_host(part)[0][tuple(map(slice, wanted.shape))]  # its valid positions
+            kind = past.removeprefix("past_").removesuffix(f".{layer}")
+            worst[kind] = max(worst.get(kind, 0.0), float(np.abs(found - wanted).max()))
+    return {"layer": layer, **{f"max_{kind}_error": error for kind, error in worst.items()}}
 
 
 def _constant(own: Schedule, count: int) -> Schedule:
@@ -109,7 +111,7 @@ def _prompts(manifest: Manifest) -> list[list[int]]:
 
 def _dimensions(manifest: Manifest) -> dict[str, Any]:
     names = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "vocab_size")
-    return {name: getattr(manifest.model, name) for name in names}
+    return {name: value for name, value in dataclasses.asdict(manifest.model).items() if name in (*names, "linear_attention")}
 
 
 def _ask(request: dict[str, Any], out: Path) -> None:

@@ -82,12 +82,9 @@ def _chain(engines: Sequence[tuple[tuple[int, ...], Engine]], memory: DeviceMemo
         inputs: dict[str, Array] = {names.HIDDEN: hidden, names.POSITION_IDS: arrays[names.POSITION_IDS]}
         outputs = {names.HIDDEN_OUT: hidden}
         for layers, engine in engines:
-            buffers = [
-                (arrays[names.of_layer(names.PAST_KEY, at)], arrays[names.of_layer(names.PAST_VALUE, at)]) for at in layers
-            ]
-            bind_segment(engine, layers, inputs, hidden, buffers)()
-            for layer, (key, value) in zip(layers, buffers, strict=True):
-                outputs |= {names.of_layer(names.PRESENT_KEY, layer): key, names.of_layer(names.PRESENT_VALUE, layer): value}
+            past = [names.of_layer(name, layer) for layer in layers for name in (names.PAST_KEY, names.PAST_VALUE)]
+            bind_segment(engine, inputs, hidden, [{name: arrays[name] for name in past}])()
+            outputs |= {names.present(name): arrays[name] for name in past}
         return {name: memory.to_host(array) for name, array in outputs.items()}
 
     return infer

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from skipdecode.kv_buffer import state_numbers
 from skipdecode.manifest import Manifest, Target
 from skipdecode.schedule import active_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Weights of the active segments and the head once, keys and values of every valid position a row.
+    """Weights of the active segments and the head once; keys and values of every valid position a row, or a linear state.
 
     Where layers attend to a sliding window, that counts more of the keys and values than they read.
     """
@@ -23,8 +24,8 @@ class StepBytes:
         """Bytes of one step of the variant with `num_layers` layers, `batch` rows and `context` valid positions each."""
         schedule, model = self.manifest.schedule, self.manifest.model
         active = active_layers(model.num_layers, schedule.warmup_layers, num_layers)
-        kv = len(active) * batch * context * 2 * model.num_kv_heads * model.head_size * self.target.float_bytes
-        return self._weights(frozenset(active)) + kv
+        state = sum(state_numbers(model, layer, context) for layer in active) * batch * self.target.float_bytes
+        return self._weights(frozenset(active)) + state
 
     def _weights(self, active: Collection[int]) -> int:
         segments = zip(self.manifest.segments, self.target.segment_weight_bytes, strict=True)

@@ -61,7 +61,7 @@ def _parity(target: dict[str, Any]) -> Table:
     table = _table(f"{target['name']}: against the reference", "variant", "max error", "mean error", "of largest",
                    "first token that differs", "max KV error", "")  # fmt: skip
     for row in target["parity"]:
-        kv = max(max(layer["max_key_error"], layer["max_value_error"]) for layer in row["kv"])
+        kv = max(error for layer in row["kv"] for name, error in layer.items() if name != "layer")
         first = row["first_token_that_differs"]
         verdict = {True: "holds", False: "DOES NOT HOLD", None: "told only"}[row["holds"]]
         table.add_row(

@@ -30,10 +30,10 @@ def make_manifest(schedule: Schedule, folder: Path) -> manifests.Manifest:
     for name in engines:
         (folder / name).write_bytes(name.encode())
     return manifests.Manifest(
-        format_version=1,
+        format_version=manifests.FORMAT_VERSION,
         model=manifests.Model(
             name="m", model_type="opt", num_layers=schedule.num_layers, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4,
-            vocab_size=9, num_parameters=100, eos_token_ids=(2,),
+            vocab_size=9, num_parameters=100, linear_attention=None, eos_token_ids=(2,),
         ),
         dtype="float32",
         limits=manifests.Limits(max_length=32, max_batch=4),
@@ -103,9 +103,10 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_named(attack: Any) -> None:
-    attack(lambda d: d.update(format_version=2), "format_version is 2, this runtime reads 1")
+    attack(lambda d: d.update(format_version=3), "format_version is 3, this runtime reads 2")
 
 
+LINEAR = {"layers": [0, 2], "conv_state": [5, 3], "recurrent_state": [2, 4, 8]}
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown_key": (lambda d: d.update(extra=1), "unknown key 'extra'"),
     "missing_key": (lambda d: d.pop("limits"), "missing key 'limits'"),
@@ -131,6 +132,19 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "depth_beyond_memory": (lambda d: [d[part].update(num_layers=2**62) for part in ("model", "schedule")], "do not cover"),
     "depth_beyond_an_index": (lambda d: d["model"].update(num_layers=2**70), "num_layers differs"),
     "negative_depth": (lambda d: d["model"].update(num_layers=-1), "num_layers differs"),
+    "linear_attention_in_no_layer": (lambda d: d["model"].update(linear_attention={**LINEAR, "layers": [DEPTH]}), "no layers of"),
+    "linear_attention_in_a_layer_twice": (
+        lambda d: d["model"].update(linear_attention={**LINEAR, "layers": [1, 1]}),
+        "model.linear_attention has no layers of",
+    ),
+    "linear_attention_of_no_channels": (
+        lambda d: d["model"].update(linear_attention={**LINEAR, "conv_state": [0, 3]}),
+        "or sizes that are none",
+    ),
+    "linear_attention_of_four_sizes": (
+        lambda d: d["model"].update(linear_attention={**LINEAR, "recurrent_state": [1, 2, 3, 4]}),
+        "or sizes that are none",
+    ),
     "segment_missing_a_layer": (lambda d: d["segments"][-1].pop(), "do not cover each layer once"),
     "overlapping_segments": (lambda d: d["segments"][1].insert(0, 0), "do not cover each layer once"),
     "kv_slots_of_another_schedule": (lambda d: d["kv_slots"].__setitem__(1, 3), "kv_slots do not follow"),

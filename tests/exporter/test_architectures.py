@@ -192,6 +192,9 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
         ("llama", {"is_causal": False}, "attends to later tokens"),
         ("llama", {"head_dim": 20}, "has heads of 20, and ONNX Runtime's attention takes multiples of 8"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "leaves out biases"),
+        ("qwen3_5_text", {"linear_num_value_heads": 5}, "linear_num_value_heads is 5 .*; write a multiple of 2"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1 .*; write 2 or more"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "has convolutions with gelu, where ONNX's have silu"),
     ],
 )
 def test_settings_that_no_engine_could_follow_are_refused(name: str, settings: dict[str, Any], message: str) -> None:

@@ -18,6 +18,7 @@ from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.conftest import CONFIGS, LAYERS, Zoo
 
 NEW = 12
+NAMES = [*CONFIGS, "qwen3_5_text"]  # which keeps another state than keys and values in some of its layers
 RAGGED = [[5, 6], [9, 8, 7, 6, 5, 4, 3, 17, 23], [11], [4, 50, 6, 70]]
 
 
@@ -43,7 +44,7 @@ def reference(zoo: Zoo) -> Reference:
     return functools.cache(lambda name, schedule, prompt: greedy_tokens(model(name), schedule, list(prompt), NEW))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_the_reference_for_every_schedule_alone_and_in_a_ragged_batch(
     name: str, zoo: Zoo, reference: Reference, tmp_path: Path
 ) -> None:
@@ -58,7 +59,7 @@ def test_greedy_tokens_equal_the_reference_for_every_schedule_alone_and_in_a_rag
             assert batch.layers == tuple(schedule.layers_at(t) for t in range(NEW - 1))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(
     name: str, zoo: Zoo, reference: Reference, tmp_path: Path
 ) -> None:
@@ -74,7 +75,7 @@ def test_logits_of_every_step_are_within_a_thousandth_of_the_reference(
             assert np.abs(decoder.logits[0] - row).max() <= 1e-3 * np.abs(row).max(), (schedule, step)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_full_depth_equals_transformers_generate(name: str, zoo: Zoo) -> None:
     generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
     prompt = RAGGED[1]
@@ -87,9 +88,10 @@ def test_full_depth_equals_transformers_generate(name: str, zoo: Zoo) -> None:
     assert result.sequences[0].token_ids[:stop] == expected[:stop]  # min_new_tokens forbids the stop token there
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @pytest.mark.parametrize("chunk", [1, 7, 30, 999])
-def test_a_long_prompt_runs_in_chunks_with_the_same_tokens(zoo: Zoo, chunk: int) -> None:
+def test_a_long_prompt_runs_in_chunks_with_the_same_tokens(name: str, zoo: Zoo, chunk: int) -> None:
     prompt = [(7 * i) % 90 for i in range(30)]
-    whole = skipdecode.load(zoo.bundle("llama")).generate(prompt, max_new_tokens=NEW, ignore_eos=True)
-    chunked = skipdecode.load(zoo.bundle("llama"), prefill_chunk=chunk)
+    whole = skipdecode.load(zoo.bundle(name)).generate(prompt, max_new_tokens=NEW, ignore_eos=True)
+    chunked = skipdecode.load(zoo.bundle(name), prefill_chunk=chunk)
     assert chunked.generate(prompt, max_new_tokens=NEW, ignore_eos=True).sequences == whole.sequences

@@ -141,9 +141,9 @@ def test_keys_and_values_are_updated_in_place(llama: Path) -> None:
     decoder = skipdecode.load(llama, target="cuda").decoder([3], NEW)
     layer = LAYERS - 1
     decoder.prefill([[5, 6, 7]])
-    before = decoder.memory.to_host(decoder.kv.rows(layer, slice(None))[0]).copy()
+    before = decoder.memory.to_host(decoder.kv.layers[layer][f"past_key.{layer}"]).copy()
     decoder.decode_step(np.array([8]))
-    after = decoder.memory.to_host(decoder.kv.rows(layer, slice(None))[0])
+    after = decoder.memory.to_host(decoder.kv.layers[layer][f"past_key.{layer}"])
     assert (after[:, :, :3] == before[:, :, :3]).all() and (after[:, :, 3] != before[:, :, 3]).any()
     assert (after[:, :, 4:] == before[:, :, 4:]).all()
 

@@ -20,22 +20,23 @@ SCHEDULES = {
 }
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 100))
-def test_passes_take_every_row_once_and_share_only_what_fits(lengths: list[int], most: int) -> None:
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 100), st.integers(0, 6))
+def test_passes_take_every_row_once_and_share_only_what_fits(lengths: list[int], most: int, padding: int) -> None:
     lengths.sort(reverse=True)
-    passes = list(_passes(lengths, most))
+    passes = list(_passes(lengths, most, padding))
     assert [row for rows in passes for row in range(rows.start, rows.stop)] == list(range(len(lengths)))
     for rows in passes:
         shared = lengths[rows]
-        assert len(shared) == 1 or (len(shared) * shared[0] <= most and shared[0] - shared[-1] <= 4)
+        assert len(shared) == 1 or (len(shared) * shared[0] <= most and shared[0] - shared[-1] <= padding)
 
 
 def test_short_prompts_of_about_the_same_length_share_a_pass() -> None:
-    assert list(_passes([8, 6, 6, 1], 512)) == [slice(0, 3), slice(3, 4)]
-    assert list(_passes([8, 8, 8, 8], 16)) == [slice(0, 2), slice(2, 4)]
+    assert list(_passes([8, 6, 6, 1], 512, 4)) == [slice(0, 3), slice(3, 4)]
+    assert list(_passes([8, 8, 8, 8], 16, 4)) == [slice(0, 2), slice(2, 4)]
+    assert list(_passes([8, 6, 6, 1], 512, 0)) == [slice(0, 1), slice(1, 3), slice(3, 4)]
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma2"])
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma2", "qwen3_5_text"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_rows_that_share_a_pass_get_what_each_gets_alone(name: str, schedule: Schedule, zoo: Zoo) -> None:
     generator = skipdecode.load(zoo.bundle(name))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skipdecode.device import ALIGNMENT
 from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, slots_per_layer, static_slots
-from skipdecode.manifest import Model
+from skipdecode.manifest import LinearAttention, Model
 from skipdecode.memory import HostMemory
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
@@ -49,15 +49,16 @@ def test_static_slots_hold_every_run_of_the_longest_length_in_aligned_rows(
 
 MODEL = Model(
     name="m", model_type="opt", num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, vocab_size=9,
-    num_parameters=1, eos_token_ids=(),
+    num_parameters=1, linear_attention=None, eos_token_ids=(),
 )  # fmt: skip
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages to ask for")
 def test_a_large_buffer_asks_for_huge_pages_though_no_layer_is_large() -> None:
     buffer = KVBuffer(MODEL, 8, (20_000,) * 3, HostMemory())
-    assert max(array.nbytes for array in buffer.keys) < 8 << 20 < buffer.nbytes
-    for array in (*buffer.keys, *buffer.values):
+    arrays = [array for layer in buffer.layers for array in layer.values()]
+    assert len(arrays) == 6 and max(array.nbytes for array in arrays) < 8 << 20 < buffer.nbytes
+    for array in arrays:
         assert "hg" in _flags(array.ctypes.data + array.nbytes // 2)
 
 
@@ -76,3 +77,20 @@ def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> 
     buffer = KVBuffer(MODEL, 5, (7, 0, 4), HostMemory())
     assert buffer.nbytes == 2 * 5 * 2 * 4 * 4 * (7 + 4)
     assert [buffer.has(layer) for layer in range(3)] == [True, False, True]
+
+
+def test_a_layer_with_linear_attention_has_a_state_whatever_its_slots_and_only_that_is_cleared() -> None:
+    linear = LinearAttention(layers=(0, 1), conv_state=(7, 3), recurrent_state=(2, 4, 5))
+    buffer = KVBuffer(dataclasses.replace(MODEL, linear_attention=linear), 5, (7, 0, 4), HostMemory())
+    shapes = [{name: array.shape for name, array in layer.items()} for layer in buffer.layers]
+    assert shapes == [
+        {"past_conv_state.0": (5, 7, 3), "past_recurrent_state.0": (5, 2, 4, 5)},
+        {},
+        {"past_key.2": (5, 2, 4, 4), "past_value.2": (5, 2, 4, 4)},
+    ]
+    for arrays in (buffer.rows(0, slice(2, None)), buffer.rows(2, slice(2, None))):
+        for array in arrays.values():
+            array[:] = 1
+    buffer.clear()
+    assert not any(array.any() for array in buffer.layers[0].values())
+    assert all(array[2:].all() and not array[:2].any() for array in buffer.layers[2].values())

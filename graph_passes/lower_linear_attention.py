@@ -1,0 +1,34 @@
+"""Lower opset 27's LinearAttention and CausalConvWithState to ONNX Runtime's own operators of these names, which are the same.
+
+    LinearAttention(..)  ->  com.microsoft.LinearAttention(..), and the graph is one of opset 24 again
+
+Why: ONNX Runtime fuses what it knows by the versions of operators, and knows many of opset 27 not yet.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+
+_OPERATORS = ("LinearAttention", "CausalConvWithState")
+
+
+class LowerLinearAttentionPass(ir.passes.InPlacePass):
+    """Changes domains alone.
+
+    Args:
+        opset: what the graph's other operators were traced for.
+    """
+
+    def __init__(self, *, opset: int) -> None:
+        super().__init__()
+        self.opset = opset
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.domain == "" and node.op_type in _OPERATORS]
+        for node in found:
+            node.domain = MS_DOMAIN
+        if found:
+            model.graph.opset_imports.update({"": self.opset, MS_DOMAIN: 1})
+        return ir.passes.PassResult(model, bool(found))
