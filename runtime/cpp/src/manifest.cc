@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -15,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int64_t kFormatVersion = 1;
+constexpr int64_t kFormatVersion = 2;
 constexpr size_t kShown = 40;  // characters of a wrong value that an error shows
 
 Error Malformed(const std::string& where, const std::string& what) { return BundleError(where + " " + what, "bundle.json"); }
@@ -83,10 +85,16 @@ class Object {
   std::string where_;
 };
 
+std::optional<LinearAttention> DecodeLinearAttention(const Json& data) {
+  if (data.is_null()) return std::nullopt;
+  const Object o(data, "model.linear_attention", {"layers", "conv_state", "recurrent_state"});
+  return LinearAttention{o.Integers("layers"), o.Integers("conv_state"), o.Integers("recurrent_state")};
+}
+
 Model DecodeModel(const Json& data) {
   const Object o(data, "model",
                  {"name", "model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "vocab_size",
-                  "num_parameters", "eos_token_ids"});
+                  "num_parameters", "linear_attention", "eos_token_ids"});
   return {o.Text("name"),
           o.Text("model_type"),
           o.Integer("num_layers"),
@@ -96,6 +104,7 @@ Model DecodeModel(const Json& data) {
           o.Integer("head_size"),
           o.Integer("vocab_size"),
           o.Integer("num_parameters"),
+          DecodeLinearAttention(o.at("linear_attention")),
           o.Integers("eos_token_ids")};
 }
 
@@ -136,6 +145,31 @@ File DecodeFile(const Json& data, const std::string& where) {
   return {o.Text("path"), o.Integer("size"), o.Text("sha256")};
 }
 
+void CheckLinearAttention(const Model& model) {
+  if (!model.linear_attention) return;
+  const auto& [layers, conv_state, recurrent_state] = *model.linear_attention;
+  const auto among_layers = [&](int64_t layer) { return layer >= 0 && layer < model.num_layers; };
+  const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
+  const bool holds = std::all_of(layers.begin(), layers.end(), among_layers) &&
+                     std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) == layers.end() &&
+                     conv_state.size() == 2 && std::all_of(conv_state.begin(), conv_state.end(), is_size) &&
+                     recurrent_state.size() == 3 && std::all_of(recurrent_state.begin(), recurrent_state.end(), is_size);
+  if (!holds) throw Malformed("model.linear_attention", "has no layers of the model, or sizes that are none");
+}
+
+// Of a row, with keys and values of `length` positions for each layer; in double, which no size overflows.
+double StateNumbers(const Model& model, int64_t length) {
+  const auto product = [](const std::vector<int64_t>& sizes) {
+    return std::accumulate(sizes.begin(), sizes.end(), 1.0, std::multiplies<>());
+  };
+  double numbers = product({2, model.num_layers, model.num_kv_heads, model.head_size, length});
+  if (model.linear_attention) {
+    const auto& [layers, conv_state, recurrent_state] = *model.linear_attention;
+    numbers += static_cast<double>(layers.size()) * (product(conv_state) + product(recurrent_state));
+  }
+  return numbers;
+}
+
 void CheckSizes(const Manifest& manifest) {
   const Model& m = manifest.model;
   for (const int64_t size :
@@ -146,11 +180,11 @@ void CheckSizes(const Manifest& manifest) {
     throw Malformed("limits", "are not positive numbers below 2**63");
   }
   // what the runtime multiplies must not overflow: a KV buffer, logits, hidden states
-  const auto layers = static_cast<double>(m.num_layers), rows = static_cast<double>(manifest.limits.max_batch);
-  const auto length = static_cast<double>(manifest.limits.max_length), hidden = static_cast<double>(m.hidden_size);
-  const double keys = static_cast<double>(m.num_kv_heads) * static_cast<double>(m.head_size);
+  const auto length = static_cast<double>(manifest.limits.max_length), rows = static_cast<double>(manifest.limits.max_batch);
+  const double state = StateNumbers(m, manifest.limits.max_length) * rows;
   const double logits = static_cast<double>(m.vocab_size) * rows;
-  if (std::max({8.0 * layers * keys * length * rows, 4.0 * logits, 4.0 * hidden * std::max(length, rows)}) > 0x1p62) {
+  const double hidden = static_cast<double>(m.hidden_size) * std::max(length, rows);
+  if (4.0 * std::max({state, logits, hidden}) > 0x1p62) {
     throw Malformed("model and limits", "are too large for any memory");
   }
 }
@@ -266,6 +300,7 @@ Manifest DecodeManifest(const Json& data) {
   if (manifest.schedule.num_layers() != manifest.model.num_layers) {
     throw Malformed("schedule.num_layers", "differs from the model's " + std::to_string(manifest.model.num_layers) + " layers");
   }
+  CheckLinearAttention(manifest.model);
   CheckSizes(manifest);
   CheckSegments(manifest);
   CheckSlots(o, manifest);

@@ -12,9 +12,17 @@
 
 namespace skd {
 
+// Layers whose state is of one size, whatever the length (Gated DeltaNet, arXiv 2412.06464).
+struct LinearAttention {
+  std::vector<int64_t> layers;           // rising
+  std::vector<int64_t> conv_state;       // channels, the last inputs of a causal convolution: kernel size - 1
+  std::vector<int64_t> recurrent_state;  // heads, key size, value size
+};
+
 struct Model {
   std::string name, model_type;
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, vocab_size, num_parameters;
+  std::optional<LinearAttention> linear_attention;  // nullopt: every layer has keys and values
   std::vector<int64_t> eos_token_ids;
 };
 
