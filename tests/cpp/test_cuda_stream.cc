@@ -1,6 +1,7 @@
 // The GPU's stream and graphs, on a stand-in for NVIDIA's driver (tests/standin/libcuda.cc), which must be found first.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <future>
@@ -48,7 +49,7 @@ size_t Taken() { return Driver<size_t()>("standin_taken")(); }
 
 }  // namespace
 
-TEST_CASE("bytes come back from the GPU as they were sent and copied, and are zeros before") {
+TEST_CASE("bytes come back from the GPU as they were sent and copied, and are zeros before and when they are cleared") {
   const size_t taken = Taken();
   {
     using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
@@ -63,6 +64,10 @@ TEST_CASE("bytes come back from the GPU as they were sent and copied, and are ze
     skd::cuda_stream::Copy(second.get(), first.get(), kBytes);
     skd::cuda_stream::Receive(pinned.get(), second.get(), kBytes);
     CHECK(std::memcmp(pinned.get(), sent.data(), kBytes) == 0);
+    skd::cuda_stream::Clear(second.get() + 1, kBytes - 1);
+    skd::cuda_stream::Receive(found.data(), second.get(), kBytes);
+    std::fill(sent.begin() + 1, sent.end(), 0);
+    CHECK(found == sent);
     CHECK(Taken() >= taken + 3 * kBytes);
   }
   CHECK(Taken() == taken);

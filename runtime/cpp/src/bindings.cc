@@ -75,6 +75,13 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
 
 }  // namespace
 
+void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
+  std::vector<int64_t> shape{rows};
+  shape.insert(shape.end(), array.shape.begin(), array.shape.end());
+  inputs.push_back(memory.Floats(array.past, data, shape));
+  outputs.push_back(memory.Floats(array.present, data, std::move(shape)));
+}
+
 Bindings EmbedBindings(const Memory& memory, const Model& model) {
   return {{Int64s(memory, "input_ids", {kAny, kAny}), Int64s(memory, "position_ids", {kAny, kAny}), TiedWeight(memory, model)},
           {Hidden(memory, model, "hidden")}};
@@ -84,13 +91,8 @@ Bindings SegmentBindings(const Memory& memory, const Model& model, const std::ve
   Bindings bindings{{Hidden(memory, model, "hidden"), Int64s(memory, "position_ids", {kAny, kAny}), Int32s(memory, "seqlens_k"),
                      Int32s(memory, "total_sequence_length")},
                     {Hidden(memory, model, "hidden_out")}};
-  const std::vector<int64_t> slots{kAny, model.num_kv_heads, kAny, model.head_size};
   for (const int64_t layer : layers) {
-    const std::string number = "." + std::to_string(layer);
-    for (const char* name : {"past_key", "past_value"}) bindings.inputs.push_back(memory.Floats(name + number, nullptr, slots));
-    for (const char* name : {"present_key", "present_value"}) {
-      bindings.outputs.push_back(memory.Floats(name + number, nullptr, slots));
-    }
+    for (const StateArray& array : LayerState(model, layer, kAny)) bindings.AddInPlace(memory, array, nullptr, kAny);
   }
   return bindings;
 }

@@ -1,22 +1,27 @@
 // Every engine's inputs and outputs by name, element type and shape: the contract that runtime/bindings.py writes down.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "engine.h"
+#include "layer_state.h"
 #include "manifest.h"
 #include "memory.h"
 
 namespace skd {
 
-// Tensors without an address; -1 in a shape: any size (rows, tokens, slots).
 struct Bindings {
   std::vector<Tensor> inputs;  // that an engine may read; not each reads all
   std::vector<Tensor> outputs;
+
+  // `rows` rows of what a layer keeps: an input and an output at one address.
+  void AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows);
 };
 
+// Without addresses; -1 in a shape: any size (rows, tokens, slots).
 Bindings EmbedBindings(const Memory& memory, const Model& model);
 Bindings SegmentBindings(const Memory& memory, const Model& model, const std::vector<int64_t>& layers);
 Bindings HeadBindings(const Memory& memory, const Model& model);

@@ -160,6 +160,11 @@ void Copy(std::byte* to, const std::byte* from, size_t bytes) {
   Check(turn.driver, turn.driver.copy(Of(to), Of(from), bytes, turn.shared.stream));
 }
 
+void Clear(std::byte* memory, size_t bytes) {
+  const Turn turn;
+  Check(turn.driver, turn.driver.set(Of(memory), 0, bytes, turn.shared.stream));
+}
+
 void* Handle() { return TheStream().stream; }
 
 void Run(const Calls& calls) {

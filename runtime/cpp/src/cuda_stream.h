@@ -26,6 +26,7 @@ void Send(std::byte* to, const void* from, size_t bytes);
 // To the host; returns when it is there, and everything that was asked for before is done.
 void Receive(void* to, const std::byte* from, size_t bytes);
 void Copy(std::byte* to, const std::byte* from, size_t bytes);
+void Clear(std::byte* memory, size_t bytes);
 
 // A cudaStream_t, for ONNX Runtime.
 void* Handle();

@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "elapsed.h"
 
@@ -12,8 +14,6 @@ namespace skd {
 namespace {
 
 constexpr int64_t kPrefillChunk = 512;  // prompt tokens a pass: bounds the attention scores to chunk x prompt
-
-std::string OfLayer(const char* name, int64_t layer) { return std::string(name) + "." + std::to_string(layer); }
 
 size_t Size(int64_t count) { return static_cast<size_t>(count); }
 
@@ -31,15 +31,6 @@ Tensor LogitsAt(const Memory& memory, std::byte* data, std::vector<int64_t> shap
   return memory.Of("logits", data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
 }
 
-// Hidden state and KV buffer are read and written in place.
-void BindLayer(const Memory& memory, int64_t layer, std::byte* key, std::byte* value, const std::vector<int64_t>& shape,
-               std::vector<Tensor>* inputs, std::vector<Tensor>* outputs) {
-  inputs->push_back(memory.Floats(OfLayer("past_key", layer), key, shape));
-  inputs->push_back(memory.Floats(OfLayer("past_value", layer), value, shape));
-  outputs->push_back(memory.Floats(OfLayer("present_key", layer), key, shape));
-  outputs->push_back(memory.Floats(OfLayer("present_value", layer), value, shape));
-}
-
 }  // namespace
 
 Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new)
@@ -48,7 +39,7 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       hidden_size_(bundle_->manifest.model.hidden_size),
       vocab_size_(bundle_->manifest.model.vocab_size),
       max_rows_(max_rows),
-      kv_(bundle_->memory, bundle_->manifest.model, schedule_, max_rows, max_prompt, max_new),
+      kv_(bundle_->memory, bundle_->manifest.model, SlotsPerLayer(schedule_, max_prompt, max_new), max_rows),
       hidden_(bundle_->memory.Allocate(Size(max_rows * hidden_size_) * bundle_->memory.float_size())),
       prompt_hidden_(bundle_->memory.Allocate(Size(max_prompt * hidden_size_) * bundle_->memory.float_size())),
       logits_(bundle_->memory, max_rows * vocab_size_),
@@ -125,6 +116,7 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
              Int64s(memory, "position_ids", prompt_positions_.seen(), {1, length})},
             {memory.Floats("hidden", prompt_hidden_.get(), {1, length, hidden_size_})})
       .Run();
+  kv_.ClearRow(row);
   for (const SegmentEngine& segment : bundle_->segments) {
     const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
     const std::optional<int64_t> cap = absolute ? schedule_.Cap(segment.layers.front()) : std::nullopt;
@@ -139,12 +131,15 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
 }
 
 void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count) {
-  const Model& model = bundle_->manifest.model;
   const Memory& memory = bundle_->memory;
-  const std::vector<int64_t> shape{1, model.num_kv_heads, count, model.head_size};
-  const size_t bytes = Size(model.num_kv_heads * count * model.head_size) * memory.float_size();
-  // a layer that no decode step computes has no slots: its prompt's keys and values live for this call only
-  std::vector<Block> passing;
+  // layers that no decode step computes have no slots: what they keep of the prompt lives for this call only
+  std::optional<KvBuffer> passing;
+  if (!kv_.Has(segment.layers.front())) {
+    std::vector<int64_t> slots(Size(schedule_.num_layers()));
+    for (const int64_t layer : segment.layers) slots[Size(layer)] = count;
+    passing.emplace(memory, bundle_->manifest.model, std::move(slots), 1);
+  }
+  KvBuffer& kv = passing ? *passing : kv_;
   for (int64_t start = 0; start < count; start += kPrefillChunk) {
     const int64_t size = std::min(kPrefillChunk, count - start);
     std::byte* hidden = Hidden(prompt_hidden_, start);
@@ -152,20 +147,12 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
     prompt_valid_[chunk] = static_cast<int32_t>(start + size - 1);
     prompt_valid_.Send(1, chunk);
     int32_t total = prompt_valid_[chunk] + 1;
-    std::vector<Tensor> inputs{memory.Floats("hidden", hidden, {1, size, hidden_size_}),
-                               Int64s(memory, "position_ids", prompt_positions_.seen(start), {1, size}),
-                               SeqlensK(memory, prompt_valid_.seen(chunk), 1), Total(&total)};
-    std::vector<Tensor> outputs{memory.Floats("hidden_out", hidden, {1, size, hidden_size_})};
-    for (size_t i = 0; i < segment.layers.size(); ++i) {
-      const int64_t layer = segment.layers[i];
-      if (kv_.Has(layer)) {
-        BindLayer(memory, layer, kv_.Key(layer, row), kv_.Value(layer, row), kv_.Shape(layer, 1), &inputs, &outputs);
-        continue;
-      }
-      while (passing.size() < 2 * (i + 1)) passing.push_back(memory.Allocate(bytes));
-      BindLayer(memory, layer, passing[2 * i].get(), passing[2 * i + 1].get(), shape, &inputs, &outputs);
-    }
-    segment.engine.Bind(inputs, outputs).Run();
+    Bindings bound{{memory.Floats("hidden", hidden, {1, size, hidden_size_}),
+                    Int64s(memory, "position_ids", prompt_positions_.seen(start), {1, size}),
+                    SeqlensK(memory, prompt_valid_.seen(chunk), 1), Total(&total)},
+                   {memory.Floats("hidden_out", hidden, {1, size, hidden_size_})}};
+    for (const int64_t layer : segment.layers) kv.Bind(layer, passing ? 0 : row, 1, &bound);
+    segment.engine.Bind(bound.inputs, bound.outputs).Run();
   }
 }
 
@@ -182,15 +169,13 @@ const Binding& Decoder::Climb(size_t segment, int64_t start) {
   if (bound.empty()) bound.resize(least_counts_.size());
   if (bound[segment]) return *bound[segment];
   std::byte* hidden = Hidden(hidden_, start);
-  std::vector<Tensor> inputs{memory.Floats("hidden", hidden, {count, 1, hidden_size_}),
-                             Int64s(memory, "position_ids", position_ids_.seen(start), {count, 1}),
-                             SeqlensK(memory, seqlens_k_.seen(start), count),
-                             Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])};
-  std::vector<Tensor> outputs{memory.Floats("hidden_out", hidden, {count, 1, hidden_size_})};
-  for (const int64_t layer : bundle_->segments[segment].layers) {
-    BindLayer(memory, layer, kv_.Key(layer, start), kv_.Value(layer, start), kv_.Shape(layer, count), &inputs, &outputs);
-  }
-  return bound[segment].emplace(bundle_->segments[segment].engine.Bind(inputs, outputs));
+  Bindings wanted{
+      {memory.Floats("hidden", hidden, {count, 1, hidden_size_}),
+       Int64s(memory, "position_ids", position_ids_.seen(start), {count, 1}), SeqlensK(memory, seqlens_k_.seen(start), count),
+       Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])},
+      {memory.Floats("hidden_out", hidden, {count, 1, hidden_size_})}};
+  for (const int64_t layer : bundle_->segments[segment].layers) kv_.Bind(layer, start, count, &wanted);
+  return bound[segment].emplace(bundle_->segments[segment].engine.Bind(wanted.inputs, wanted.outputs));
 }
 
 const Binding& Decoder::Embed() {

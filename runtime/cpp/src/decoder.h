@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "bindings.h"
 #include "bundle.h"
 #include "kv_buffer.h"
 #include "memory.h"
@@ -23,7 +24,7 @@ class Decoder {
   Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new);
 
   int64_t rows() const { return static_cast<int64_t>(positions_.size()); }
-  // Run a prompt; its keys and values, and the logits of its next token, are in the row that is returned. Other rows may have
+  // Run a prompt; what its layers keep, and the logits of its next token, are in the row that is returned. Other rows may have
   // moved: `moved(from, to)` is told of each, in this order.
   template <typename Moved>
   int64_t Add(const int64_t* prompt, int64_t length, Moved moved);

@@ -1,6 +1,10 @@
 #include "kv_buffer.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <utility>
 
 namespace skd {
 namespace {
@@ -15,41 +19,53 @@ int64_t Slots(const Schedule& schedule, int64_t layer, int64_t prompt, int64_t n
 
 }  // namespace
 
-KvBuffer::KvBuffer(const Memory& memory, const Model& model, const Schedule& schedule, int64_t rows, int64_t prompt,
-                   int64_t new_tokens)
-    : memory_(memory),
-      rows_(rows),
-      kv_heads_(model.num_kv_heads),
-      head_size_(model.head_size),
-      slot_bytes_(model.head_size * static_cast<int64_t>(memory.float_size())),
-      block_(nullptr, nullptr) {
-  for (int64_t layer = 0; layer < model.num_layers; ++layer) {
-    starts_.push_back(static_cast<int64_t>(bytes()));
-    slots_.push_back(Slots(schedule, layer, prompt, new_tokens));
+std::vector<int64_t> SlotsPerLayer(const Schedule& schedule, int64_t prompt, int64_t new_tokens) {
+  std::vector<int64_t> slots;
+  for (int64_t layer = 0; layer < schedule.num_layers(); ++layer) slots.push_back(Slots(schedule, layer, prompt, new_tokens));
+  return slots;
+}
+
+KvBuffer::KvBuffer(const Memory& memory, const Model& model, std::vector<int64_t> slots, int64_t rows)
+    : memory_(memory), slots_(std::move(slots)), layers_(slots_.size()), block_(nullptr, nullptr) {
+  for (int64_t layer = 0; layer < static_cast<int64_t>(slots_.size()); ++layer) {
+    if (!Has(layer)) continue;
+    for (StateArray& of : LayerState(model, layer, SlotsOf(layer))) {
+      const auto size = static_cast<int64_t>(memory.float_size());
+      const int64_t row_bytes = std::accumulate(of.shape.begin(), of.shape.end(), size, std::multiplies<>());
+      layers_[static_cast<size_t>(layer)].push_back({std::move(of), bytes_, row_bytes});
+      bytes_ += rows * row_bytes;
+    }
   }
   block_ = memory.Allocate(bytes());
 }
 
-std::vector<int64_t> KvBuffer::Shape(int64_t layer, int64_t rows) const { return {rows, kv_heads_, SlotsOf(layer), head_size_}; }
+void KvBuffer::Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings) {
+  for (const Array& array : layers_[static_cast<size_t>(layer)]) {
+    bindings->AddInPlace(memory_, array.of, At(array, row), rows);
+  }
+}
 
-void KvBuffer::CopyRow(int64_t from, int64_t to, int64_t length) {
-  for (int64_t layer = 0; layer < static_cast<int64_t>(slots_.size()); ++layer) {
-    if (!Has(layer)) continue;
-    // on a GPU a call costs more than the slots that hold nothing yet: a row is one copy there
-    const int64_t pieces = memory_.on_host() ? kv_heads_ : 1;
-    const int64_t stride = RowBytes(layer) / pieces;
-    const auto bytes = static_cast<size_t>(memory_.on_host() ? std::min(length, SlotsOf(layer)) * slot_bytes_ : stride);
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      memory_.Copy(Key(layer, to) + piece * stride, Key(layer, from) + piece * stride, bytes);
-      memory_.Copy(Value(layer, to) + piece * stride, Value(layer, from) + piece * stride, bytes);
+void KvBuffer::ClearRow(int64_t row) {
+  for (const auto& arrays : layers_) {
+    for (const Array& array : arrays) {
+      if (!array.of.has_slots) memory_.Clear(At(array, row), static_cast<size_t>(array.row_bytes));
     }
   }
 }
 
-uint64_t KvBuffer::bytes() const {
-  int64_t bytes = 0;
-  for (int64_t layer = 0; layer < static_cast<int64_t>(slots_.size()); ++layer) bytes += 2 * rows_ * RowBytes(layer);
-  return static_cast<uint64_t>(bytes);
+void KvBuffer::CopyRow(int64_t from, int64_t to, int64_t length) {
+  for (const auto& arrays : layers_) {
+    for (const Array& array : arrays) {
+      // on a GPU a call costs more than the slots that hold nothing yet: a row is one copy there
+      const bool by_head = array.of.has_slots && memory_.on_host();
+      const int64_t pieces = by_head ? array.of.shape[0] : 1;
+      const int64_t stride = array.row_bytes / pieces, slots = array.of.shape[1];
+      const auto bytes = static_cast<size_t>(by_head ? std::min(length, slots) * (stride / slots) : stride);
+      for (int64_t piece = 0; piece < pieces; ++piece) {
+        memory_.Copy(At(array, to) + piece * stride, At(array, from) + piece * stride, bytes);
+      }
+    }
+  }
 }
 
 }  // namespace skd

@@ -1,42 +1,50 @@
-// The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape.
+// The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape; of a layer with
+// linear attention its state.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "bindings.h"
+#include "layer_state.h"
 #include "manifest.h"
 #include "memory.h"
 
 namespace skd {
 
-// Memory and nothing else: a layer's keys and values [B, KVH, C, D] in the memory's float type, C its own number of slots.
+// Slots of each layer where no row has more tokens than `prompt` and `new_tokens`; 0: no decode step computes the layer.
+std::vector<int64_t> SlotsPerLayer(const Schedule& schedule, int64_t prompt, int64_t new_tokens);
+
+// Memory and nothing else: each layer's arrays [B, ...] as LayerState says, in the memory's float type, zeros at first.
 class KvBuffer {
  public:
-  // `prompt` and `new_tokens`: the most of any row. `memory` must outlive the buffer.
-  KvBuffer(const Memory& memory, const Model& model, const Schedule& schedule, int64_t rows, int64_t prompt, int64_t new_tokens);
+  // `slots`: C, of each layer; 0: it needs none, nor any other state. `memory` must outlive the buffer.
+  KvBuffer(const Memory& memory, const Model& model, std::vector<int64_t> slots, int64_t rows);
 
   // Positions that a row of `layer` has room for.
   int64_t SlotsOf(int64_t layer) const { return slots_[static_cast<size_t>(layer)]; }
   // Whether any decode step computes `layer`.
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
-  // The addresses of `row`, from which the later rows go on; `layer` must have slots.
-  std::byte* Key(int64_t layer, int64_t row) {
-    return block_.get() + starts_[static_cast<size_t>(layer)] + row * RowBytes(layer);
-  }
-  std::byte* Value(int64_t layer, int64_t row) { return Key(layer, row) + rows_ * RowBytes(layer); }
-  // [rows, KVH, C, D] of `rows` rows.
-  std::vector<int64_t> Shape(int64_t layer, int64_t rows) const;
-  // Copy the first `length` slots of a row over another row's.
+  // Rows `row ..` of `layer`, `rows` of them, as its engine reads and writes them in place; the buffer must have the layer.
+  void Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
+  // Forget what linear attention has summed up of a row.
+  void ClearRow(int64_t row);
+  // Copy the first `length` slots of a row, and what has no slots, over another row's.
   void CopyRow(int64_t from, int64_t to, int64_t length);
-  uint64_t bytes() const;
+  uint64_t bytes() const { return static_cast<uint64_t>(bytes_); }
 
  private:
-  int64_t RowBytes(int64_t layer) const { return kv_heads_ * SlotsOf(layer) * slot_bytes_; }
+  struct Array {
+    StateArray of;
+    int64_t start, row_bytes;
+  };
+  std::byte* At(const Array& array, int64_t row) { return block_.get() + array.start + row * array.row_bytes; }
 
   const Memory& memory_;
-  int64_t rows_, kv_heads_, head_size_, slot_bytes_;
-  std::vector<int64_t> slots_, starts_;  // a layer's bytes begin there: its keys, then its values
+  std::vector<int64_t> slots_;
+  std::vector<std::vector<Array>> layers_;
+  int64_t bytes_ = 0;
   Block block_;
 };
 

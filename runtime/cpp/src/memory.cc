@@ -73,6 +73,14 @@ void Memory::Copy(std::byte* to, const std::byte* from, size_t bytes) const {
   }
 }
 
+void Memory::Clear(std::byte* memory, size_t bytes) const {
+  if (on_host()) {
+    std::memset(memory, 0, bytes);
+  } else {
+    cuda_stream::Clear(memory, bytes);
+  }
+}
+
 Tensor Memory::Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const {
   return Of(std::move(name), data, std::move(shape), floats_);
 }

@@ -32,6 +32,7 @@ class Memory {
   void Send(std::byte* to, const void* from, size_t bytes) const;
   void Receive(void* to, const std::byte* from, size_t bytes) const;
   void Copy(std::byte* to, const std::byte* from, size_t bytes) const;
+  void Clear(std::byte* memory, size_t bytes) const;
 
   // Tensors of this memory.
   Tensor Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const;

@@ -140,7 +140,8 @@ SKD_API skd_row_options skd_row_options_default(void);
 SKD_API skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
                                     uint64_t* row);
 /* Deliver the first tokens of rows that joined; where there are none, run one decode step of all rows and deliver one token a
- * row. `events` has room for max_rows; *count 0: no row is left. Rows that end are gone, their ids are not used again. */
+ * row. `events` has room for max_rows; *count 0: no row is left. Rows that end are gone, their ids are not used again. Errors:
+ * CAPACITY, the session stays as it was; after any other destroy it, its rows may have half of a step in their states. */
 SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count);
 /* End a row now and free its place. Errors: CAPACITY for a row that is not there (any more). */
 SKD_API skd_status* skd_session_cancel(skd_session* session, uint64_t row);

@@ -1,0 +1,22 @@
+// What a layer keeps of a row: keys and values, or with linear attention a state that has one size whatever the length.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "manifest.h"
+
+namespace skd {
+
+// An array of a row, read and written in place.
+struct StateArray {
+  std::string past, present;   // the engine's input and output: "past_key.3", "present_key.3"
+  std::vector<int64_t> shape;  // of one row
+  bool has_slots;              // a slot a position, written before it is read: [KVH, C, D]; else zeros before the first token
+};
+
+// As kv_buffer.layer_state of Python: `layer`'s arrays where a row has `slots` slots.
+std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t slots);
+
+}  // namespace skd

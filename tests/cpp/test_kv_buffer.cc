@@ -1,0 +1,116 @@
+// The KV buffer of a model whose layers are not all of one kind.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kv_buffer.h"
+
+namespace {
+
+using Floats = std::vector<float>;
+
+// Three layers, the second one with linear attention.
+skd::Model Hybrid() {
+  skd::Model model{};
+  model.num_layers = 3;
+  model.num_kv_heads = 2;
+  model.head_size = 4;
+  model.linear_attention = skd::LinearAttention{{1}, {6, 3}, {2, 4, 5}};
+  return model;
+}
+
+class Buffer {
+ public:
+  explicit Buffer(std::vector<int64_t> slots, int64_t rows = 3) : kv_(memory_, Hybrid(), std::move(slots), rows) {}
+  skd::KvBuffer& kv() { return kv_; }
+  std::vector<skd::Tensor> Inputs(int64_t layer, int64_t row, int64_t rows = 1) {
+    skd::Bindings bound;
+    kv_.Bind(layer, row, rows, &bound);
+    return bound.inputs;
+  }
+  void Fill(int64_t row, float value) {
+    for (int64_t layer = 0; layer < 3; ++layer) {
+      for (const skd::Tensor& tensor : Inputs(layer, row)) {
+        std::fill_n(static_cast<float*>(tensor.data), Count(tensor), value);
+      }
+    }
+  }
+  // Of one array: 0 and 1 a layer.
+  Floats Row(int64_t layer, size_t array, int64_t row) {
+    const skd::Tensor tensor = Inputs(layer, row)[array];
+    const auto* first = static_cast<const float*>(tensor.data);
+    return {first, first + Count(tensor)};
+  }
+
+ private:
+  static int64_t Count(const skd::Tensor& tensor) {
+    int64_t count = 1;
+    for (const int64_t size : tensor.shape) count *= size;
+    return count;
+  }
+
+  const skd::Memory memory_{skd::Device::kCpu, "float32"};
+  skd::KvBuffer kv_;
+};
+
+}  // namespace
+
+TEST_CASE("a layer's arrays have the names and shapes that its engine reads and writes in place") {
+  Buffer buffer({5, 5, 0});
+  skd::Bindings bound;
+  for (const int64_t layer : {0, 1}) buffer.kv().Bind(layer, 1, 2, &bound);
+  const std::vector<std::string> names = {"key.0", "value.0", "conv_state.1", "recurrent_state.1"};
+  const std::vector<std::vector<int64_t>> shapes = {{2, 2, 5, 4}, {2, 2, 5, 4}, {2, 6, 3}, {2, 2, 4, 5}};
+  REQUIRE(bound.inputs.size() == names.size());
+  REQUIRE(bound.outputs.size() == names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    CHECK(bound.inputs[i].name == "past_" + names[i]);
+    CHECK(bound.outputs[i].name == "present_" + names[i]);
+    CHECK(bound.inputs[i].shape == shapes[i]);
+    CHECK(bound.outputs[i].shape == shapes[i]);
+    CHECK(bound.inputs[i].data == bound.outputs[i].data);
+  }
+  CHECK(buffer.kv().bytes() == 3 * 4 * (2 * 2 * 5 * 4 + 6 * 3 + 2 * 4 * 5));
+}
+
+TEST_CASE("a layer that no decode step computes takes no memory, with linear attention neither") {
+  Buffer buffer({0, 0, 0});
+  CHECK(buffer.kv().bytes() == 0);
+  CHECK_FALSE(buffer.kv().Has(1));
+  buffer.kv().ClearRow(0);
+  buffer.kv().CopyRow(0, 1, 5);
+}
+
+TEST_CASE("a row takes its valid slots along and the whole of its states, and leaves other rows as they are") {
+  Buffer buffer({5, 2, 5});
+  for (const int64_t row : {0, 1, 2}) buffer.Fill(row, static_cast<float>(row + 1));
+  buffer.kv().CopyRow(2, 0, 3);
+  for (const size_t array : {0U, 1U}) {
+    Floats keys = buffer.Row(0, array, 0);
+    for (const int64_t head : {0, 1}) {
+      CHECK(std::count(keys.begin() + head * 20, keys.begin() + head * 20 + 12, 3.0F) == 12);
+      CHECK(std::count(keys.begin() + head * 20 + 12, keys.begin() + (head + 1) * 20, 1.0F) == 8);
+    }
+    CHECK(buffer.Row(1, array, 0) == buffer.Row(1, array, 2));
+    for (const int64_t layer : {0, 1, 2}) {
+      const Floats other = buffer.Row(layer, array, 1);
+      CHECK(std::count(other.begin(), other.end(), 2.0F) == static_cast<int64_t>(other.size()));
+    }
+  }
+}
+
+TEST_CASE("what linear attention has summed up of a row is forgotten, and nothing else") {
+  Buffer buffer({5, 5, 5});
+  for (const int64_t row : {0, 1, 2}) buffer.Fill(row, 1.0F);
+  buffer.kv().ClearRow(1);
+  for (const int64_t row : {0, 1, 2}) {
+    for (const int64_t layer : {0, 1, 2}) {
+      for (const size_t array : {0U, 1U}) {
+        const Floats found = buffer.Row(layer, array, row);
+        CHECK(found == Floats(found.size(), row == 1 && layer == 1 ? 0.0F : 1.0F));
+      }
+    }
+  }
+}
