@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,14 @@ from typing import Any
 
 import pytest
 
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import Zoo
+
 BUILD = Path(__file__).parents[2] / "build" / "cpp"
 LIBRARIES = BUILD / "deps" / "lib"
+LONG = 600  # tokens of a prompt that take two passes (decoder.cc)
 
 
 class Driver:
@@ -46,6 +53,23 @@ def skip_unless_built() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def built() -> None:
     skip_unless_built()
+
+
+@pytest.fixture(scope="session")
+def hybrid_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[Anchor, Path]:
+    """Of a model with linear attention, also in layers that no decode step computes; for prompts of more than one pass."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    checkpoint = shutil.copytree(zoo.checkpoint("qwen3_5_text"), folder / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * LONG}))
+    for anchor in Anchor:
+        schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10, anchor=anchor)
+        export(
+            ExportRequest(
+                model=str(checkpoint), out=folder / anchor, schedule=schedule, max_batch=4, max_length=2 * LONG, slim=True
+            )
+        )
+    return {anchor: folder / anchor for anchor in Anchor}
 
 
 @pytest.fixture(scope="module")

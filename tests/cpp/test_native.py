@@ -47,10 +47,12 @@ def gpu_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
-def test_the_cpp_tests_pass(build: str, conformance_bundle: Callable[[str], Path]) -> None:
+def test_the_cpp_tests_pass(build: str, conformance_bundle: Callable[[str], Path], hybrid_bundles: dict[Anchor, Path]) -> None:
     bundles = {
         "SKD_TEST_BUNDLE": conformance_bundle("llama"),
         "SKD_TEST_ABSOLUTE_BUNDLE": conformance_bundle("llama-absolute"),
+        "SKD_TEST_HYBRID_BUNDLE": hybrid_bundles[Anchor.GENERATED],
+        "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE": hybrid_bundles[Anchor.ABSOLUTE],
     }
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_tests"],

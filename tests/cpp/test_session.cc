@@ -1,4 +1,5 @@
-// Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model.
+// Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model,
+// SKD_TEST_HYBRID_BUNDLE and SKD_TEST_ABSOLUTE_HYBRID_BUNDLE of one whose layers have attention and linear attention.
 #include <sys/mman.h>
 #include <sys/resource.h>
 
@@ -69,7 +70,9 @@ const std::vector<Tokens> kPrompts = {{5, 6, 7, 8, 9, 10, 11}, {12, 3}, {40, 41,
 }  // namespace
 
 TEST_CASE("rows that join and leave at any time get the tokens they get alone") {
-  for (const char* variable : {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE"}) {
+  for (const char* variable :
+       {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE", "SKD_TEST_HYBRID_BUNDLE", "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE"}) {
+    INFO(variable);
     const skipdecode::Bundle& bundle = Bundle(variable);
     skipdecode::Session session(bundle, Room(4));
     std::map<uint64_t, Tokens> found, wanted;
@@ -232,8 +235,9 @@ int Failures(Call call) {
 }
 
 TEST_CASE("a call that runs out of memory anywhere leaves the session as it was") {
-  const skipdecode::Bundle& bundle = Bundle();
-  for (const uint64_t seed : {0U, 7U}) {
+  // in the second, rows that join move others, with what linear attention has summed up of them
+  for (const auto& [variable, seed] : {std::pair("SKD_TEST_BUNDLE", 7U), std::pair("SKD_TEST_ABSOLUTE_HYBRID_BUNDLE", 0U)}) {
+    const skipdecode::Bundle& bundle = Bundle(variable);
     skipdecode::Session session(bundle, Room(3));
     std::map<uint64_t, Tokens> found, wanted;
     int failures = 0;
