@@ -2,7 +2,8 @@
 
     LinearAttention(..)  ->  com.microsoft.LinearAttention(..), and the graph is one of opset 24 again
 
-Why: ONNX Runtime fuses what it knows by the versions of operators, and knows many of opset 27 not yet.
+Why: of the standard ones ONNX Runtime 1.32 runs what the specification spells them out as, a Scan over the tokens and a Conv; a
+layer is 85 nodes then, where its own kernels leave 52.
 """
 
 from __future__ import annotations
