@@ -93,7 +93,8 @@ class KVBuffer:
             for name, shape in state.items():
                 start, end = end, end + rows * math.prod(shape)
                 arrays[name] = block[start:end].reshape(rows, *shape)
-        self._linear = [array for arrays in self.layers for name, array in arrays.items() if not _has_slots(name)]
+        linear = model.linear_attention.layers if model.linear_attention else ()
+        self._linear = [array for layer in linear for array in self.layers[layer].values()]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:
@@ -114,7 +115,3 @@ class KVBuffer:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for arrays in self.layers for array in arrays.values())
-
-
-def _has_slots(name: str) -> bool:
-    return name.startswith((names.PAST_KEY, names.PAST_VALUE))
