@@ -1,4 +1,4 @@
-"""Where a Hugging Face decoder keeps its parts, and which models can be exported faithfully."""
+"""Which Hugging Face decoders are known, where each keeps its parts, and what its layers are."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
-from skipdecode.exporter.config_numbers import check_numbers
-from skipdecode.manifest import LinearAttention
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
     "kolibri1", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-    "qwen3_next", "solar_open",
+    "qwen3_next", "solar_open", "lfm2_moe",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
@@ -28,16 +26,24 @@ SOFTMAX_ROUTED = (
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
-# those that have layers with linear attention (Gated DeltaNet) between those with attention
-LINEAR_ATTENTION = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+# those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
+HYBRIDS = {
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),  # Gated DeltaNet
+    **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as the two below
+    "nemotron_h": ("linear_attention", "mlp"),  # a layer is one or the other
+    "falcon_h1": ("hybrid",),  # and attention, side by side
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
+}
 # older than transformers' interface for attention (see own_attention); their layers return attention weights as well
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-# those with what has been run on a CPU alone
-CPU_ALONE = {
+RETURN_TUPLES = (*OWN_ATTENTION, "bamba", "falcon_h1")  # whose layers return more than their hidden states, or those in a tuple
+# those with what has been run on a CPU alone, and what layers of hybrids have of that kind
+_CPU_ALONE = {
     **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
     **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
     **dict.fromkeys(("flint", "gpt_oss"), "attention sinks"),
-    **dict.fromkeys(LINEAR_ATTENTION, "layers with linear attention"),
+    **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
+    "conv": "layers with short convolutions",
 }
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)
@@ -47,6 +53,8 @@ _PARTS = {
     **dict.fromkeys(("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"), ("", "h", ("ln_f",), None)),
     "biogpt": ("", "layers", ("layer_norm",), None),
     "falcon": ("", "h", ("ln_f",), "rotary_emb"),
+    **dict.fromkeys(("bamba", "falcon_h1"), ("", "layers", ("final_layernorm",), "rotary_emb")),
+    "nemotron_h": ("", "layers", ("norm_f",), None),
     "mpt": ("", "blocks", ("norm_f",), None),
     "persimmon": ("", "layers", ("final_layernorm",), "rotary_emb"),
     "gpt_neox": ("", "layers", ("final_layer_norm",), "rotary_emb"),
@@ -60,15 +68,10 @@ _PARTS = {
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
+    **dict.fromkeys(("lfm2", "lfm3"), ("", "layers", ("embedding_norm",), "rotary_emb")),
+    "lfm2_moe": ("", "layers", ("embedding_norm",), "pos_emb"),
 }  # fmt: skip
 SUPPORTED = tuple(_PARTS)
-# settings that are read here and that transformers takes from some models as they are
-_COUNTS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-)  # fmt: skip
-_MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +92,7 @@ def decoder_parts(model: torch.nn.Module) -> DecoderParts:
         ModelNotSupportedError: an architecture that is not in `SUPPORTED`.
     """
     config: Any = model.config
-    if config.model_type not in _PARTS:
-        raise unsupported(config, "is not among the architectures that are tested")
+    check_known(config)
     owner_name, layers_name, final_names, rotary_name = _PARTS[config.model_type]
     owner = getattr(model, model.base_model_prefix)
     owner = getattr(owner, owner_name) if owner_name else owner
@@ -112,6 +114,12 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     return layers
 
 
+def check_known(config: Any) -> None:
+    """Raises ModelNotSupportedError where an architecture is not in `SUPPORTED`."""
+    if config.model_type not in _PARTS:
+        raise unsupported(config, "is not among the architectures that are tested")
+
+
 def unsupported(config: Any, why: str) -> ModelNotSupportedError:
     return ModelNotSupportedError(
         f"{config.model_type} {why}",
@@ -120,134 +128,16 @@ def unsupported(config: Any, why: str) -> ModelNotSupportedError:
     )
 
 
-def check_single_stack(config: Any) -> None:
-    """Refuse encoder-decoders: of the whole configuration, since what they call their text part may be a supported decoder.
-
-    Raises:
-        ModelNotSupportedError: an encoder-decoder.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
-
-
-def check_supported(config: Any, max_length: int) -> None:
-    """Refuse, before anything is written, what could not be exported faithfully.
-
-    Raises:
-        ModelNotSupportedError: sizes that are none, numbers that nothing can be computed with, attention to later tokens, layers
-            without attention, experts that are not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by
-            slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
-    """
-    if config.model_type not in _PARTS:
-        raise unsupported(config, "is not among the architectures that are tested")
-    _check_counts(config)
-    check_numbers(config)
-    if config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or config.num_local_experts):
-        _check_experts(config)
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
-        raise unsupported(config, "attends to later tokens, which generating one after another cannot")
-    linear = {"linear_attention"} if config.model_type in LINEAR_ATTENTION else set()
-    other = {*(_declared(config, "layer_types") or ())} - {"full_attention", "sliding_attention"} - linear
-    if other:
-        raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, and a layer's state is keys and values here")
-    if linear:
-        _check_linear_attention(config)
-    if (_declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
-        raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
-    if key_sizes(config)[1] % 8:
-        raise unsupported(config, f"has heads of {key_sizes(config)[1]}, and ONNX Runtime's attention takes multiples of 8")
-    if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
-        raise unsupported(config, "with slow_but_exact multiplies slices and leaves out biases")
-    if config.model_type == "falcon" and config.alibi:
-        raise unsupported(
-            config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"
-        )
-    _check_rotary(config, max_length)
-    longest = _declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name, the others'
-    if longest and max_length > longest:
-        raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
-
-
-def _check_counts(config: Any) -> None:
-    for name in _COUNTS:
-        value = getattr(config, name, None)
-        if value is None and not (name == "qk_head_dim" and config.model_type in LATENT):
-            continue
-        if not isinstance(value, int) or value < 1:
-            raise _no_count(config, name, value)
-    if config.num_hidden_layers > _MOST_LAYERS:
-        raise _no_count(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
-    for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
-        if window is not None and window < 1:
-            raise _no_count(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
-    heads, (key_heads, _) = config.num_attention_heads, key_sizes(config)
-    if heads % key_heads:
-        raise ModelNotSupportedError(
-            f"its config.json has {heads} heads, no multiple of the {key_heads} that their keys have", "correct that setting",
-            where=place(config),
-        )  # fmt: skip
-
-
-def _check_experts(config: Any) -> None:
-    """What a router is told: more than there is to choose from fails where it is traced, and uneven groups mix tokens.
-
-    And what its experts are, which is one operator's.
-    """
-    name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
-    experts = getattr(config, name)
-    if experts is None or experts < 1:
-        raise _no_count(config, name, experts)
-    chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
-    each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
-    if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
-        raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {experts}, the number of experts")
-    if groups is not None and (groups < 1 or experts % groups):
-        raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
-    if groups and not 1 <= (config.topk_group or 1) <= groups:
-        raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
-    if config.hidden_act not in ("silu", "swish"):
-        raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
-
-
-def _check_linear_attention(config: Any) -> None:
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    if values % keys:
-        remedy = f"write a multiple of {keys}, which linear_num_key_heads is"
-        raise _no_count(config, "linear_num_value_heads", values, remedy)
-    if config.linear_conv_kernel_dim < 2:
-        raise _no_count(config, "linear_conv_kernel_dim", config.linear_conv_kernel_dim, "write 2 or more")
-    if config.hidden_act not in ("silu", "swish"):
-        raise unsupported(config, f"has convolutions with {config.hidden_act}, where ONNX's have silu")
-
-
-def _no_count(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
-    spelled = config.attribute_map.get(name, name)
-    return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=place(config))
-
-
 def key_sizes(config: Any) -> tuple[int, int]:
     """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened."""
     heads: int = config.num_attention_heads
     if config.model_type in LATENT:
         return heads, config.qk_head_dim
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    one_for_all = _declared(config, "multi_query") and not _declared(config, "new_decoder_architecture")  # Falcon asks it first
+    one_for_all = declared(config, "multi_query") and not declared(config, "new_decoder_architecture")  # Falcon asks it first
     if one_for_all:
         return 1, size
-    return _declared(config, "num_key_value_heads") or _declared(config, "num_kv_heads") or heads, size
-
-
-def linear_states(config: Any) -> LinearAttention | None:
-    """What layers with linear attention keep of a row; None: the model has none."""
-    if config.model_type not in LINEAR_ATTENTION:
-        return None
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    heads, size = config.linear_num_value_heads, config.linear_value_head_dim
-    return LinearAttention(
-        layers=tuple(index for index, kind in enumerate(config.layer_types) if kind == "linear_attention"),
-        conv_state=(2 * keys + heads * size, config.linear_conv_kernel_dim - 1),  # of queries, keys and values
-        recurrent_state=(heads, config.linear_key_head_dim, size),
-    )
+    return declared(config, "num_key_value_heads") or declared(config, "num_kv_heads") or heads, size
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:
@@ -259,41 +149,33 @@ def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, itself included (transformers' `sliding_window`); None: all before it."""
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
-    window: int | None = _declared(config, "sliding_window")
-    if window is None or _declared(config, "use_sliding_window") is False:
+    window: int | None = declared(config, "sliding_window")
+    if window is None or declared(config, "use_sliding_window") is False:
         return None
     return window if layer_kind(config, layer) in (None, "sliding_attention") else None
 
 
+def layer_kinds(config: Any) -> list[str] | None:
+    """What transformers' `layer_types` says of each layer: "sliding_attention", "full_attention", .. ; None: they are alike."""
+    kinds: list[str] | None = config.layer_types if config.model_type in HYBRIDS else declared(config, "layer_types")
+    return kinds
+
+
 def layer_kind(config: Any, layer: int) -> str | None:
-    """What transformers' `layer_types` says of `layer`: "sliding_attention", "full_attention"; None: the layers are alike."""
-    kinds = _declared(config, "layer_types")
+    """`layer_kinds` of one."""
+    kinds = layer_kinds(config)
     return None if kinds is None else kinds[layer]
 
 
-def _declared(config: Any, name: str) -> Any:
+def run_on_cpu_alone(config: Any) -> str | None:
+    """What of the model has not been run on GPUs; None: nothing."""
+    names = (config.model_type, *(layer_kinds(config) or ()))
+    return next((_CPU_ALONE[name] for name in names if name in _CPU_ALONE), None)
+
+
+def declared(config: Any, name: str) -> Any:
     """A setting that this kind of model has; config.json may hold others, left from other kinds, which its code never reads."""
     return getattr(config, name) if name in {field.name for field in fields(config)} else None
-
-
-def _check_rotary(config: Any, max_length: int) -> None:
-    """A scaling that has other frequencies or factors for runs beyond the original length is exact only below it.
-
-    A `dynamic` one is beyond the model's own length, which `check_supported` allows no run, whatever original length it names.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some have one a kind of layer
-        if scaling.get("rope_type") != "longrope" and "long_mscale" not in scaling:
-            continue
-        name = "original_max_position_embeddings"
-        original = getattr(config, name, None) or scaling.get(name)
-        if not isinstance(original, int):
-            raise _no_count(config, name, original)
-        if max_length > original:
-            raise ModelNotSupportedError(
-                f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",
-                f"export with --max-length {original} or less",
-            )
 
 
 def settled(rotary: Any) -> Any:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import CPU_ALONE, SOFTMAX_ROUTED, check_supported
+from skipdecode.exporter.architectures import SOFTMAX_ROUTED, run_on_cpu_alone
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -22,6 +22,7 @@ from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, is_utf8, load_config
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.exporter.quantization_config import in_few_bits
+from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import check_tensorrt, compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
@@ -188,9 +189,10 @@ def _max_length(request: ExportRequest, config: Any) -> int:
 
 
 def _check_capacity(request: ExportRequest, targets: Sequence[TargetRequest], bones: Skeleton, limits: manifest.Limits) -> None:
-    name = bones.config.model_type
-    if name in CPU_ALONE and any(target.name != "cpu" for target in targets):
-        raise TargetError(f"{name} has {CPU_ALONE[name]}, which is run on cpu alone", "choose cpu", where="--target")
+    what = run_on_cpu_alone(bones.config)
+    if what is not None and any(target.name != "cpu" for target in targets):
+        message = f"{bones.config.model_type} has {what}, which is run on cpu alone"
+        raise TargetError(message, "choose cpu", where="--target")
     if any(parameter.endswith(_EXPERTS) for parameter in bones.shapes):
         _check_mixture(request, targets, bones)
     if not any(target.is_tensorrt for target in targets):
@@ -310,7 +312,7 @@ def _write_manifest(
             num_heads=config.num_attention_heads,
             num_kv_heads=bones.num_kv_heads,
             head_size=bones.head_size,
-            linear_attention=bones.linear_attention,
+            state_layers=bones.state_layers,
             vocab_size=bones.vocab_size,
             num_parameters=bones.num_parameters,
             eos_token_ids=ends,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 
 from skipdecode.exporter.architectures import (
     OWN_ATTENTION,
@@ -19,7 +21,6 @@ from skipdecode.exporter.architectures import (
     decoder_parts,
     key_sizes,
     layer_kind,
-    linear_states,
     settled,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
@@ -27,12 +28,13 @@ from skipdecode.exporter.config_json import place, taking_config
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.own_attention import through_interface
-from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer, trace_linear_layer
+from skipdecode.exporter.state_layers import state_layers
+from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
-from skipdecode.manifest import LinearAttention
+from skipdecode.manifest import StateLayers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Skeleton:
     canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
     head_size: int
     num_kv_heads: int
-    linear_attention: LinearAttention | None
+    state_layers: tuple[StateLayers, ...]
     vocab_size: int  # as the head gives it
 
     @property
@@ -109,15 +111,16 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     kv_heads, head_size = key_sizes(config)
+    parts = decoder_parts(model)
     return Skeleton(
         config=config,
         dtype=dtype,
-        parts=decoder_parts(model),
+        parts=parts,
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
         canonical=canonical | {name: name for name in buffers},
         head_size=head_size,
         num_kv_heads=kv_heads,
-        linear_attention=linear_states(config),
+        state_layers=state_layers(config, getattr(parts.owner, parts.layers_name)),
         vocab_size=model.get_output_embeddings().weight.shape[0],
     )
 
@@ -133,18 +136,25 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         kind = layer_kind(bones.config, index)
         key = (kind, _structure(layer))
         if key not in templates:
-            real = through_interface(type(layer)(bones.config, index).to(bones.dtype))
-            if bones.linear_attention is not None and index in bones.linear_attention.layers:
-                templates[key] = trace_linear_layer(real, bones.config.hidden_size, bones.linear_attention, bones.dtype)
-            else:
-                window = attention_window(bones.config, index)
-                templates[key] = trace_layer(real, rotary, kind, window, sizes, bones.dtype)
+            real = through_interface(_with_weights(layer, bones.config, index).to(bones.dtype))
+            window = attention_window(bones.config, index)
+            kept = next((group for group in bones.state_layers if index in group.layers), None)
+            templates[key] = trace_layer(real, rotary, kind, window, sizes, kept, bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
         graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
         _refer(graph, bones, weights)
         graphs.append(graph)
     return graphs
+
+
+def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
+    """Layer `index` of the skeleton once more, with memory, and with what its model gives it."""
+    kind = {"layer_type": layer_kind(config, index)} if "layer_type" in inspect.signature(type(layer)).parameters else {}
+    real: torch.nn.Module = type(layer)(config, index, **kind)
+    if config.model_type == "falcon_h1":
+        real.mamba.register_buffer("mup_vector", compute_mup_vector(config), persistent=False)
+    return real
 
 
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
@@ -168,8 +178,9 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
     """The embedding's and the head's graph, from a model with no layers."""
     config = copy.deepcopy(bones.config)
     config.num_hidden_layers = 0
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = []
+    kinds = config.attribute_map.get("layer_types", "layer_types")
+    if kinds in {field.name for field in fields(config)} and getattr(config, kinds) is not None:
+        setattr(config, kinds, [])
     model = AutoModelForCausalLM.from_config(config, dtype=bones.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:

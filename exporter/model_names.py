@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import check_single_stack
 from skipdecode.exporter.checkpoint import lacks_head
 from skipdecode.exporter.config_json import reason, taking_config
 from skipdecode.exporter.quantization_config import check_quantised
+from skipdecode.exporter.supported import check_single_stack
 
 # Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
 _OPT_SIZES = {

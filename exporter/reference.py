@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import CapacityError, ScheduleError
-from skipdecode.exporter.architectures import OWN_ATTENTION, decoder_layers
+from skipdecode.exporter.architectures import RETURN_TUPLES, decoder_layers
 from skipdecode.schedule import Anchor, Schedule
 
 
@@ -36,13 +36,13 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     if schedule.num_layers != len(layers):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
-    with_weights = model.config.model_type in OWN_ATTENTION
+    in_tuple = model.config.model_type in RETURN_TUPLES
     handles = []
     try:
         for index, layer in enumerate(layers):
             cap = schedule.cap(index)
             if cap is not None:
-                layer.forward = _sliced(layer.forward, start + cap, with_weights)
+                layer.forward = _sliced(layer.forward, start + cap, in_tuple)
                 handles.append(layer)
         yield model
     finally:
@@ -50,10 +50,10 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             del layer.forward  # uncovers the class's own
 
 
-def _sliced(forward: Any, cap: int, with_weights: bool) -> Any:
+def _sliced(forward: Any, cap: int, in_tuple: bool) -> Any:
     """`forward`, computing `hidden[:, :cap]` and passing the later positions through unchanged.
 
-    `with_weights`: it returns the attention's weights as well, which nothing reads.
+    `in_tuple`: it returns a tuple of that, and perhaps of the attention's weights, which nothing reads.
     """
 
     def sliced_forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +65,8 @@ def _sliced(forward: Any, cap: int, with_weights: bool) -> Any:
             args = tuple(_prefix(value, length, cap) for value in args)
             kwargs = {name: (_PREFIXES.get(name) or _prefix)(value, length, cap) for name, value in kwargs.items()}
             head = forward(hidden[:, :cap], *args, **kwargs)
-            out = torch.cat([head[0] if with_weights else head, hidden[:, cap:]], dim=1)
-        return (out, None) if with_weights else out
+            out = torch.cat([head[0] if in_tuple else head, hidden[:, cap:]], dim=1)
+        return (out, None) if in_tuple else out
 
     return sliced_forward
 

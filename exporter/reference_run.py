@@ -21,15 +21,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from skipdecode.bindings import PAST_CONV_STATE, PAST_KEY, PAST_RECURRENT_STATE, PAST_VALUE, of_layer
+from skipdecode.bindings import PAST_KEY, PAST_VALUE, of_layer, past
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import check_supported, decoder_layers, expands_latents, key_sizes, linear_states
+from skipdecode.exporter.architectures import decoder_layers, expands_latents, key_sizes
 from skipdecode.exporter.attention import widened
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
+from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
+from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Schedule
 
 # of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model
@@ -57,8 +59,8 @@ def answer(request: dict[str, Any], out: Path) -> int:
             tokens, logits = greedy_tokens(model, schedule, prompt, request["new"])
             arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
             arrays[f"{name}.{index}.logits"] = logits
-            for past, array in _states(model, schedule, prompt, tokens).items():
-                arrays[f"{name}.{index}.{past}"] = array
+            for kept, array in _states(model, schedule, prompt, tokens).items():
+                arrays[f"{name}.{index}.{kept}"] = array
     save_file({name: array.contiguous() for name, array in arrays.items()}, out)
     return 0
 
@@ -99,11 +101,11 @@ def _dequantised(folder: Path, config: Any) -> Any:
 def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
     check_supported(config, 2)
     bones = skeleton(config)
-    linear = bones.linear_attention
     found = {
         "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
         "num_heads": config.num_attention_heads, "num_kv_heads": bones.num_kv_heads, "head_size": bones.head_size,
-        "vocab_size": bones.vocab_size, "linear_attention": linear and json.loads(json.dumps(dataclasses.asdict(linear))),
+        "vocab_size": bones.vocab_size,
+        "state_layers": json.loads(json.dumps([dataclasses.asdict(group) for group in bones.state_layers])),
     }  # fmt: skip
     for name, value in wanted.items():
         if found[name] != value:
@@ -117,19 +119,31 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     """What each layer keeps after all tokens but the last were fed: keys and values of the positions that computed it."""
     from transformers import DynamicCache
 
-    linear = linear_states(model.config)
-    cache = DynamicCache(config=model.config) if linear else DynamicCache()  # by the configuration it keeps windows alone
+    groups = {layer: group for group in state_layers(model.config, decoder_layers(model)) for layer in group.layers}
+    cache = DynamicCache(config=model.config) if groups else DynamicCache()  # by the configuration it keeps windows alone
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
     heads, _ = key_sizes(model.config)
     found: dict[str, torch.Tensor] = {}
     for index, (layer, kept) in enumerate(zip(decoder_layers(model), cache.layers, strict=True)):
-        if linear and index in linear.layers:  # its convolution's state has the newest kernel size's inputs, one of them needless
-            parts = {PAST_CONV_STATE: kept.conv_states[0][0, :, 1:], PAST_RECURRENT_STATE: kept.recurrent_states[0][0]}
-        else:
-            parts = _keys_and_values(layer, kept.keys, kept.values, heads)
+        group = groups.get(index)
+        parts = _keys_and_values(layer, kept.keys, kept.values, heads) if group is None or group.attention else {}
+        for state in group.states if group else ():
+            parts[past(state.name)] = _STATES[state.name](layer, kept)
         found |= {of_layer(name, index): array for name, array in parts.items()}
     return found
+
+
+def _recurrent_state(layer: torch.nn.Module, kept: Any) -> torch.Tensor:
+    """[heads, key size, value size] of the first row."""
+    state: torch.Tensor = kept.recurrent_states[0][0]
+    return state.mT if is_mamba(layer) else state
+
+
+_STATES = {
+    CONV_STATE: lambda _, kept: kept.conv_states[0][0, :, 1:],  # it has the newest kernel size's inputs, one of them needless
+    RECURRENT_STATE: _recurrent_state,
+}
 
 
 def _keys_and_values(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, heads: int) -> dict[str, torch.Tensor]:

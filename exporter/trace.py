@@ -10,18 +10,19 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as Output
 
-from skipdecode.bindings import PAST_CONV_STATE, PAST_RECURRENT_STATE, present
+from skipdecode.bindings import PAST_KEY, PAST_VALUE, past, present
 from skipdecode.exporter.architectures import DecoderParts, expands_latents
 from skipdecode.exporter.attention import OPSET, ScatterCache
-from skipdecode.exporter.linear_attention import LINEAR_OPSET, StateCache, as_operators
-from skipdecode.manifest import LinearAttention
+from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
+from skipdecode.manifest import StateLayers
 
 IR_VERSION = 10
 _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a dimension of 0 or 1 dynamic
@@ -55,7 +56,10 @@ class _ComplexTurns:
 
 
 class _Layer(torch.nn.Module):  # type: ignore[misc]
-    """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D] -> hidden, present_key, present_value."""
+    """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D], past states [B,...] -> hidden, all present ones.
+
+    What the layer does not keep is None.
+    """
 
     def __init__(
         self, layer: torch.nn.Module, rotary: torch.nn.Module | None, layer_type: str | None, window: int | None
@@ -65,43 +69,44 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         self.latent = expands_latents(layer)
 
     def forward(
-        self, hidden: torch.Tensor, position_ids: torch.Tensor, past_key: torch.Tensor, past_value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        cache = ScatterCache(past_key, past_value, position_ids[:, 0])
-        slots = torch.arange(past_key.shape[2])
-        visible = slots[None, None, :] <= position_ids[:, :, None]
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key: torch.Tensor | None = None,
+        past_value: torch.Tensor | None = None,
+        past_conv_state: torch.Tensor | None = None,
+        past_recurrent_state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        pasts = {CONV_STATE: past_conv_state, RECURRENT_STATE: past_recurrent_state}
+        states = {name: past for name, past in pasts.items() if past is not None}
+        attention, arguments = None, dict[str, Any](position_embeddings=None, use_cache=True)
+        if past_key is not None and past_value is not None:
+            attention = ScatterCache(past_key, past_value, position_ids[:, 0])
+            arguments |= self._of_attention(hidden, position_ids, past_key.shape[2])
+        cache = StateCache(states, attention) if states else attention
+        names = inspect.signature(self.layer.forward).parameters
+        arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
+        # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
+        arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else "past_key_values"] = cache
+        with as_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():
+            out = self.layer(hidden, **arguments)
+        if isinstance(out, tuple):  # and attention weights
+            out = out[0]
+        return out, *((attention.present_key, attention.present_value) if attention else ()), *states.values()
+
+    def _of_attention(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
+        """What a layer with attention is told: mask, positions, rotary embeddings."""
+        numbers = torch.arange(slots)
+        visible = numbers[None, None, :] <= position_ids[:, :, None]
         if self.window is not None:
-            visible = visible & (slots[None, None, :] > position_ids[:, :, None] - self.window)
-        arguments: dict[str, Any] = {"attention_mask": visible[:, None], "position_ids": position_ids, "use_cache": True}
+            visible = visible & (numbers[None, None, :] > position_ids[:, :, None] - self.window)
+        arguments: dict[str, Any] = {"attention_mask": visible[:, None], "position_ids": position_ids}
         if self.rotary is not None:
             by_type = (self.layer_type,) if "layer_type" in inspect.signature(self.rotary.forward).parameters else ()
             turns = self.rotary(hidden, position_ids, *by_type)
             complex_turns = isinstance(turns, torch.Tensor) and turns.is_complex()
             arguments["position_embeddings"] = _ComplexTurns(turns) if complex_turns else turns
-        names = inspect.signature(self.layer.forward).parameters
-        arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
-        # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
-        arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else "past_key_values"] = cache
-        out = self.layer(hidden, **arguments)
-        if isinstance(out, tuple):  # and attention weights
-            out = out[0]
-        return out, cache.present_key, cache.present_value
-
-
-class _LinearLayer(torch.nn.Module):  # type: ignore[misc]
-    """hidden [B,S,H], past_conv_state [B,C,K-1], past_recurrent_state [B,VH,DK,DV] -> hidden, both states after its tokens."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(
-        self, hidden: torch.Tensor, past_conv_state: torch.Tensor, past_recurrent_state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        cache = StateCache(past_conv_state, past_recurrent_state)
-        with as_operators(self.layer, cache):
-            out = self.layer(hidden, position_embeddings=None, past_key_values=cache)
-        return out, cache.conv_state, cache.recurrent_state
+        return arguments
 
 
 class _Head(torch.nn.Module):  # type: ignore[misc]
@@ -125,9 +130,8 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
 
 def trace_embed(parts: DecoderParts) -> ir.Model:
     """The embedding's graph; `parts.owner` must have no layers left and identity final norms."""
-    ids = torch.ones(_BATCH, _TOKENS, dtype=torch.int64)
-    shapes = {"input_ids": {0: "B", 1: "S"}, "position_ids": {0: "B", 1: "S"}}
-    return _export(_Embed(parts), (ids, ids.clone()), shapes, ["hidden"])
+    inputs = {name: torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    return _export(_Embed(parts), inputs, {name: {0: "B", 1: "S"} for name in inputs}, ["hidden"])
 
 
 def trace_layer(
@@ -136,30 +140,32 @@ def trace_layer(
     layer_type: str | None,
     window: int | None,
     sizes: tuple[int, int, int],
+    kept: StateLayers | None,
     dtype: torch.dtype,
 ) -> ir.Model:
-    """A layer's graph; `window`: tokens that a query sees, None: all; `sizes` are H, KVH and D."""
+    """A layer's graph.
+
+    Args:
+        window: tokens that a query sees, None: all.
+        sizes: H, KVH and D.
+        kept: what the layer keeps; None: keys and values alone.
+    """
     hidden_size, kv_heads, head_size = sizes
-    past = torch.zeros(_BATCH, kv_heads, _SLOTS, head_size, dtype=dtype)
-    position_ids = torch.arange(_TOKENS)[None].repeat(_BATCH, 1)
-    inputs = (torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype), position_ids, past, past.clone())
-    shapes: dict[str, Any] = {
-        "hidden": {0: "B", 1: "S"}, "position_ids": {0: "B", 1: "S"}, "past_key": {0: "B", 2: "C"}, "past_value": {0: "B", 2: "C"}
-    }  # fmt: skip
-    return _export(_Layer(layer, rotary, layer_type, window), inputs, shapes, ["hidden_out", "present_key", "present_value"])
-
-
-def trace_linear_layer(layer: torch.nn.Module, hidden_size: int, states: LinearAttention, dtype: torch.dtype) -> ir.Model:
-    """The graph of a layer with linear attention, whose operators are those of opset 27."""
-    inputs = (
-        torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype),
-        torch.zeros(_BATCH, *states.conv_state, dtype=dtype),
-        torch.zeros(_BATCH, *states.recurrent_state, dtype=dtype),
-    )
-    past = (PAST_CONV_STATE, PAST_RECURRENT_STATE)
-    shapes = {"hidden": {0: "B", 1: "S"}, **{name: {0: "B"} for name in past}}
-    model = _export(_LinearLayer(layer), inputs, shapes, ["hidden_out", *map(present, past)])
-    model.opset_imports[""] = LINEAR_OPSET
+    inputs = {
+        "hidden": torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype),
+        "position_ids": torch.arange(_TOKENS)[None].repeat(_BATCH, 1),
+    }
+    shapes: dict[str, Any] = {name: {0: "B", 1: "S"} for name in inputs}
+    if kept is None or kept.attention:
+        inputs |= {name: torch.zeros(_BATCH, kv_heads, _SLOTS, head_size, dtype=dtype) for name in (PAST_KEY, PAST_VALUE)}
+        shapes |= {name: {0: "B", 2: "C"} for name in (PAST_KEY, PAST_VALUE)}
+    for state in kept.states if kept else ():
+        inputs[past(state.name)] = torch.zeros(_BATCH, *state.shape, dtype=dtype)
+        shapes[past(state.name)] = {0: "B"}
+    outputs = ["hidden_out", *map(present, list(inputs)[2:])]
+    model = _export(_Layer(layer, rotary, layer_type, window), inputs, shapes, outputs)
+    if kept and kept.states:
+        model.opset_imports[""] = LINEAR_OPSET
     return model
 
 
@@ -167,18 +173,20 @@ def trace_head(
     model: torch.nn.Module, owner: torch.nn.Module, final: Sequence[torch.nn.Module], hidden_size: int, dtype: torch.dtype
 ) -> ir.Model:
     """The head's graph: final norm, projection to the vocabulary, and what the model does to its logits."""
-    hidden = torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype)
+    hidden, last = torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype), torch.ones(_BATCH, dtype=torch.int64)
     shapes = {"hidden": {0: "B", 1: "S"}, "last": {0: "B"}}
-    return _export(_Head(model, owner, final), (hidden, torch.ones(_BATCH, dtype=torch.int64)), shapes, ["logits"])
+    return _export(_Head(model, owner, final), {"hidden": hidden, "last": last}, shapes, ["logits"])
 
 
-def _export(module: torch.nn.Module, inputs: tuple[Any, ...], shapes: dict[str, Any], outputs: list[str]) -> ir.Model:
+def _export(
+    module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], shapes: Mapping[str, Any], outputs: list[str]
+) -> ir.Model:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own deprecations, not the user's concern
         program = torch.onnx.export(
-            module.eval(), inputs, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes,
-            input_names=list(shapes), output_names=outputs, optimize=False, verbose=False,
+            module.eval(), (), kwargs=dict(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=dict(shapes),
+            input_names=list(inputs), output_names=outputs, optimize=False, verbose=False,
         )  # fmt: skip
     assert program is not None
     model: ir.Model = program.model

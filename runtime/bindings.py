@@ -6,8 +6,8 @@ D head size, C slots of a layer's KV buffer, V vocabulary.
 embed    input_ids [B,S] int64, position_ids [B,S] int64  ->  hidden [B,S,H]
 segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D] of its layers
          ->  hidden_out [B,S,H], present_key.{l} and present_value.{l}, the same memory as the past ones
-         of layers with linear attention, in their place: past_conv_state.{l} [B,channels,kernel size - 1] and
-         past_recurrent_state.{l} [B,heads,key size,value size], zeros before a row's first token; present_ .. as above
+         of layers that keep states, in their place or beside them, each state s of the manifest's model.state_layers:
+         past_{s}.{l} [B,...], zeros before a row's first token, and present_{s}.{l} as above
          of ONNX Runtime also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row, or
          more; always on the host)
          in TensorRT plans C is static (kv_buffer.static_slots), floats are fp16 or bf16; a prompt's pass has B = 1
@@ -28,7 +28,6 @@ LAST = "last"
 LOGITS = "logits"
 TIED_WEIGHT = "tied_weight"
 PAST_KEY, PAST_VALUE, PRESENT_KEY, PRESENT_VALUE = "past_key", "past_value", "present_key", "present_value"
-PAST_CONV_STATE, PAST_RECURRENT_STATE = "past_conv_state", "past_recurrent_state"
 
 
 def tied_rows(vocab_size: int) -> int:
@@ -39,6 +38,11 @@ def tied_rows(vocab_size: int) -> int:
 def of_layer(name: str, layer: int) -> str:
     """`past_key`, 3 -> `past_key.3`."""
     return f"{name}.{layer}"
+
+
+def past(state: str) -> str:
+    """`conv_state` -> `past_conv_state`."""
+    return f"past_{state}"
 
 
 def present(past: str) -> str:

@@ -136,8 +136,7 @@ class Decoder:
         lengths = [len(prompt) for prompt in prompts]
         assert lengths == sorted(lengths, reverse=True)
         self.kv.clear()
-        # what a row is padded by would stay in a linear attention's state
-        padding = _PADDING if self._model.linear_attention is None else 0
+        padding = 0 if self._model.state_layers else _PADDING  # in a state, what a row is padded by would stay
         for rows in _passes(lengths, self._prefill_chunk if self._shares_passes(lengths[0]) else 1, padding):
             self._prefill_rows(rows, prompts[rows])
         self._step = 0

@@ -1,6 +1,6 @@
 """The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape.
 
-A layer with linear attention has a state of one size in their place.
+A layer with linear attention, Mamba or a short convolution has states of one size in their place or beside them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
-from skipdecode.manifest import Manifest, Model, Target
+from skipdecode.manifest import Manifest, Model, StateLayers, Target
 from skipdecode.memory import Memory
 from skipdecode.schedule import Anchor, Schedule
 
@@ -58,12 +58,20 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
 
 def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
     """What `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them."""
-    linear = model.linear_attention
-    if linear is not None and layer in linear.layers:
-        shapes = {names.PAST_CONV_STATE: linear.conv_state, names.PAST_RECURRENT_STATE: linear.recurrent_state}
-    else:
-        shapes = dict.fromkeys((names.PAST_KEY, names.PAST_VALUE), (model.num_kv_heads, slots, model.head_size))
-    return {names.of_layer(name, layer): shape for name, shape in shapes.items()}
+    group = _group(model, layer)
+    by_slot = (names.PAST_KEY, names.PAST_VALUE) if group is None or group.attention else ()
+    shapes = dict.fromkeys((names.of_layer(name, layer) for name in by_slot), (model.num_kv_heads, slots, model.head_size))
+    return shapes | constant_state(model, layer)
+
+
+def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
+    """The part of it that has no slots, and is zeros before a row's first token."""
+    group = _group(model, layer)
+    return {names.of_layer(names.past(state.name), layer): state.shape for state in group.states} if group else {}
+
+
+def _group(model: Model, layer: int) -> StateLayers | None:
+    return next((group for group in model.state_layers if layer in group.layers), None)
 
 
 def state_numbers(model: Model, layer: int, slots: int) -> int:
@@ -80,7 +88,7 @@ class KVBuffer:
         slots: C, of each layer; 0: it needs none, nor any other state.
 
     Attributes:
-        layers: of each layer the arrays [B, ...] of `layer_state`, in the memory's float type; none where it needs none.
+        layers: of each layer the arrays [B, ...] of `layer_state`, in the memory's float type; none where no step computes it.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
@@ -93,13 +101,15 @@ class KVBuffer:
             for name, shape in state.items():
                 start, end = end, end + rows * math.prod(shape)
                 arrays[name] = block[start:end].reshape(rows, *shape)
-        linear = model.linear_attention.layers if model.linear_attention else ()
-        self._linear = [array for layer in linear for array in self.layers[layer].values()]
+        self._has = [count > 0 for count in slots]
+        self._constant = [
+            arrays[name] for layer, arrays in enumerate(self.layers) if arrays for name in constant_state(model, layer)
+        ]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:
         """Whether any decode step computes `layer`."""
-        return bool(self.layers[layer])
+        return self._has[layer]
 
     def rows(self, layer: int, rows: slice) -> dict[str, Any]:
         """The arrays of some rows of a layer, contiguous, at the buffer's own addresses."""
@@ -107,8 +117,8 @@ class KVBuffer:
         return {name: array[rows] for name, array in self.layers[layer].items()}
 
     def clear(self) -> None:
-        """Forget what linear attention has summed up; keys and values are written before they are read."""
-        for array in self._linear:
+        """Forget what states have summed up; keys and values are written before they are read."""
+        for array in self._constant:
             array[:] = 0
 
     @property

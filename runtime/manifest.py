@@ -16,18 +16,26 @@ from typing import Any
 from skipdecode.errors import BundleError, SkipDecodeError
 from skipdecode.schedule import Anchor, Schedule, active_layers
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "bundle.json"
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttention:
-    """Layers whose state is of one size, whatever the length (Gated DeltaNet, arXiv 2412.06464)."""
+class State:
+    """An array that has one size whatever the length, zeros before a row's first token."""
+
+    name: str  # its engine reads past_{name}.{l} and writes present_{name}.{l}
+    shape: tuple[int, ...]  # of one row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayers:
+    """Layers that keep the same states, as linear attention, Mamba and short convolutions do; none: their past is not read."""
 
     layers: tuple[int, ...]  # rising
-    conv_state: tuple[int, ...]  # channels, the last inputs of a causal convolution: kernel size - 1
-    recurrent_state: tuple[int, ...]  # heads, key size, value size
+    attention: bool  # whether they have keys and values as well
+    states: tuple[State, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class Model:
     head_size: int  # D
     vocab_size: int  # V
     num_parameters: int  # tied weights once
-    linear_attention: LinearAttention | None  # None: every layer has keys and values
+    state_layers: tuple[StateLayers, ...]  # every other layer has keys and values alone
     eos_token_ids: tuple[int, ...]  # empty: no token ends a row
 
 
@@ -132,7 +140,7 @@ class Manifest:
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
-            (_linear_attention_holds(self.model), "model.linear_attention", "has no layers of the model, or sizes that are none"),
+            (_states_hold(self.model), "model.state_layers", "have layers that are none, or twice, or states that are none"),
             (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
@@ -251,13 +259,19 @@ def _sizes_hold(value: Model | Limits) -> bool:
     return all(0 < number < 2**63 for number in dataclasses.astuple(value) if isinstance(number, int))
 
 
-def _linear_attention_holds(model: Model) -> bool:
-    linear = model.linear_attention
-    if linear is None:
-        return True
-    sizes = len(linear.conv_state) == 2 and len(linear.recurrent_state) == 3
-    rising = all(before < after for before, after in pairwise((-1, *linear.layers, model.num_layers)))
-    return sizes and rising and all(0 < size < 2**31 for size in (*linear.conv_state, *linear.recurrent_state))
+def _states_hold(model: Model) -> bool:
+    layers = [layer for group in model.state_layers for layer in group.layers]
+    rising = all(
+        before < after for group in model.state_layers for before, after in pairwise((-1, *group.layers, model.num_layers))
+    )
+    return rising and len({*layers}) == len(layers) and all(map(_kept_once, model.state_layers))
+
+
+def _kept_once(group: StateLayers) -> bool:
+    names = [*(("key", "value") if group.attention else ()), *(state.name for state in group.states)]
+    sizes = [size for state in group.states for size in state.shape]
+    shaped = all(state.shape for state in group.states)
+    return len({*names}) == len(names) and shaped and all(0 < size < 2**31 for size in sizes)
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
@@ -276,7 +290,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
             raise _malformed(where, "generated or absolute", data)
         return Anchor(data)
     if type(data) is not kind:
-        raise _malformed(where, {int: "a whole number", str: "a string"}[kind], data)
+        raise _malformed(where, {int: "a whole number", str: "a string", bool: "true or false"}[kind], data)
     return data
 
 

@@ -68,6 +68,11 @@ _DELTA_NET = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
+# Mamba-2, two of whose heads share keys
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
+_CONVS = {"layer_types": ["conv", "conv", "full_attention"] * (LAYERS // 3)}
 _THREE_POSITIONS = {  # in time and place, which are one in text
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
     "mrope_interleaved": True,
@@ -86,6 +91,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
     "arcee": {},
+    "bamba": {**_MAMBA, "attn_layer_indices": [2, 5]},
     "biogpt": {},
     "bloom": {},
     "codegen": {"rotary_dim": 16},
@@ -120,6 +126,13 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": 5},
     "exaone_moe": {**_ROUTED, "num_experts": 8, "sliding_window": 5, **_ALL_MIXED},
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": None,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 0.7, 1.2, 0.9, 1.1],
+        "key_multiplier": 0.6,
+    },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
     "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
@@ -167,6 +180,14 @@ _RELATIVES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "lfm2": {**_CONVS, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_EXPERTS, **_CONVS, "num_experts": 5, "num_dense_layers": 0},
+    "lfm3": {
+        **_CONVS,
+        "layer_types": ["conv", "sliding_attention", "full_attention"] * (LAYERS // 3),
+        "sliding_window": 5,
+        "head_dim": 16,
+    },
     "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "minicpm3": {**_LATENT, "q_lora_rank": None},
@@ -175,6 +196,15 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
     "mpt": {},
     "nemotron": {"head_dim": 32},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"] * (LAYERS // 3),
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 4,
+    },
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
     "olmo3": {"sliding_window": 5},

@@ -110,8 +110,8 @@ def _prompts(manifest: Manifest) -> list[list[int]]:
 
 
 def _dimensions(manifest: Manifest) -> dict[str, Any]:
-    names = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "vocab_size")
-    return {name: value for name, value in dataclasses.asdict(manifest.model).items() if name in (*names, "linear_attention")}
+    names = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "vocab_size", "state_layers")
+    return {name: value for name, value in dataclasses.asdict(manifest.model).items() if name in names}
 
 
 def _ask(request: dict[str, Any], out: Path) -> None:

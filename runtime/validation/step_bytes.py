@@ -12,7 +12,7 @@ from skipdecode.schedule import active_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Weights of the active segments and the head once; keys and values of every valid position a row, or a linear state.
+    """Weights of the active segments and the head once; keys and values of every valid position a row, and states.
 
     Where layers attend to a sliding window, that counts more of the keys and values than they read.
     """

@@ -61,12 +61,12 @@ def _parity(target: dict[str, Any]) -> Table:
     table = _table(f"{target['name']}: against the reference", "variant", "max error", "mean error", "of largest",
                    "first token that differs", "max KV error", "")  # fmt: skip
     for row in target["parity"]:
-        kv = max(error for layer in row["kv"] for name, error in layer.items() if name != "layer")
+        errors = [error for layer in row["kv"] for name, error in layer.items() if name != "layer"]
         first = row["first_token_that_differs"]
         verdict = {True: "holds", False: "DOES NOT HOLD", None: "told only"}[row["holds"]]
         table.add_row(
             row["name"], f"{row['max_logit_error']:.2e}", f"{row['mean_logit_error']:.2e}", f"{row['relative_error']:.1e}",
-            "none" if first is None else str(first), f"{kv:.1e}", verdict,
+            "none" if first is None else str(first), f"{max(errors, default=0.0):.1e}", verdict,
         )  # fmt: skip
     return table
 

@@ -33,7 +33,7 @@ def make_manifest(schedule: Schedule, folder: Path) -> manifests.Manifest:
         format_version=manifests.FORMAT_VERSION,
         model=manifests.Model(
             name="m", model_type="opt", num_layers=schedule.num_layers, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4,
-            vocab_size=9, num_parameters=100, linear_attention=None, eos_token_ids=(2,),
+            vocab_size=9, num_parameters=100, state_layers=(), eos_token_ids=(2,),
         ),
         dtype="float32",
         limits=manifests.Limits(max_length=32, max_batch=4),
@@ -103,10 +103,17 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_named(attack: Any) -> None:
-    attack(lambda d: d.update(format_version=3), "format_version is 3, this runtime reads 2")
+    attack(lambda d: d.update(format_version=4), "format_version is 4, this runtime reads 3")
 
 
-LINEAR = {"layers": [0, 2], "conv_state": [5, 3], "recurrent_state": [2, 4, 8]}
+STATES = {"layers": [0, 2], "attention": False, "states": [{"name": "conv_state", "shape": [5, 3]}]}
+NO_STATES = "model.state_layers have layers that are none, or twice, or states that are none"
+
+
+def _keep(data: dict[str, Any], *groups: dict[str, Any]) -> None:
+    data["model"]["state_layers"] = list(groups)
+
+
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown_key": (lambda d: d.update(extra=1), "unknown key 'extra'"),
     "missing_key": (lambda d: d.pop("limits"), "missing key 'limits'"),
@@ -132,19 +139,18 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "depth_beyond_memory": (lambda d: [d[part].update(num_layers=2**62) for part in ("model", "schedule")], "do not cover"),
     "depth_beyond_an_index": (lambda d: d["model"].update(num_layers=2**70), "num_layers differs"),
     "negative_depth": (lambda d: d["model"].update(num_layers=-1), "num_layers differs"),
-    "linear_attention_in_no_layer": (lambda d: d["model"].update(linear_attention={**LINEAR, "layers": [DEPTH]}), "no layers of"),
-    "linear_attention_in_a_layer_twice": (
-        lambda d: d["model"].update(linear_attention={**LINEAR, "layers": [1, 1]}),
-        "model.linear_attention has no layers of",
+    "states_in_no_layer": (lambda d: _keep(d, {**STATES, "layers": [DEPTH]}), NO_STATES),
+    "states_in_a_layer_twice": (lambda d: _keep(d, {**STATES, "layers": [1, 1]}), NO_STATES),
+    "states_in_a_layer_of_two_groups": (lambda d: _keep(d, STATES, {**STATES, "layers": [1, 2]}), NO_STATES),
+    "state_of_no_channels": (lambda d: _keep(d, {**STATES, "states": [{"name": "a", "shape": [0, 3]}]}), NO_STATES),
+    "state_of_no_shape": (lambda d: _keep(d, {**STATES, "states": [{"name": "a", "shape": []}]}), NO_STATES),
+    "state_beyond_an_array": (lambda d: _keep(d, {**STATES, "states": [{"name": "a", "shape": [2**31]}]}), NO_STATES),
+    "two_states_of_a_name": (lambda d: _keep(d, {**STATES, "states": 2 * [{"name": "a", "shape": [1]}]}), NO_STATES),
+    "state_beside_keys_of_its_name": (
+        lambda d: _keep(d, {**STATES, "attention": True, "states": [{"name": "key", "shape": [1]}]}),
+        NO_STATES,
     ),
-    "linear_attention_of_no_channels": (
-        lambda d: d["model"].update(linear_attention={**LINEAR, "conv_state": [0, 3]}),
-        "or sizes that are none",
-    ),
-    "linear_attention_of_four_sizes": (
-        lambda d: d["model"].update(linear_attention={**LINEAR, "recurrent_state": [1, 2, 3, 4]}),
-        "or sizes that are none",
-    ),
+    "number_for_truth": (lambda d: _keep(d, {**STATES, "attention": 1}), "attention is 1, not true or false"),
     "segment_missing_a_layer": (lambda d: d["segments"][-1].pop(), "do not cover each layer once"),
     "overlapping_segments": (lambda d: d["segments"][1].insert(0, 0), "do not cover each layer once"),
     "kv_slots_of_another_schedule": (lambda d: d["kv_slots"].__setitem__(1, 3), "kv_slots do not follow"),

@@ -57,12 +57,15 @@ def built() -> None:
 
 @pytest.fixture(scope="session")
 def hybrid_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[Anchor, Path]:
-    """Of a model with linear attention, also in layers that no decode step computes; for prompts of more than one pass."""
+    """Models that keep states, also in layers that no decode step computes: in the place of keys and values, and beside them.
+
+    For prompts of more than one pass.
+    """
     folder = tmp_path_factory.mktemp("hybrid")
-    checkpoint = shutil.copytree(zoo.checkpoint("qwen3_5_text"), folder / "checkpoint")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * LONG}))
-    for anchor in Anchor:
+    for anchor, name in zip(Anchor, ("falcon_h1", "qwen3_5_text"), strict=True):
+        checkpoint = shutil.copytree(zoo.checkpoint(name), folder / name)
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * LONG}))
         schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10, anchor=anchor)
         export(
             ExportRequest(

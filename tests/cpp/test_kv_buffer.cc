@@ -11,13 +11,13 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// Three layers, the second one with linear attention.
+// Three layers, the second one with linear attention in the place of keys and values.
 skd::Model Hybrid() {
   skd::Model model{};
   model.num_layers = 3;
   model.num_kv_heads = 2;
   model.head_size = 4;
-  model.linear_attention = skd::LinearAttention{{1}, {6, 3}, {2, 4, 5}};
+  model.state_layers = {{{1}, false, {{"conv_state", {6, 3}}, {"recurrent_state", {2, 4, 5}}}}};
   return model;
 }
 
@@ -75,7 +75,7 @@ TEST_CASE("a layer's arrays have the names and shapes that its engine reads and 
   CHECK(buffer.kv().bytes() == 3 * 4 * (2 * 2 * 5 * 4 + 6 * 3 + 2 * 4 * 5));
 }
 
-TEST_CASE("a layer that no decode step computes takes no memory, with linear attention neither") {
+TEST_CASE("a layer that no decode step computes takes no memory, with states neither") {
   Buffer buffer({0, 0, 0});
   CHECK(buffer.kv().bytes() == 0);
   CHECK_FALSE(buffer.kv().Has(1));
@@ -101,7 +101,7 @@ TEST_CASE("a row takes its valid slots along and the whole of its states, and le
   }
 }
 
-TEST_CASE("what linear attention has summed up of a row is forgotten, and nothing else") {
+TEST_CASE("what states have summed up of a row is forgotten, and nothing else") {
   Buffer buffer({5, 5, 5});
   for (const int64_t row : {0, 1, 2}) buffer.Fill(row, 1.0F);
   buffer.kv().ClearRow(1);

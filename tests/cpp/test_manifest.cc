@@ -21,7 +21,10 @@ Json Whole() {
 // As of a model whose layers are not all of one kind.
 Json Hybrid() {
   Json edited = Whole();
-  edited["model"]["linear_attention"] = {{"layers", {0, 1, 3}}, {"conv_state", {96, 3}}, {"recurrent_state", {4, 16, 24}}};
+  const Json conv = {{"name", "conv_state"}, {"shape", {96, 3}}}, recurrent = {{"name", "recurrent_state"}, {"shape", {4, 16, 24}}};
+  const Json replaced = {{"layers", {0, 1, 3}}, {"attention", false}, {"states", {conv, recurrent}}};
+  const Json beside = {{"layers", {2}}, {"attention", true}, {"states", {conv}}};
+  edited["model"]["state_layers"] = {replaced, beside};
   return edited;
 }
 
@@ -41,12 +44,15 @@ TEST_CASE("the manifest is read") {
   const skd::Manifest manifest = skd::ParseManifest(Whole().dump());
   REQUIRE(manifest.model.num_layers == 6);
   REQUIRE(manifest.targets.size() == 1);
-  REQUIRE_FALSE(manifest.model.linear_attention);
-  const auto linear = skd::ParseManifest(Hybrid().dump()).model.linear_attention;
-  REQUIRE(linear);
-  REQUIRE(linear->layers == std::vector<int64_t>{0, 1, 3});
-  REQUIRE(linear->conv_state == std::vector<int64_t>{96, 3});
-  REQUIRE(linear->recurrent_state == std::vector<int64_t>{4, 16, 24});
+  REQUIRE(manifest.model.state_layers.empty());
+  const auto groups = skd::ParseManifest(Hybrid().dump()).model.state_layers;
+  REQUIRE(groups.size() == 2);
+  REQUIRE(groups[0].layers == std::vector<int64_t>{0, 1, 3});
+  REQUIRE_FALSE(groups[0].attention);
+  REQUIRE(groups[0].states.size() == 2);
+  REQUIRE(groups[0].states[1].name == "recurrent_state");
+  REQUIRE(groups[0].states[1].shape == std::vector<int64_t>{4, 16, 24});
+  REQUIRE(groups[1].attention);
 }
 
 TEST_CASE("every field of another type, or missing, is refused by name and never a crash") {
@@ -75,28 +81,31 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
   }
 }
 
-TEST_CASE("linear attention has layers of the model in their order, and sizes that an array can have") {
-  const auto parse = [](const char* field, const std::vector<int64_t>& value) {
+TEST_CASE("states are of layers of the model in their order, of each once, and have sizes that an array can have") {
+  const auto parse = [](const char* place, const Json& value) {
     Json edited = Hybrid();
-    edited["model"]["linear_attention"][field] = value;
+    edited["model"]["state_layers"][Json::json_pointer(place)] = value;
     skd::ParseManifest(edited.dump());
   };
-  const auto refused = [&](const char* field, const std::vector<int64_t>& value) {
-    INFO(field << " " << Catch::StringMaker<std::vector<int64_t>>::convert(value));
-    REQUIRE_THROWS_WITH(parse(field, value),
-                        Catch::Equals("bundle.json: model.linear_attention has no layers of the model, or sizes that are none; "
-                                      "export the model again"));
+  const auto refused = [&](const char* place, const Json& value) {
+    INFO(place << " " << value);
+    REQUIRE_THROWS_WITH(parse(place, value),
+                        Catch::Equals("bundle.json: model.state_layers have layers that are none, or twice, or states that are "
+                                      "none; export the model again"));
   };
   const int64_t most = (int64_t{1} << 31) - 1;
-  for (const std::vector<int64_t>& layers : {std::vector<int64_t>{-1, 2}, {1, 1}, {3, 1}, {0, 6}}) refused("layers", layers);
-  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, {96}, {96, 3, 1}, {0, 3}, {96, -3}, {most + 1, 3}}) {
-    refused("conv_state", sizes);
+  for (const std::vector<int64_t>& layers : {std::vector<int64_t>{-1, 1}, {1, 1}, {3, 1}, {0, 6}, {0, 2}}) {
+    refused("/0/layers", layers);
   }
-  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{4, 16}, {4, 16, 24, 1}, {4, 0, 24}, {4, 16, most + 1}}) {
-    refused("recurrent_state", sizes);
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, {0, 3}, {96, -3}, {most + 1, 3}}) {
+    refused("/0/states/0/shape", sizes);
   }
-  REQUIRE_NOTHROW(parse("layers", {}));
-  REQUIRE_NOTHROW(parse("conv_state", {most, 3}));
+  refused("/0/states/0/name", "recurrent_state");
+  refused("/1/states/0/name", "value");
+  REQUIRE_NOTHROW(parse("/0/layers", std::vector<int64_t>{}));
+  REQUIRE_NOTHROW(parse("/0/states", Json::array()));
+  REQUIRE_NOTHROW(parse("/0/states/0/name", "value"));  // no keys and values beside it
+  REQUIRE_NOTHROW(parse("/0/states/0/shape", {most, 3}));
 }
 
 TEST_CASE("sizes whose product no memory holds are refused, whichever of them is large") {
@@ -110,6 +119,6 @@ TEST_CASE("sizes whose product no memory holds are refused, whichever of them is
   // fits for a layer, not for all six
   refused("/limits", "max_length", (int64_t{1} << 28) / (heads * head_size));
   refused("/model", "hidden_size", int64_t{1} << 31);                                  // fits a row, not all
-  refused("/model/linear_attention", "conv_state", {1 << 20, 1 << 8});                 // fits for a layer, not for three
-  refused("/model/linear_attention", "recurrent_state", {1 << 30, 1 << 30, 1 << 30});  // which no 64 bits count
+  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 8});           // fits for a layer, not for three
+  refused("/model/state_layers/0/states/1", "shape", {1 << 30, 1 << 30, 1 << 30});  // which no 64 bits count
 }

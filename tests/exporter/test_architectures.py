@@ -11,8 +11,10 @@ import transformers
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import SUPPORTED, check_supported
+from skipdecode.exporter.architectures import SUPPORTED
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
@@ -103,12 +105,27 @@ def test_models_of_one_kind_may_share_keys_and_values_among_all_heads_or_none(
     _assert_agrees(config, tmp_path)
 
 
-def test_granite_4_may_have_no_experts_and_no_positions_but_no_layers_without_attention(tmp_path: Path) -> None:
+def test_granite_4_may_have_no_experts_and_no_positions_and_mamba_in_the_place_of_attention(tmp_path: Path) -> None:
     dense = {"num_local_experts": 0, "position_embedding_type": None, "embedding_multiplier": 3.0, "attention_multiplier": 0.1}
-    _assert_agrees(RELATIVES["granitemoehybrid"](**dense, num_hidden_layers=2, layer_types=["attention"] * 2), tmp_path)
-    config = RELATIVES["granitemoehybrid"](layer_types=["mamba", "attention"] * (LAYERS // 2))
-    with pytest.raises(ModelNotSupportedError, match="has layers of linear_attention, and a layer's state is keys and values"):
-        check_supported(config, MAX_LENGTH)
+    mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "time_step_limit": (0.4, 0.8)}  # which some steps are outside of
+    for kinds in (["attention", "attention"], ["mamba", "attention"]):
+        settings = {**dense, **mamba, "num_hidden_layers": 2, "layer_types": kinds}
+        _assert_agrees(RELATIVES["granitemoehybrid"](**settings), tmp_path / kinds[0])
+
+
+def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace would leave the state out."""
+    config = RELATIVES["nemotron_h"]()
+    skeleton(config)
+    monkeypatch.delattr("transformers.models.nemotron_h.modeling_nemotron_h.mamba2_chunk_scan")
+    with pytest.raises(
+        ModelNotSupportedError, match=r"NemotronHMamba2Mixer of transformers .* calls no mamba2_chunk_scan; install"
+    ):
+        skeleton(config)
+
+
+def test_falcon_h1_may_have_no_norm_in_its_mamba(tmp_path: Path) -> None:
+    _assert_agrees(RELATIVES["falcon_h1"](mamba_rms_norm=False), tmp_path)
 
 
 def test_layers_of_one_segment_share_their_linear_biases(zoo: Zoo, tmp_path: Path) -> None:
@@ -195,6 +212,10 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
         ("qwen3_5_text", {"linear_num_value_heads": 5}, "linear_num_value_heads is 5 .*; write a multiple of 2"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1 .*; write 2 or more"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "has convolutions with gelu, where ONNX's have silu"),
+        ("nemotron_h", {"mamba_hidden_act": "relu"}, "has convolutions with relu, where ONNX's have silu"),
+        ("nemotron_h", {"mamba_num_heads": 3}, "mamba_num_heads is 3 .*; write a multiple of 2"),
+        ("nemotron_h", {"layers_block_type": ["moe", "full_attention"] * 3}, "has layers of moe, which are none that can be"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write 2 or more"),
     ],
 )
 def test_settings_that_no_engine_could_follow_are_refused(name: str, settings: dict[str, Any], message: str) -> None:

@@ -11,8 +11,9 @@ import pytest
 import transformers
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import SUPPORTED, check_supported
+from skipdecode.exporter.architectures import SUPPORTED
 from skipdecode.exporter.config_numbers import check_numbers
+from skipdecode.exporter.supported import check_supported
 from tests.conftest import CONFIGS, MAX_LENGTH, RELATIVES
 
 NAN, INFINITE = math.nan, math.inf

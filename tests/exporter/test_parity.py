@@ -18,7 +18,7 @@ from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.conftest import CONFIGS, LAYERS, Zoo
 
 NEW = 12
-NAMES = [*CONFIGS, "qwen3_5_text"]  # which keeps another state than keys and values in some of its layers
+NAMES = [*CONFIGS, "qwen3_5_text", "falcon_h1"]  # which keep states in the place of keys and values, and beside them
 RAGGED = [[5, 6], [9, 8, 7, 6, 5, 4, 3, 17, 23], [11], [4, 50, 6, 70]]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skipdecode.device import ALIGNMENT
 from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, slots_per_layer, static_slots
-from skipdecode.manifest import LinearAttention, Model
+from skipdecode.manifest import Model, State, StateLayers
 from skipdecode.memory import HostMemory
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
@@ -49,7 +49,7 @@ def test_static_slots_hold_every_run_of_the_longest_length_in_aligned_rows(
 
 MODEL = Model(
     name="m", model_type="opt", num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4, vocab_size=9,
-    num_parameters=1, linear_attention=None, eos_token_ids=(),
+    num_parameters=1, state_layers=(), eos_token_ids=(),
 )  # fmt: skip
 
 
@@ -79,18 +79,29 @@ def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> 
     assert [buffer.has(layer) for layer in range(3)] == [True, False, True]
 
 
-def test_a_layer_with_linear_attention_has_a_state_whatever_its_slots_and_only_that_is_cleared() -> None:
-    linear = LinearAttention(layers=(0, 1), conv_state=(7, 3), recurrent_state=(2, 4, 5))
-    buffer = KVBuffer(dataclasses.replace(MODEL, linear_attention=linear), 5, (7, 0, 4), HostMemory())
+def test_states_have_one_size_whatever_the_slots_beside_keys_or_in_their_place_and_only_they_are_cleared() -> None:
+    conv, recurrent = State(name="conv_state", shape=(7, 3)), State(name="recurrent_state", shape=(2, 4, 5))
+    groups = (
+        StateLayers(layers=(0, 1), attention=False, states=(conv, recurrent)),
+        StateLayers(layers=(3,), attention=True, states=(conv,)),
+        StateLayers(layers=(4,), attention=False, states=()),
+    )
+    model = dataclasses.replace(MODEL, num_layers=5, state_layers=groups)
+    buffer = KVBuffer(model, 5, (7, 0, 4, 2, 7), HostMemory())
     shapes = [{name: array.shape for name, array in layer.items()} for layer in buffer.layers]
     assert shapes == [
         {"past_conv_state.0": (5, 7, 3), "past_recurrent_state.0": (5, 2, 4, 5)},
         {},
         {"past_key.2": (5, 2, 4, 4), "past_value.2": (5, 2, 4, 4)},
+        {"past_key.3": (5, 2, 2, 4), "past_value.3": (5, 2, 2, 4), "past_conv_state.3": (5, 7, 3)},
+        {},
     ]
-    for arrays in (buffer.rows(0, slice(2, None)), buffer.rows(2, slice(2, None))):
-        for array in arrays.values():
+    assert [buffer.has(layer) for layer in range(5)] == [True, False, True, True, True]
+    for layer in (0, 2, 3):
+        for array in buffer.rows(layer, slice(2, None)).values():
             array[:] = 1
     buffer.clear()
-    assert not any(array.any() for array in buffer.layers[0].values())
-    assert all(array[2:].all() and not array[:2].any() for array in buffer.layers[2].values())
+    for layer in (0, 2, 3):
+        for name, array in buffer.layers[layer].items():
+            kept = 0 if name.endswith(f"_state.{layer}") else 1
+            assert (array[2:] == kept).all() and not array[:2].any()

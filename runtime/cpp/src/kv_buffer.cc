@@ -59,7 +59,7 @@ void KvBuffer::CopyRow(int64_t from, int64_t to, int64_t length) {
       // on a GPU a call costs more than the slots that hold nothing yet: a row is one copy there
       const bool by_head = array.of.has_slots && memory_.on_host();
       const int64_t pieces = by_head ? array.of.shape[0] : 1;
-      const int64_t stride = array.row_bytes / pieces, slots = array.of.shape[1];
+      const int64_t stride = array.row_bytes / pieces, slots = by_head ? array.of.shape[1] : 1;
       const auto bytes = static_cast<size_t>(by_head ? std::min(length, slots) * (stride / slots) : stride);
       for (int64_t piece = 0; piece < pieces; ++piece) {
         memory_.Copy(At(array, to) + piece * stride, At(array, from) + piece * stride, bytes);

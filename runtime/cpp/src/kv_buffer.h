@@ -1,5 +1,5 @@
 // The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape; of a layer with
-// linear attention its state.
+// linear attention and its like its states.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ class KvBuffer {
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
   // Rows `row ..` of `layer`, `rows` of them, as its engine reads and writes them in place; the buffer must have the layer.
   void Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
-  // Forget what linear attention has summed up of a row.
+  // Forget what states have summed up of a row.
   void ClearRow(int64_t row);
   // Copy the first `length` slots of a row, and what has no slots, over another row's.
   void CopyRow(int64_t from, int64_t to, int64_t length);

@@ -1,4 +1,4 @@
-// What a layer keeps of a row: keys and values, or with linear attention a state that has one size whatever the length.
+// What a layer keeps of a row: keys and values, and with linear attention and its like states of one size, whatever the length.
 #pragma once
 
 #include <cstdint>

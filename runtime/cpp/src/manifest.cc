@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int64_t kFormatVersion = 2;
+constexpr int64_t kFormatVersion = 3;
 constexpr size_t kShown = 40;  // characters of a wrong value that an error shows
 
 Error Malformed(const std::string& where, const std::string& what) { return BundleError(where + " " + what, "bundle.json"); }
@@ -47,6 +47,11 @@ class Object {
   const Json& at(const char* key) const { return data_.at(key); }
   std::string Where(const char* key) const { return where_.empty() ? key : where_ + "." + key; }
   int64_t Integer(const char* key) const { return ToInteger(at(key), Where(key)); }
+  bool Truth(const char* key) const {
+    const Json& data = at(key);
+    if (!data.is_boolean()) throw Malformed(Where(key), "is " + Shown(data) + ", not true or false");
+    return data.get<bool>();
+  }
   std::string Text(const char* key) const { return ToText(at(key), Where(key)); }
   std::optional<std::string> TextOrNull(const char* key) const {
     return at(key).is_null() ? std::nullopt : std::optional<std::string>(Text(key));
@@ -85,16 +90,20 @@ class Object {
   std::string where_;
 };
 
-std::optional<LinearAttention> DecodeLinearAttention(const Json& data) {
-  if (data.is_null()) return std::nullopt;
-  const Object o(data, "model.linear_attention", {"layers", "conv_state", "recurrent_state"});
-  return LinearAttention{o.Integers("layers"), o.Integers("conv_state"), o.Integers("recurrent_state")};
+State DecodeState(const Json& data, const std::string& where) {
+  const Object o(data, where, {"name", "shape"});
+  return {o.Text("name"), o.Integers("shape")};
+}
+
+StateLayers DecodeStateLayers(const Json& data, const std::string& where) {
+  const Object o(data, where, {"layers", "attention", "states"});
+  return {o.Integers("layers"), o.Truth("attention"), o.Items<State>("states", DecodeState)};
 }
 
 Model DecodeModel(const Json& data) {
   const Object o(data, "model",
                  {"name", "model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "vocab_size",
-                  "num_parameters", "linear_attention", "eos_token_ids"});
+                  "num_parameters", "state_layers", "eos_token_ids"});
   return {o.Text("name"),
           o.Text("model_type"),
           o.Integer("num_layers"),
@@ -104,7 +113,7 @@ Model DecodeModel(const Json& data) {
           o.Integer("head_size"),
           o.Integer("vocab_size"),
           o.Integer("num_parameters"),
-          DecodeLinearAttention(o.at("linear_attention")),
+          o.Items<StateLayers>("state_layers", DecodeStateLayers),
           o.Integers("eos_token_ids")};
 }
 
@@ -145,16 +154,27 @@ File DecodeFile(const Json& data, const std::string& where) {
   return {o.Text("path"), o.Integer("size"), o.Text("sha256")};
 }
 
-void CheckLinearAttention(const Model& model) {
-  if (!model.linear_attention) return;
-  const auto& [layers, conv_state, recurrent_state] = *model.linear_attention;
-  const auto among_layers = [&](int64_t layer) { return layer >= 0 && layer < model.num_layers; };
-  const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
-  const bool holds = std::all_of(layers.begin(), layers.end(), among_layers) &&
-                     std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) == layers.end() &&
-                     conv_state.size() == 2 && std::all_of(conv_state.begin(), conv_state.end(), is_size) &&
-                     recurrent_state.size() == 3 && std::all_of(recurrent_state.begin(), recurrent_state.end(), is_size);
-  if (!holds) throw Malformed("model.linear_attention", "has no layers of the model, or sizes that are none");
+// Whether the layers of `group` keep states of sizes that are some, each under a name of its own.
+bool KeptOnce(const StateLayers& group) {
+  std::set<std::string> names;
+  if (group.attention) names = {"key", "value"};
+  return std::all_of(group.states.begin(), group.states.end(), [&](const State& state) {
+    const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
+    return names.insert(state.name).second && !state.shape.empty() &&
+           std::all_of(state.shape.begin(), state.shape.end(), is_size);
+  });
+}
+
+void CheckStates(const Model& model) {
+  std::set<int64_t> seen;
+  const auto among_layers = [&](int64_t layer) { return layer >= 0 && layer < model.num_layers && seen.insert(layer).second; };
+  for (const StateLayers& group : model.state_layers) {
+    const auto& layers = group.layers;
+    const bool holds = std::is_sorted(layers.begin(), layers.end()) && std::all_of(layers.begin(), layers.end(), among_layers);
+    if (!holds || !KeptOnce(group)) {
+      throw Malformed("model.state_layers", "have layers that are none, or twice, or states that are none");
+    }
+  }
 }
 
 // Of a row, with keys and values of `length` positions for each layer; in double, which no size overflows.
@@ -163,9 +183,8 @@ double StateNumbers(const Model& model, int64_t length) {
     return std::accumulate(sizes.begin(), sizes.end(), 1.0, std::multiplies<>());
   };
   double numbers = product({2, model.num_layers, model.num_kv_heads, model.head_size, length});
-  if (model.linear_attention) {
-    const auto& [layers, conv_state, recurrent_state] = *model.linear_attention;
-    numbers += static_cast<double>(layers.size()) * (product(conv_state) + product(recurrent_state));
+  for (const StateLayers& group : model.state_layers) {
+    for (const State& state : group.states) numbers += static_cast<double>(group.layers.size()) * product(state.shape);
   }
   return numbers;
 }
@@ -300,7 +319,7 @@ Manifest DecodeManifest(const Json& data) {
   if (manifest.schedule.num_layers() != manifest.model.num_layers) {
     throw Malformed("schedule.num_layers", "differs from the model's " + std::to_string(manifest.model.num_layers) + " layers");
   }
-  CheckLinearAttention(manifest.model);
+  CheckStates(manifest.model);
   CheckSizes(manifest);
   CheckSegments(manifest);
   CheckSlots(o, manifest);

@@ -12,17 +12,23 @@
 
 namespace skd {
 
-// Layers whose state is of one size, whatever the length (Gated DeltaNet, arXiv 2412.06464).
-struct LinearAttention {
-  std::vector<int64_t> layers;           // rising
-  std::vector<int64_t> conv_state;       // channels, the last inputs of a causal convolution: kernel size - 1
-  std::vector<int64_t> recurrent_state;  // heads, key size, value size
+// An array that has one size whatever the length, zeros before a row's first token.
+struct State {
+  std::string name;            // its engine reads past_{name}.{l} and writes present_{name}.{l}
+  std::vector<int64_t> shape;  // of one row
+};
+
+// Layers that keep the same states, as linear attention, Mamba and short convolutions do; none: their past is not read.
+struct StateLayers {
+  std::vector<int64_t> layers;  // rising
+  bool attention;               // whether they have keys and values as well
+  std::vector<State> states;
 };
 
 struct Model {
   std::string name, model_type;
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, vocab_size, num_parameters;
-  std::optional<LinearAttention> linear_attention;  // nullopt: every layer has keys and values
+  std::vector<StateLayers> state_layers;  // every other layer has keys and values alone
   std::vector<int64_t> eos_token_ids;
 };
 

@@ -1,0 +1,200 @@
+"""Layers that keep states: what each keeps of a row, and what a trace calls instead of transformers' functions.
+
+Of linear attention (Gated DeltaNet, arXiv 2412.06464; Mamba-2, arXiv 2405.21060) the past is one matrix a head, which sums up
+keys and values, and the last inputs of a causal convolution; of a short convolution (LFM2) those alone. Both operators are
+standard since opset 27.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import layer_kind
+from skipdecode.exporter.attention import OPSET, ScatterCache
+from skipdecode.manifest import State, StateLayers
+
+LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
+CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
+_CONVOLUTION, _DELTA_RULE, _SELECTIVE_SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+_WITH_ATTENTION = (None, "full_attention", "sliding_attention", "hybrid")  # kinds of layers
+
+
+def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:
+    """The layers that keep anything but keys and values alone, grouped by what they keep."""
+    groups: dict[tuple[bool, tuple[State, ...]], list[int]] = {}
+    for index, layer in enumerate(layers):
+        attention, states = layer_kind(config, index) in _WITH_ATTENTION, tuple(_states(layer))
+        if states or not attention:
+            groups.setdefault((attention, states), []).append(index)
+    return tuple(
+        StateLayers(layers=tuple(indices), attention=attention, states=states) for (attention, states), indices in groups.items()
+    )
+
+
+def is_mamba(layer: torch.nn.Module) -> bool:
+    """Whether the layer's state is a Mamba's, which transformers keeps turned, [heads, value size, key size]."""
+    return hasattr(_mixer(layer), "ssm_state_size")
+
+
+def _states(layer: torch.nn.Module) -> Iterator[State]:
+    mixer = _mixer(layer)
+    if mixer is None:
+        return
+    conv = _convolution(mixer)
+    _check_calls(mixer, _CONVOLUTION)
+    yield State(name=CONV_STATE, shape=(conv.in_channels, conv.kernel_size[0] - 1))
+    if is_mamba(layer):
+        _check_calls(mixer, _SELECTIVE_SCAN)
+        yield State(name=RECURRENT_STATE, shape=(mixer.num_heads, mixer.ssm_state_size, mixer.head_dim))
+    elif hasattr(mixer, "num_v_heads"):
+        _check_calls(mixer, _DELTA_RULE)
+        yield State(name=RECURRENT_STATE, shape=(mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim))
+
+
+def _check_calls(mixer: Any, function: str) -> None:
+    """That there is what `as_operators` and `StateCache` stand for: without it a trace would leave the state out."""
+    asked = hasattr(transformers.Cache, "get_conv_state")  # the layer asks the cache for its states, since 5.21
+    if not asked or function not in _module(mixer):
+        missing = function if asked else "get_conv_state"
+        raise ModelNotSupportedError(
+            f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {missing}",
+            "install transformers 5.21 to 5.23, with which it was tested",
+        )
+
+
+def _module(mixer: Any) -> dict[str, Any]:
+    """The names that its forward looks its functions up in."""
+    return vars(sys.modules[type(mixer).__module__])
+
+
+def _mixer(layer: torch.nn.Module) -> Any:
+    """The module around the layer's convolution, which goes by several names; None: the layer has none."""
+    return next((module for module in layer.modules() if _convolution(module) is not None), None)
+
+
+def _convolution(module: torch.nn.Module) -> Any:
+    return next((child for child in module.children() if isinstance(child, torch.nn.Conv1d)), None)
+
+
+class StateCache:
+    """Stands for transformers' cache: the states before the new tokens, and after them; keys and values in `attention`."""
+
+    def __init__(self, states: dict[str, torch.Tensor], attention: ScatterCache | None) -> None:
+        self.states = states
+        if attention is not None:
+            self.update, self.get_seq_length = attention.update, attention.get_seq_length
+
+    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        """[B, channels, kernel size - 1]; that there is one tells the layer of a cache."""
+        return self.states[CONV_STATE]
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor:
+        """[B, heads, key size, value size]."""
+        return self.states[RECURRENT_STATE]
+
+    def update_conv_state(self, inputs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """What the convolution is given: the new tokens alone, as its operator joins them to the state."""
+        return inputs
+
+    def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> None:
+        """The layer hands back what the function in the place of its own gave it."""
+        self.states[RECURRENT_STATE] = state
+
+
+@contextmanager
+def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
+    """Inside, the convolution and the recurrence of `layer` leave one operator each in a trace, on the states of `cache`."""
+    mixer = _mixer(layer)
+    conv = _convolution(mixer)
+
+    def convolution(inputs: torch.Tensor, *_: Any, activation: str = "none", **__: Any) -> torch.Tensor:
+        out, cache.states[CONV_STATE] = _causal_conv(inputs, conv.weight, conv.bias, cache.states[CONV_STATE], activation)
+        return out
+
+    module = _module(mixer)
+    functions = {_CONVOLUTION: convolution, _DELTA_RULE: _gated_delta_rule, _SELECTIVE_SCAN: _selective_scan}
+    kept = {name: module[name] for name in functions if name in module}
+    module.update({name: functions[name] for name in kept})
+    try:
+        yield
+    finally:
+        module.update(kept)
+
+
+def _causal_conv(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CausalConvWithState-27: inputs [B,C,S], weight [C,1,K], state [B,C,K-1] -> [B,C,S], the state after them."""
+    out, present = torch.onnx.ops.symbolic_multi_out(
+        "CausalConvWithState",
+        (inputs, weight, bias, state),
+        {"activation": activation},
+        dtypes=(inputs.dtype, state.dtype),
+        shapes=(inputs.shape, state.shape),
+    )
+    return out, present
+
+
+def _gated_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor,
+    initial_state: torch.Tensor, use_qk_l2norm_in_kernel: bool, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Query and key [B,S,KH,DK], value [B,S,VH,DV], g (log of the decay) and beta [B,S,VH] -> [B,S,VH,DV], the state."""
+    if use_qk_l2norm_in_kernel:
+        query, key = _l2_normalised(query), _l2_normalised(key)
+    return _linear_attention((query, key, value), initial_state, (g, beta), "gated_delta", query.shape[3] ** -0.5)
+
+
+def _selective_scan(
+    inputs: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor,
+    dt_bias: torch.Tensor, initial_states: torch.Tensor, dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Mamba-2's: inputs [B,S,NH,P], dt [B,S,NH], A and D [NH], B and C [B,S,G,N] -> [B,S,NH,P], the state [B,NH,N,P].
+
+    h_t = exp(A dt_t) h_(t-1) + B_t (x) dt_t x_t and y_t = C_t h_t + D x_t: linear attention whose query is C, whose key is B and
+    whose value is dt x (arXiv 2405.21060, section 7).
+    """
+    dt = dt + dt_bias
+    dt = torch.onnx.ops.symbolic("Softplus", (dt,), dtype=dt.dtype, shape=dt.shape, version=OPSET)  # without torch's threshold
+    if tuple(dt_limit) != (0.0, float("inf")):  # which no softplus leaves
+        dt = torch.clamp(dt, *dt_limit)
+    out, present = _linear_attention((C, B, inputs * dt[..., None]), initial_states, (A * dt,), "gated", 1.0)
+    return out + D[:, None] * inputs, present
+
+
+def _linear_attention(
+    packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], rule: str, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """LinearAttention-27: query and key [B,S,KH,DK], value [B,S,VH,DV], gates [B,S,VH] -> [B,S,VH,DV], the state after them.
+
+    Each head of query and key serves VH / KH heads of the values.
+    """
+    query, key, value = packed
+    heads = value.shape[2]
+    query, key = (each[:, :, :, None].expand(-1, -1, -1, heads // each.shape[2], -1).flatten(2) for each in (query, key))
+    rows = value.flatten(2)
+    out, present = torch.onnx.ops.symbolic_multi_out(
+        "LinearAttention",
+        (query, key, rows, state, *gates),
+        {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": rule, "scale": scale},
+        dtypes=(rows.dtype, state.dtype),
+        shapes=(rows.shape, state.shape),
+    )
+    return out.unflatten(-1, (heads, -1)), present
+
+
+def _l2_normalised(rows: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + 1e-6), said as RMSNormalization-23, which divides by the root of the mean."""
+    size = rows.shape[-1]
+    scale = torch.full((size,), size**-0.5, dtype=rows.dtype)
+    normalised: torch.Tensor = torch.onnx.ops.symbolic(
+        "RMSNormalization", (rows, scale), {"axis": -1, "epsilon": 1e-6 / size}, dtype=rows.dtype, shape=rows.shape, version=OPSET
+    )
+    return normalised

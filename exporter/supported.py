@@ -1,0 +1,163 @@
+"""Which configurations can be exported faithfully: the others are refused in one line, before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import (
+    HYBRIDS,
+    LATENT,
+    MIXTURES,
+    attention_window,
+    check_known,
+    declared,
+    key_sizes,
+    layer_kinds,
+    unsupported,
+)
+from skipdecode.exporter.config_json import place
+from skipdecode.exporter.config_numbers import check_numbers
+
+# settings that are read here and that transformers takes from some models as they are
+_COUNTS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    "mamba_n_heads", "mamba_num_heads", "mamba_n_groups", "n_groups", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
+    "ssm_state_size", "mamba_d_ssm", "mamba_d_conv", "conv_kernel", "conv_L_cache",
+)  # fmt: skip
+# what the heads of linear attention's values, and of Mamba's, are a multiple of
+_SHARED = (
+    ("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups"),
+)  # fmt: skip
+_KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+_MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
+
+
+def check_single_stack(config: Any) -> None:
+    """Refuse encoder-decoders: of the whole configuration, since what they call their text part may be a supported decoder.
+
+    Raises:
+        ModelNotSupportedError: an encoder-decoder.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
+
+
+def check_supported(config: Any, max_length: int) -> None:
+    """Refuse, before anything is written, what could not be exported faithfully.
+
+    Raises:
+        ModelNotSupportedError: sizes that are none, numbers that nothing can be computed with, attention to later tokens, layers
+            without attention, experts that are not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by
+            slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
+    """
+    check_known(config)
+    _check_counts(config)
+    check_numbers(config)
+    if config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or config.num_local_experts):
+        _check_experts(config)
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        raise unsupported(config, "attends to later tokens, which generating one after another cannot")
+    other = {*(layer_kinds(config) or ())} - {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
+    if other:
+        raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, which are none that can be exported")
+    if config.model_type in HYBRIDS:
+        _check_states(config)
+    if (declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
+        raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
+    if key_sizes(config)[1] % 8:
+        raise unsupported(config, f"has heads of {key_sizes(config)[1]}, and ONNX Runtime's attention takes multiples of 8")
+    if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
+        raise unsupported(config, "with slow_but_exact multiplies slices and leaves out biases")
+    if config.model_type == "falcon" and config.alibi:
+        raise unsupported(
+            config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"
+        )
+    _check_rotary(config, max_length)
+    longest = declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name, the others'
+    if longest and max_length > longest:
+        raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+
+
+def _check_counts(config: Any) -> None:
+    for name in _COUNTS:
+        value = getattr(config, name, None)
+        if value is None and not (name == "qk_head_dim" and config.model_type in LATENT):
+            continue
+        if not isinstance(value, int) or value < 1:
+            raise _no_count(config, name, value)
+    if config.num_hidden_layers > _MOST_LAYERS:
+        raise _no_count(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
+    for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
+        if window is not None and window < 1:
+            raise _no_count(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
+    heads, (key_heads, _) = config.num_attention_heads, key_sizes(config)
+    if heads % key_heads:
+        raise ModelNotSupportedError(
+            f"its config.json has {heads} heads, no multiple of the {key_heads} that their keys have", "correct that setting",
+            where=place(config),
+        )  # fmt: skip
+
+
+def _check_experts(config: Any) -> None:
+    """What a router is told: more than there is to choose from fails where it is traced, and uneven groups mix tokens.
+
+    And what its experts are, which is one operator's.
+    """
+    name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
+    experts = getattr(config, name)
+    if experts is None or experts < 1:
+        raise _no_count(config, name, experts)
+    chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
+    each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
+    if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
+        raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {experts}, the number of experts")
+    if groups is not None and (groups < 1 or experts % groups):
+        raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
+    if groups and not 1 <= (config.topk_group or 1) <= groups:
+        raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):  # LFM2 has no other
+        raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
+
+
+def _check_states(config: Any) -> None:
+    """Heads that share queries and keys do so evenly; a convolution is one, of what its operator can be."""
+    for heads, groups in _SHARED:
+        count, each = getattr(config, heads, None), getattr(config, groups, None)
+        if count and each and count % each:
+            raise _no_count(config, heads, count, f"write a multiple of {each}, which {groups} is")
+    for name in _KERNELS:
+        if getattr(config, name, None) == 1:
+            raise _no_count(config, name, 1, "write 2 or more")
+    activation = getattr(config, "mamba_hidden_act", None) or getattr(
+        config, "hidden_act", "silu"
+    )  # short convolutions have none
+    if activation not in ("silu", "swish"):
+        raise unsupported(config, f"has convolutions with {activation}, where ONNX's have silu")
+
+
+def _no_count(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
+    spelled = config.attribute_map.get(name, name)
+    return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=place(config))
+
+
+def _check_rotary(config: Any, max_length: int) -> None:
+    """A scaling that has other frequencies or factors for runs beyond the original length is exact only below it.
+
+    A `dynamic` one is beyond the model's own length, which `check_supported` allows no run, whatever original length it names.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some have one a kind of layer
+        if scaling.get("rope_type") != "longrope" and "long_mscale" not in scaling:
+            continue
+        name = "original_max_position_embeddings"
+        original = getattr(config, name, None) or scaling.get(name)
+        if not isinstance(original, int):
+            raise _no_count(config, name, original)
+        if max_length > original:
+            raise ModelNotSupportedError(
+                f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",
+                f"export with --max-length {original} or less",
+            )
