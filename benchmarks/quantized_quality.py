@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.quality import Example, answer, score
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "e2e"
-KINDS = (  # weights, method, inputs that share one scale; the first one is what the others are held against
+KINDS = (  # weights, method, inputs that share one scale
     ("none", "rtn", 32), ("int8", "rtn", 32), ("int8", "k-quant", 32), ("int8", "rtn", 128),
     ("int4", "rtn", 32), ("int4", "k-quant", 32), ("int4", "rtn", 64), ("int4", "rtn", 128), ("int4", "k-quant", 128),
 )  # fmt: skip
@@ -41,12 +41,18 @@ def main() -> int:
     options.add_argument("--data", type=Path, default=EXAMPLE / "sample.csv", help="E2E's CSV format (the shipped sample)")
     options.add_argument("--model", type=Path, default=EXAMPLE / "model", help="a checkpoint folder (the shipped model)")
     given = options.parse_args()
-    examples = _examples(given.data)
+    rows = measure(given.model, examples_of(given.data), KINDS)
+    print(json.dumps(rows))
+    return 0
+
+
+def measure(model: Path, examples: list[Example], kinds: Sequence[tuple[str, str, int]]) -> list[dict[str, Any]]:
+    """A row a kind of weights, each told as it is done; the first kind is what the others are held against."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        exact = _generator(given.model, Path(temporary), *KINDS[0])
-        for quantize, method, block in KINDS:
-            generator = exact if quantize == "none" else _generator(given.model, Path(temporary), quantize, method, block)
+        exact = _generator(model, Path(temporary), *kinds[0])
+        for quantize, method, block in kinds:
+            generator = exact if quantize == "none" else _generator(model, Path(temporary), quantize, method, block)
             texts = answer(generator, examples, full_depth(generator.manifest.model.num_layers), NEW_TOKENS)["texts"]
             skipped = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)["texts"]
             baseline = texts if not rows else rows[0]["texts"]
@@ -62,11 +68,11 @@ def main() -> int:
                 f"{show['same_next_token']:.1%}, logits {show['logit_error']:.4f}, BLEU {show['bleu']['value']:.2f}, "
                 f"at 2x {show['bleu_2x']['value']:.2f}", flush=True,
             )  # fmt: skip
-    print(json.dumps([{name: value for name, value in row.items() if name != "texts"} for row in rows]))
-    return 0
+    return [{name: value for name, value in row.items() if name != "texts"} for row in rows]
 
 
-def _examples(data: Path) -> list[Example]:
+def examples_of(data: Path) -> list[Example]:
+    """The inputs of an E2E CSV file, each once, with all its sentences."""
     sys.path.insert(0, str(EXAMPLE))
     from data import prompt, read_pairs
 

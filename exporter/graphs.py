@@ -12,7 +12,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 
 from skipdecode.exporter.architectures import (
     OWN_ATTENTION,
@@ -153,6 +152,8 @@ def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.M
     kind = {"layer_type": layer_kind(config, index)} if "layer_type" in inspect.signature(type(layer)).parameters else {}
     real: torch.nn.Module = type(layer)(config, index, **kind)
     if config.model_type == "falcon_h1":
+        from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
+
         real.mamba.register_buffer("mup_vector", compute_mup_vector(config), persistent=False)
     return real
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
@@ -23,15 +25,16 @@ from skipdecode.exporter.config_numbers import check_numbers
 _COUNTS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
-    "mamba_n_heads", "mamba_num_heads", "mamba_n_groups", "n_groups", "mamba_d_head", "mamba_head_dim", "mamba_d_state",
-    "ssm_state_size", "mamba_d_ssm", "mamba_d_conv", "conv_kernel", "conv_L_cache",
 )  # fmt: skip
-# what the heads of linear attention's values, and of Mamba's, are a multiple of
+# of layers that keep states: their convolution's kernel, heads and the groups that share queries and keys, other sizes
+_KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
 _SHARED = (
     ("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups"),
 )  # fmt: skip
-_KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+_STATE_SIZES = (
+    "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size",
+    "mamba_d_ssm",
+)  # fmt: skip
 _MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
 
 
@@ -82,12 +85,8 @@ def check_supported(config: Any, max_length: int) -> None:
 
 
 def _check_counts(config: Any) -> None:
-    for name in _COUNTS:
-        value = getattr(config, name, None)
-        if value is None and not (name == "qk_head_dim" and config.model_type in LATENT):
-            continue
-        if not isinstance(value, int) or value < 1:
-            raise _no_count(config, name, value)
+    needed = ("qk_head_dim",) if config.model_type in LATENT else ()
+    _check_each(config, _COUNTS, needed)
     if config.num_hidden_layers > _MOST_LAYERS:
         raise _no_count(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
     for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
@@ -99,6 +98,16 @@ def _check_counts(config: Any) -> None:
             f"its config.json has {heads} heads, no multiple of the {key_heads} that their keys have", "correct that setting",
             where=place(config),
         )  # fmt: skip
+
+
+def _check_each(config: Any, names: Iterable[str], needed: Collection[str] = (), least: int = 1) -> None:
+    """That those of the settings that there are are whole numbers from `least` on."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is None and name not in needed:
+            continue
+        if not isinstance(value, int) or value < least:
+            raise _no_count(config, name, value, f"write a whole number from {least} on")
 
 
 def _check_experts(config: Any) -> None:
@@ -124,16 +133,14 @@ def _check_experts(config: Any) -> None:
 
 def _check_states(config: Any) -> None:
     """Heads that share queries and keys do so evenly; a convolution is one, of what its operator can be."""
+    _check_each(config, (*_STATE_SIZES, *chain(*_SHARED)))
+    _check_each(config, _KERNELS, least=2)
     for heads, groups in _SHARED:
         count, each = getattr(config, heads, None), getattr(config, groups, None)
         if count and each and count % each:
             raise _no_count(config, heads, count, f"write a multiple of {each}, which {groups} is")
-    for name in _KERNELS:
-        if getattr(config, name, None) == 1:
-            raise _no_count(config, name, 1, "write 2 or more")
-    activation = getattr(config, "mamba_hidden_act", None) or getattr(
-        config, "hidden_act", "silu"
-    )  # short convolutions have none
+    # Nemotron-H's is its own, short convolutions have none
+    activation = getattr(config, "mamba_hidden_act", None) or getattr(config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise unsupported(config, f"has convolutions with {activation}, where ONNX's have silu")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from data import SPAN, prompt, read_pairs, shuffled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from skipdecode.exporter.reference import skip_schedule
 from skipdecode.schedule import Schedule, active_layers
@@ -97,7 +97,7 @@ def batches(pairs: Pairs, tokenizer: PreTrainedTokenizerFast, rng: random.Random
     return rows
 
 
-def loss_of(model: OPTForCausalLM, batch: Batch, schedule: Schedule) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, batch: Batch, schedule: Schedule) -> torch.Tensor:
     """Mean cross-entropy of the sentences' tokens, each position computing what the schedule says."""
     start = len(batch[0][0])
     length = min(POSITIONS, max(len(q) + len(a) for q, a in batch))
@@ -108,12 +108,12 @@ def loss_of(model: OPTForCausalLM, batch: Batch, schedule: Schedule) -> torch.Te
         ids[row, : len(tokens)] = tokens
         labels[row, start : len(tokens)] = tokens[start:]
     with skip_schedule(model, schedule, prompt_length=start):
-        hidden = model.model.decoder(ids, use_cache=False).last_hidden_state
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[:, start - 1 : -1]).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, start:].flatten())
 
 
-def train(model: OPTForCausalLM, pairs: Pairs, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> dict[str, float]:
+def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> dict[str, float]:
     """AdamW, a short warm-up, then a cosine to nothing; returns what the model card tells."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.05)
@@ -125,7 +125,7 @@ def train(model: OPTForCausalLM, pairs: Pairs, tokenizer: PreTrainedTokenizerFas
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rising * (0.02 + 0.98 * falling)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bf16):
-            loss = loss_of(model, rows.pop(), recipe.draw(rng, len(model.model.decoder.layers)))
+            loss = loss_of(model, rows.pop(), recipe.draw(rng, model.config.num_hidden_layers))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -210,12 +210,12 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
         ("llama", {"head_dim": 20}, "has heads of 20, and ONNX Runtime's attention takes multiples of 8"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "leaves out biases"),
         ("qwen3_5_text", {"linear_num_value_heads": 5}, "linear_num_value_heads is 5 .*; write a multiple of 2"),
-        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1 .*; write 2 or more"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1 .*; write a whole number from 2 on"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "has convolutions with gelu, where ONNX's have silu"),
         ("nemotron_h", {"mamba_hidden_act": "relu"}, "has convolutions with relu, where ONNX's have silu"),
         ("nemotron_h", {"mamba_num_heads": 3}, "mamba_num_heads is 3 .*; write a multiple of 2"),
         ("nemotron_h", {"layers_block_type": ["moe", "full_attention"] * 3}, "has layers of moe, which are none that can be"),
-        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write 2 or more"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write a whole number from 2 on"),
     ],
 )
 def test_settings_that_no_engine_could_follow_are_refused(name: str, settings: dict[str, Any], message: str) -> None:

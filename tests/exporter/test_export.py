@@ -256,7 +256,13 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
 @pytest.mark.parametrize(
-    ("name", "what"), [("minicpm3", "keys and values that are expanded from a latent"), ("gpt_oss", "attention sinks")]
+    ("name", "what"),
+    [
+        ("minicpm3", "keys and values that are expanded from a latent"),
+        ("gpt_oss", "attention sinks"),
+        ("nemotron_h", "layers with linear attention"),
+        ("lfm2", "layers with short convolutions"),
+    ],
 )
 def test_attention_of_a_kind_that_no_gpu_has_run_is_refused_for_gpus(
     name: str, what: str, target: str, zoo: Zoo, tmp_path: Path
