@@ -9,6 +9,7 @@ exit status: 0 done, 2 bad input (one line: what, where, what to do)
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from skipdecode import manifest as manifests
 from skipdecode.cli import Parser, guarded
 from skipdecode.kv_buffer import slots_per_layer, state_numbers, static_slots
-from skipdecode.manifest import Manifest, Target, Variant
+from skipdecode.manifest import Manifest, StateLayers, Target, Variant
 from skipdecode.schedule import Schedule, full_depth
 
 _COLUMNS = 64
@@ -61,7 +62,8 @@ def facts(manifest: Manifest) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "model": {"name": model.name, "type": model.model_type, "layers": model.num_layers, "hidden_size": model.hidden_size,
                   "heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_size": model.head_size,
-                  "vocabulary": model.vocab_size, "parameters": model.num_parameters},
+                  "vocabulary": model.vocab_size, "parameters": model.num_parameters,
+                  "state_layers": [dataclasses.asdict(group) for group in model.state_layers]},
         "dtype": manifest.dtype,
         "limits": {"length_tokens": manifest.limits.max_length, "batch_rows": manifest.limits.max_batch},
         "schedule": {"name": schedule.name, "anchor": schedule.anchor.value, "warmup_layers": schedule.warmup_layers,
@@ -143,6 +145,7 @@ def _page(manifest: Manifest) -> list[str]:
         f"{model.name}: {model.model_type}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads "
         f"({model.num_kv_heads} key/value) of {model.head_size}, vocabulary {model.vocab_size}, "
         f"{model.num_parameters / 1e6:,.1f} M parameters",
+        *map(_states_line, model.state_layers),
         f"limits: {manifest.limits.max_length} tokens a row, {manifest.limits.max_batch} rows",
         "",
         f"schedule {schedule.name}, anchor {schedule.anchor.value}: {schedule.layers[0]} -> {schedule.layers[-1]} layers over "
@@ -159,6 +162,14 @@ def _page(manifest: Manifest) -> list[str]:
         *(line for target in data["targets"] for line in _target_lines(target, manifest, whole)),
         f"bundle     {_mib(data['bundle_bytes'])} on disk",
     ]
+
+
+def _states_line(group: StateLayers) -> str:
+    """36 layers keep conv_state [3328,3], recurrent_state [48,128,64] in the place of keys and values"""
+    states = [f"{state.name} [{','.join(map(str, state.shape))}]" for state in group.states]
+    where = "beside keys and values" if group.attention else "in the place of keys and values"
+    who = "1 layer keeps" if len(group.layers) == 1 else f"{len(group.layers)} layers keep"
+    return f"{who} {', '.join(states) or 'nothing'} {where}"
 
 
 def _target_lines(target: dict[str, Any], manifest: Manifest, whole: int) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
 from skipdecode.errors import BundleError
+from skipdecode.manifest import State, StateLayers
 from skipdecode.schedule import Schedule, full_depth
 from tests.attacks.test_manifest import make_manifest
 from tests.conftest import LAYERS, Zoo
@@ -37,6 +38,29 @@ def bundle(tmp_path: Path) -> Path:
 def rename(bundle: Path, name: str) -> None:
     manifest = manifests.read(bundle)
     manifests.write(dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, name=name)), bundle)
+
+
+def test_what_layers_keep_beside_keys_and_values_or_in_their_place_is_told(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conv, recurrent = State(name="conv_state", shape=(6, 3)), State(name="recurrent_state", shape=(2, 4, 5))
+    groups = (
+        StateLayers(layers=(0, 2), attention=False, states=(conv, recurrent)),
+        StateLayers(layers=(1,), attention=True, states=(conv,)),
+        StateLayers(layers=(3,), attention=False, states=()),
+    )
+    manifest = manifests.read(bundle)
+    model = dataclasses.replace(manifest.model, state_layers=groups)
+    manifests.write(dataclasses.replace(manifest, model=model), bundle)
+    assert main([str(bundle)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "2 layers keep conv_state [6,3], recurrent_state [2,4,5] in the place of keys and values",
+        "1 layer keeps conv_state [6,3] beside keys and values",
+        "1 layer keeps nothing in the place of keys and values",
+    ]
+    assert main([str(bundle), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["state_layers"] == json.loads(json.dumps([dataclasses.asdict(group) for group in groups]))
 
 
 def test_the_picture_has_the_top_layer_first_and_warm_up_layers_marked() -> None:
