@@ -27,7 +27,8 @@ TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
 LAST = "last"
 LOGITS = "logits"
 TIED_WEIGHT = "tied_weight"
-PAST_KEY, PAST_VALUE, PRESENT_KEY, PRESENT_VALUE = "past_key", "past_value", "present_key", "present_value"
+PAST, PRESENT = "past_", "present_"  # what a layer keeps, before a pass and after it: one memory
+PAST_KEY, PAST_VALUE = "past_key", "past_value"
 
 
 def tied_rows(vocab_size: int) -> int:
@@ -42,9 +43,9 @@ def of_layer(name: str, layer: int) -> str:
 
 def past(state: str) -> str:
     """`conv_state` -> `past_conv_state`."""
-    return f"past_{state}"
+    return PAST + state
 
 
 def present(past: str) -> str:
     """`past_key.3` -> `present_key.3`."""
-    return past.replace("past_", "present_", 1)
+    return PRESENT + past.removeprefix(PAST)

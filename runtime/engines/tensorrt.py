@@ -131,8 +131,8 @@ class TensorRTEngine:
         found = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)
         for name in set(found) - self.input_names:
-            past = name.replace(names.PRESENT_KEY, names.PAST_KEY).replace(names.PRESENT_VALUE, names.PAST_VALUE)
-            if past != name and engine.get_aliased_input_tensor(name) != past:
+            past = names.past(name.removeprefix(names.PRESENT))
+            if name.startswith(names.PRESENT) and engine.get_aliased_input_tensor(name) != past:
                 raise BundleError(f"{name} is not updated in place", "export the model again", where=str(path))
             if name == names.LOGITS and engine.get_tensor_dtype(name) != shared.trt.DataType.FLOAT:
                 raise BundleError("gives logits in another dtype than fp32", "export the model again", where=str(path))
@@ -240,7 +240,7 @@ class _Context:
 
 
 def _in_place(name: str) -> bool:
-    return name.startswith((names.PAST_KEY, names.PAST_VALUE, names.PRESENT_KEY, names.PRESENT_VALUE))
+    return name.startswith((names.PAST, names.PRESENT))
 
 
 def _copy(device: Device, source: DeviceArray, target: DeviceArray) -> Call:

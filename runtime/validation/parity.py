@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from skipdecode.bindings import PAST
 from skipdecode.decoder import Decoder
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.generate import Generator
@@ -92,7 +93,7 @@ def _compare_kv(decoder: Decoder, layer: int, rows: int, reference: Arrays, name
         for past, part in decoder.kv.rows(layer, slice(row, row + 1)).items():
             wanted = reference[f"{name}.{row}.{past}"]
             found = decoder.memory.to_host(part)[0][tuple(map(slice, wanted.shape))]  # its valid positions
-            kind = past.removeprefix("past_").removesuffix(f".{layer}")
+            kind = past.removeprefix(PAST).removesuffix(f".{layer}")
             worst[kind] = max(worst.get(kind, 0.0), float(np.abs(found - wanted).max()))
     return {"layer": layer, **{f"max_{kind}_error": error for kind, error in worst.items()}}
 
