@@ -21,7 +21,8 @@ Json Whole() {
 // As of a model whose layers are not all of one kind.
 Json Hybrid() {
   Json edited = Whole();
-  const Json conv = {{"name", "conv_state"}, {"shape", {96, 3}}}, recurrent = {{"name", "recurrent_state"}, {"shape", {4, 16, 24}}};
+  const Json conv = {{"name", "conv_state"}, {"shape", {96, 3}}},
+             recurrent = {{"name", "recurrent_state"}, {"shape", {4, 16, 24}}};
   const Json replaced = {{"layers", {0, 1, 3}}, {"attention", false}, {"states", {conv, recurrent}}};
   const Json beside = {{"layers", {2}}, {"attention", true}, {"states", {conv}}};
   edited["model"]["state_layers"] = {replaced, beside};
@@ -118,7 +119,7 @@ TEST_CASE("sizes whose product no memory holds are refused, whichever of them is
   const int64_t heads = Whole()["model"]["num_kv_heads"], head_size = Whole()["model"]["head_size"];
   // fits for a layer, not for all six
   refused("/limits", "max_length", (int64_t{1} << 28) / (heads * head_size));
-  refused("/model", "hidden_size", int64_t{1} << 31);                                  // fits a row, not all
-  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 8});           // fits for a layer, not for three
+  refused("/model", "hidden_size", int64_t{1} << 31);                               // fits a row, not all
+  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 8});            // fits for a layer, not for three
   refused("/model/state_layers/0/states/1", "shape", {1 << 30, 1 << 30, 1 << 30});  // which no 64 bits count
 }
