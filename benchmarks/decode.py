@@ -3,7 +3,8 @@
 One interleaved run, same threads: this runtime at full depth and with linear schedules, in fp32, int8 and int4, against
 transformers (eager, and its step through torch.compile), CTranslate2 (fp32, int8) and, for the Llama-like model, ONNX Runtime
 GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0); a mixture of experts (mixtral, only when asked for) against transformers and
-llama.cpp. Each system lives in its own process; in each round each takes its turn once.
+llama.cpp, layers that keep states (lfm2, and granitemoehybrid with Mamba-2; only when asked for) against transformers. Each
+system lives in its own process; in each round each takes its turn once.
 A point is rows x prompt tokens. Also told: time of the prompt's pass, resident memory, time outside engines, wall-clock gain
 against what the layer count promises. Peers that are not installed are left out and named.
 
@@ -32,7 +33,8 @@ from systems import System, make_systems, missing_peers
 from worker import in_process
 
 _MODELS, _KINDS, _POINTS = ("opt", "llama", "e2e"), ("fp32", "int8", "int4"), "1x32,4x32,16x32,1x512,1x2000"
-_MAX_LENGTH = {"opt": 2048, "llama": 2048, "mixtral": 2048, "e2e": 256}  # points beyond it are left out
+# points beyond it are left out
+_MAX_LENGTH = {**dict.fromkeys(("opt", "llama", "mixtral", "lfm2", "granitemoehybrid"), 2048), "e2e": 256}
 _PAUSE_S = 0.5  # between turns: some thread pools spin for 0.2 s after their work
 
 
@@ -87,13 +89,14 @@ def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict
 
 def _told_once(systems: list[System], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     memory = {system.name: system.memory_mib() for system in systems}
-    ours = [system for system in systems if system.shape]
+    ours = [system for system in systems if system.reads]
+    targets = {each.kind: each.reads.target for each in ours if each.reads}
     return {
         "resident_mib": memory,
         "weight_sharing": weight_sharing(systems, memory),
         "outside_engines_us_per_step": {each.name: each.call("outside_engines_us", prompts, tokens) for each in ours},
-        "layer_mb": {each.kind: round(each.shape.layer_bytes / 1e6, 2) for each in ours if each.shape},
-        "head_mb": {each.kind: round(each.shape.head_bytes / 1e6, 2) for each in ours if each.shape},
+        "layers_mb": {kind: round(sum(target.segment_weight_bytes) / 1e6, 2) for kind, target in targets.items()},
+        "head_mb": {kind: round(target.head_weight_bytes / 1e6, 2) for kind, target in targets.items()},
     }
 
 

@@ -1,12 +1,19 @@
-"""The models that are measured, as checkpoints and bundles; and the bytes a decode step must read."""
+"""The models that are measured, as checkpoints and bundles."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from skipdecode.validation.step_bytes import StepBytes
+
+
+def _hybrid(kind: str, each: int) -> list[str]:
+    """Of 16 layers, every `each`th with attention."""
+    return ["full_attention" if layer % each == each - 1 else kind for layer in range(16)]
+
 
 _SIZES: dict[str, dict[str, Any]] = {
     "opt": {
@@ -21,6 +28,16 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
         "num_key_value_heads": 4, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 8192,
     },
+    # as wide as the Llama-like one; short convolutions or Mamba-2 in the place of attention in most layers
+    "lfm2": {
+        "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "block_auto_adjust_ff_dim": False,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192, "layer_types": _hybrid("conv", 3),
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 16, "hidden_size": 1024, "shared_intermediate_size": 2816, "num_local_experts": 0,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192, "layer_types": _hybrid("linear_attention", 8),
+        "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128,
+    },
 }  # fmt: skip
 _TINY: dict[str, dict[str, Any]] = {
     "opt": {
@@ -34,20 +51,6 @@ _TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SHIPPED = Path(__file__).parents[1] / "examples" / "e2e" / "model"
 _SHARED = {"max_position_embeddings": 2048, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "tie_word_embeddings": True}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a decode step must read, keys and values in fp32."""
-
-    num_layers: int
-    layer_bytes: int  # one layer's weights
-    head_bytes: int  # final norm and output projection; of the embedding a step reads one row
-    kv_bytes: int  # keys and values of one position in one layer
-
-    def step_bytes(self, layers: int, positions: int) -> int:
-        """Bytes of one decode step that computes `layers` layers over `positions` valid ones, of all rows together."""
-        return layers * (self.layer_bytes + positions * self.kv_bytes) + self.head_bytes
 
 
 def checkpoint_config(name: str, tiny: bool) -> Any:
@@ -73,17 +76,13 @@ def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:
     _make_tokenizer(config.vocab_size).save_pretrained(folder)
 
 
-def make_bundles(
-    checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int, block: int
-) -> list[tuple[int, Shape]]:
+def make_bundles(checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int, block: int) -> list[StepBytes]:
     """Export each (kind of weights, speedup, folder)."""
     return [make_bundle(checkpoint, out, speedup, span, kind, block) for kind, speedup, out in wanted]
 
 
-def make_bundle(
-    checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32", block: int = 32
-) -> tuple[int, Shape]:
-    """Export; a speedup of None is full depth. Returns the bundle's count of variants, and what its steps read."""
+def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32", block: int = 32) -> StepBytes:
+    """Export; a speedup of None is full depth. Returns what the bundle's steps read."""
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.schedule_builders import ScheduleRequest
 
@@ -92,13 +91,8 @@ def make_bundle(
     made = export(
         ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize, quantize_block=block, slim=True)
     )
-    (target,), model = made.targets, made.model
-    return len(made.variants), Shape(
-        num_layers=model.num_layers,
-        layer_bytes=sum(target.segment_weight_bytes) // model.num_layers,
-        head_bytes=target.head_weight_bytes,
-        kv_bytes=2 * 4 * model.num_kv_heads * model.head_size,
-    )
+    (target,) = made.targets
+    return StepBytes(manifest=made, target=target)
 
 
 def _make_tokenizer(vocabulary: int) -> Any:

@@ -40,11 +40,11 @@ def summarize(systems: list[System], bandwidth: list[float], point: Point) -> di
         full = _full_depth(systems, system.kind)
         row = _row(system, full, systems)
         full_bytes = _mean_bytes(full, full, point)
-        own_bytes = _mean_bytes(full, system, point) if system.shape else full_bytes
-        if system.shape or system.kind == "fp32":  # peers' other kinds have sizes of their own
+        own_bytes = _mean_bytes(full, system, point) if system.reads else full_bytes
+        if system.reads or system.kind == "fp32":  # peers' other kinds have sizes of their own
             row["read_mb_per_step"] = round(own_bytes / 1e6, 1)
             row["share_of_read_bound"] = round(own_bytes / (statistics.median(bandwidth) * 1e6) / row["decode_ms_per_step"], 4)
-        if system.shape:
+        if system.reads:
             row |= _promise(system, full_bytes / own_bytes, row)
         rows.append(row)
     return {
@@ -85,7 +85,7 @@ def show_model(model: str, figures: dict[str, Any]) -> None:
 
 def _full_depth(systems: list[System], kind: str) -> System:
     """This runtime's, in weights of that kind; of the first kind, where this one was not asked for."""
-    return next((system for system in systems if system.kind == kind and system.shape), systems[0])
+    return next((system for system in systems if system.kind == kind and system.reads), systems[0])
 
 
 def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
@@ -111,13 +111,13 @@ def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
 
 
 def _promise(system: System, promised: float, row: dict[str, Any]) -> dict[str, Any]:
-    layers, shape = system.runs[0].layers, system.shape
-    assert shape is not None
+    layers, reads = system.runs[0].layers, system.reads
+    assert reads is not None
     return {
-        "variants": system.variants,
+        "variants": len(reads.manifest.variants),
         "layers_first_last": [layers[0], layers[-1]],
         "layers_mean": round(statistics.fmean(layers), 3),
-        "layer_count_gain": round(shape.num_layers / statistics.fmean(layers), 3),
+        "layer_count_gain": round(reads.manifest.model.num_layers / statistics.fmean(layers), 3),
         "promised_gain": round(promised, 3),
         "gain_over_promise": round(row["times_as_fast_as_skipdecode_full"] / promised, 4),
     }
@@ -125,19 +125,18 @@ def _promise(system: System, promised: float, row: dict[str, Any]) -> dict[str, 
 
 def _mean_bytes(full: System, system: System, point: Point) -> float:
     """Bytes of a decode step, the mean over a run: in step i every row attends to its prompt and i + 1 generated positions."""
-    shape, layers = system.shape or full.shape, system.runs[0].layers or full.runs[0].layers
-    assert shape is not None
-    return statistics.fmean(
-        shape.step_bytes(count, point.batch * (point.context + step + 1)) for step, count in enumerate(layers)
-    )
+    reads, layers = system.reads or full.reads, system.runs[0].layers or full.runs[0].layers
+    assert reads is not None
+    return statistics.fmean(reads.of(count, point.batch, point.context + step + 1) for step, count in enumerate(layers))
 
 
 def weight_sharing(systems: list[System], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Of the first kind, the bundle with the most variants against the one at full depth, after their generate calls."""
-    ours = [system for system in systems if system.shape and system.kind == systems[0].kind]
-    most, full = max(ours, key=lambda system: system.variants or 0), ours[0]
+    ours = [system for system in systems if system.reads and system.kind == systems[0].kind]
+    counts = {system.name: len(system.reads.manifest.variants) for system in ours if system.reads}
+    most, full = max(ours, key=lambda system: counts[system.name]), ours[0]
     ratios = {f"{kind}_ratio": round(memory[most.name][kind] / memory[full.name][kind], 4) for kind in ("rss", "pss", "uss")}
-    return {"variants": most.variants, "variants_of_one": full.variants, **ratios}
+    return {"variants": counts[most.name], "variants_of_one": counts[full.name], **ratios}
 
 
 def _same(ours: Sequence[int], theirs: Sequence[int]) -> int:

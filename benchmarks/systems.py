@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from conversions import to_ctranslate2, to_genai, to_gguf
-from models import Shape, make_bundles
+from models import make_bundles
 from native_peers import GenAi, LlamaCpp
 from peers import CTranslate2, Run, SkipDecode, TorchCompile, Transformers
 from worker import Worker, in_process
+
+from skipdecode.validation.step_bytes import StepBytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,8 +25,7 @@ class System:
     kind: str  # of weights: fp32, int8, int4
     start: Callable[[], Worker]
     first_point_only: bool = False  # told where everybody is told, and then left out
-    shape: Shape | None = None  # this runtime's: what a step reads
-    variants: int | None = None  # this runtime's: of its bundle
+    reads: StepBytes | None = None  # this runtime's: of its bundle's steps
     worker: Worker | None = None
     runs: list[Run] = field(default_factory=list)
 
@@ -74,19 +75,19 @@ def make_systems(
     made = in_process(
         make_bundles, checkpoint, [(*one, bundle) for one, bundle in zip(wanted, bundles, strict=True)], span, block
     )
-    for (kind, speedup), bundle, (variants, shape) in zip(wanted, bundles, made, strict=True):
+    for (kind, speedup), bundle, reads in zip(wanted, bundles, made, strict=True):
         systems.append(
             System(
                 name=f"skipdecode {kind} {'full depth' if speedup is None else f'{speedup:g}x'}", kind=kind,
                 start=lambda bundle=bundle: Worker(SkipDecode, bundle, threads),  # type: ignore[misc]
-                first_point_only=speedup in speedups[1:], variants=variants, shape=shape,
+                first_point_only=speedup in speedups[1:], reads=reads,
             )
         )  # fmt: skip
     systems.append(System(name="transformers fp32", kind="fp32", start=lambda: Worker(Transformers, checkpoint, threads)))
     if compiled:
         start = lambda: Worker(TorchCompile, checkpoint, threads)  # noqa: E731
         systems.append(System(name="torch.compile fp32", kind="fp32", start=start, first_point_only=True))
-    if model != "mixtral" and "CTranslate2" not in missing:
+    if model not in ("mixtral", "lfm2", "granitemoehybrid") and "CTranslate2" not in missing:
         systems += [_ctranslate2(checkpoint, folder, kind, threads) for kind in ("fp32", "int8") if kind in kinds]
     if model == "llama" and "ONNX Runtime GenAI" not in missing:
         systems += [_genai(checkpoint, folder, kind, threads, block) for kind in ("fp32", "int4") if kind in kinds]
