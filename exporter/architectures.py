@@ -79,7 +79,7 @@ class DecoderParts:
     """The pieces of a decoder that become separate graphs."""
 
     owner: torch.nn.Module  # the module whose forward runs embedding, layers and final norm
-    layers_name: str  # its ModuleList of L layers
+    layers: torch.nn.ModuleList  # its L layers, layer 0 nearest the embedding
     final_names: tuple[str, ...]  # its modules after the last layer, in order
     rotary: torch.nn.Module | None  # gives cos and sin [B, S, rotary D]
     prefix: str  # of the layers' parameter names: "model.layers."
@@ -100,7 +100,7 @@ def decoder_parts(model: torch.nn.Module) -> DecoderParts:
     path = ".".join(part for part in (model.base_model_prefix, owner_name, layers_name) if part)
     return DecoderParts(
         owner=owner,
-        layers_name=layers_name,
+        layers=getattr(owner, layers_name),
         final_names=present,
         rotary=getattr(owner, rotary_name) if rotary_name else None,
         prefix=f"{path}.",
@@ -109,9 +109,7 @@ def decoder_parts(model: torch.nn.Module) -> DecoderParts:
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     """The L decoder layers of `model`, layer 0 nearest the embedding."""
-    parts = decoder_parts(model)
-    layers: torch.nn.ModuleList = getattr(parts.owner, parts.layers_name)
-    return layers
+    return decoder_parts(model).layers
 
 
 def check_known(config: Any) -> None:

@@ -33,7 +33,7 @@ from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
-from skipdecode.manifest import StateLayers
+from skipdecode.manifest import StateLayers, states_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Skeleton:
     @property
     def layer_bytes(self) -> int:
         """Bytes of the largest layer."""
-        sizes = [0] * len(getattr(self.parts.owner, self.parts.layers_name))
+        sizes = [0] * len(self.parts.layers)
         for name, shape in self.shapes.items():
             if name.startswith(self.parts.prefix):
                 sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += math.prod(shape) * self.dtype.itemsize
@@ -119,25 +119,24 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         canonical=canonical | {name: name for name in buffers},
         head_size=head_size,
         num_kv_heads=kv_heads,
-        state_layers=state_layers(config, getattr(parts.owner, parts.layers_name)),
+        state_layers=state_layers(config, parts.layers),
         vocab_size=model.get_output_embeddings().weight.shape[0],
     )
 
 
 def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     """One standard graph a layer; layers of the same structure are traced once."""
-    layers = getattr(bones.parts.owner, bones.parts.layers_name)
     sizes = (bones.config.hidden_size, bones.num_kv_heads, bones.head_size)
     rotary = settled(type(bones.parts.rotary)(bones.config)) if bones.parts.rotary is not None else None
     templates: dict[Any, ir.Model] = {}
     graphs = []
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(bones.parts.layers):
         kind = layer_kind(bones.config, index)
         key = (kind, _structure(layer))
         if key not in templates:
             real = through_interface(_with_weights(layer, bones.config, index).to(bones.dtype))
             window = attention_window(bones.config, index)
-            kept = next((group for group in bones.state_layers if index in group.layers), None)
+            kept = states_of(bones.state_layers, index)
             templates[key] = trace_layer(real, rotary, kind, window, sizes, kept, bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."

@@ -32,6 +32,7 @@ from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
+from skipdecode.manifest import states_of
 from skipdecode.schedule import Schedule
 
 # of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model
@@ -119,14 +120,15 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     """What each layer keeps after all tokens but the last were fed: keys and values of the positions that computed it."""
     from transformers import DynamicCache
 
-    groups = {layer: group for group in state_layers(model.config, decoder_layers(model)) for layer in group.layers}
+    layers = decoder_layers(model)
+    groups = state_layers(model.config, layers)
     cache = DynamicCache(config=model.config) if groups else DynamicCache()  # by the configuration it keeps windows alone
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
     heads, _ = key_sizes(model.config)
     found: dict[str, torch.Tensor] = {}
-    for index, (layer, kept) in enumerate(zip(decoder_layers(model), cache.layers, strict=True)):
-        group = groups.get(index)
+    for index, (layer, kept) in enumerate(zip(layers, cache.layers, strict=True)):
+        group = states_of(groups, index)
         parts = _keys_and_values(layer, kept.keys, kept.values, heads) if group is None or group.attention else {}
         for state in group.states if group else ():
             parts[past(state.name)] = _STATES[state.name](layer, kept)

@@ -53,8 +53,8 @@ def check_supported(config: Any, max_length: int) -> None:
 
     Raises:
         ModelNotSupportedError: sizes that are none, numbers that nothing can be computed with, attention to later tokens, layers
-            without attention, experts that are not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by
-            slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
+            of other kinds, experts that are not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by slices,
+            ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
     """
     check_known(config)
     _check_counts(config)

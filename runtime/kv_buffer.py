@@ -12,7 +12,7 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
-from skipdecode.manifest import Manifest, Model, StateLayers, Target
+from skipdecode.manifest import Manifest, Model, Target, states_of
 from skipdecode.memory import Memory
 from skipdecode.schedule import Anchor, Schedule
 
@@ -58,7 +58,7 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
 
 def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
     """What `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them."""
-    group = _group(model, layer)
+    group = states_of(model.state_layers, layer)
     by_slot = (names.PAST_KEY, names.PAST_VALUE) if group is None or group.attention else ()
     shapes = dict.fromkeys((names.of_layer(name, layer) for name in by_slot), (model.num_kv_heads, slots, model.head_size))
     return shapes | constant_state(model, layer)
@@ -66,12 +66,8 @@ def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ..
 
 def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     """The part of it that has no slots, and is zeros before a row's first token."""
-    group = _group(model, layer)
+    group = states_of(model.state_layers, layer)
     return {names.of_layer(names.past(state.name), layer): state.shape for state in group.states} if group else {}
-
-
-def _group(model: Model, layer: int) -> StateLayers | None:
-    return next((group for group in model.state_layers if layer in group.layers), None)
 
 
 def state_numbers(model: Model, layer: int, slots: int) -> int:

@@ -8,6 +8,7 @@ import json
 import reprlib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -36,6 +37,11 @@ class StateLayers:
     layers: tuple[int, ...]  # rising
     attention: bool  # whether they have keys and values as well
     states: tuple[State, ...]
+
+
+def states_of(groups: Sequence[StateLayers], layer: int) -> StateLayers | None:
+    """The group that `layer` is in; None: it has keys and values alone."""
+    return next((group for group in groups if layer in group.layers), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,7 @@ function memory(target) {
 
 function parity(target) {
   if (!target.parity) return element("p", {class: "soft"}, "Not compared with the reference: add --reference MODEL.");
-  const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors)));
+  const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // a variant whose layers keep nothing
   return table(["variant", "largest logit error", "mean", "of the largest logit", "first token that differs", "largest KV error", ""],
     target.parity.map((row) => [row.name, row.max_logit_error.toExponential(1), row.mean_logit_error.toExponential(1),
       row.relative_error.toExponential(1), row.first_token_that_differs ?? "none", worst(row).toExponential(1), verdict(row.holds)]));
