@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import facts, write_results
+from models import hybrid_layers
 from quantized_quality import EXAMPLE, examples_of, measure
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,21 +34,16 @@ _SIZES = {
     "head_dim": 32, "intermediate_size": 384, "max_position_embeddings": 256, "tie_word_embeddings": True,
     "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
-
-
-def _between(kind: str) -> dict[str, Any]:
-    return {"layer_types": [kind, kind, "full_attention"] * (_LAYERS // 3)}
-
-
+_DELTA_NET_OR_MAMBA = {"layer_types": hybrid_layers(_LAYERS, "linear_attention", 3)}
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "lfm2": {**_between("conv"), "block_auto_adjust_ff_dim": False},
+    "lfm2": {"layer_types": hybrid_layers(_LAYERS, "conv", 3), "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {
-        **_between("linear_attention"), "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+        **_DELTA_NET_OR_MAMBA, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
     "granitemoehybrid": {
-        **_between("linear_attention"), "num_local_experts": 0, "shared_intermediate_size": 384,
+        **_DELTA_NET_OR_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 384,
         "position_embedding_type": "rope", "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 32,
     },
 }  # fmt: skip
@@ -54,7 +51,7 @@ _KINDS = (("none", "rtn", 32), ("int8", "rtn", 32), ("int4", "rtn", 32), ("int4"
 
 
 def main() -> int:
-    """Train and measure one model after the other; prints a line a kind of weights, then all as JSON."""
+    """Train and measure one model after the other; prints one JSON line, and of all of them writes results/."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--data", type=Path, required=True, help="folder with trainset.csv and devset.csv")
     options.add_argument(
@@ -65,14 +62,17 @@ def main() -> int:
     given = options.parse_args()
     torch.set_num_threads(2)
     examples = examples_of(given.data / "devset.csv")
-    found = {}
+    found: dict[str, Any] = {}
     for name in given.models:
         folder = given.out / name
         if not folder.exists():
             _train(name, folder, given.data / "trainset.csv", given.steps)
         print(name, flush=True)
         found[name] = measure(folder, examples, _KINDS)
-    print(json.dumps(found))
+    result = {"machine": facts(), "steps": given.steps, "models": found}
+    print(json.dumps(result))
+    if given.models == list(_MODELS):  # some of them alone would take the place of all
+        write_results("hybrid-quality", result)
     return 0
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from skipdecode.validation.step_bytes import StepBytes
 
 
-def _hybrid(kind: str, each: int) -> list[str]:
-    """Of 16 layers, every `each`th with attention."""
-    return ["full_attention" if layer % each == each - 1 else kind for layer in range(16)]
+def hybrid_layers(count: int, kind: str, each: int) -> list[str]:
+    """`layer_types` of a model whose every `each`th layer has attention, the others `kind`."""
+    return ["full_attention" if layer % each == each - 1 else kind for layer in range(count)]
 
 
 _SIZES: dict[str, dict[str, Any]] = {
@@ -31,12 +31,12 @@ _SIZES: dict[str, dict[str, Any]] = {
     # as wide as the Llama-like one; short convolutions or Mamba-2 in the place of attention in most layers
     "lfm2": {
         "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "block_auto_adjust_ff_dim": False,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192, "layer_types": _hybrid("conv", 3),
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192, "layer_types": hybrid_layers(16, "conv", 3),
     },
     "granitemoehybrid": {
         "num_hidden_layers": 16, "hidden_size": 1024, "shared_intermediate_size": 2816, "num_local_experts": 0,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192, "layer_types": _hybrid("linear_attention", 8),
-        "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192,
+        "layer_types": hybrid_layers(16, "linear_attention", 8), "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128,
     },
 }  # fmt: skip
 _TINY: dict[str, dict[str, Any]] = {
