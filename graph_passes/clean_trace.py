@@ -17,6 +17,8 @@ from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
+from skipdecode.graph_passes.inverse_root import InverseRootPass
+from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
 
 # without x + 0, which takes a norm's epsilon of 1e-8 for 0
@@ -36,10 +38,12 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
             steps=2,
         ),
         common.CommonSubexpressionEliminationPass(),
+        InverseRootPass(),
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
+        TokensFirstRotaryPass(),
         HalvesRotaryPass(),
         InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
         common.RemoveUnusedNodesPass(),

@@ -1,0 +1,31 @@
+"""The reciprocal of a root written as a power (Gemma 4's norms) as the two operators that norms are found by.
+
+    Pow(x, -0.5)      ->      Reciprocal(Sqrt(x))
+
+Why: onnxscript's fusion of RMSNormalization knows that form alone; a layer of Gemma 4 has 6 norms that it then finds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import rewriter
+
+
+class InverseRootPass(ir.passes.InPlacePass):
+    """Applies wherever the exponent is the constant -1/2."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        return ir.passes.PassResult(model, rewriter.RewritePass([_RULE])(model).modified)
+
+
+def _power(op: Any, x: Any) -> Any:
+    return op.Pow(x, -0.5)
+
+
+def _root(op: Any, x: Any) -> Any:
+    return op.Reciprocal(op.Sqrt(x))
+
+
+_RULE = rewriter.pattern.RewriteRule(_power, _root)
