@@ -10,6 +10,7 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
+from skipdecode.manifest import Keys
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
 MIXTURES = (
@@ -34,6 +35,8 @@ HYBRIDS = {
     "falcon_h1": ("hybrid",),  # and attention, side by side
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
 }
+# those whose layers may differ in the heads of their keys, or read the keys and values of others
+OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 # older than transformers' interface for attention (see own_attention); their layers return attention weights as well
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 RETURN_TUPLES = (*OWN_ATTENTION, "bamba", "falcon_h1")  # whose layers return more than their hidden states, or those in a tuple
@@ -41,6 +44,7 @@ RETURN_TUPLES = (*OWN_ATTENTION, "bamba", "falcon_h1")  # whose layers return mo
 _CPU_ALONE = {
     **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
     **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
+    **dict.fromkeys(OWN_HEADS, "layers whose keys differ in size"),
     **dict.fromkeys(("flint", "gpt_oss"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
     "conv": "layers with short convolutions",
@@ -64,7 +68,8 @@ _PARTS = {
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
             "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
             "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3",
-            "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *MIXTURES,
+            "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *OWN_HEADS,
+            *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -126,16 +131,38 @@ def unsupported(config: Any, why: str) -> ModelNotSupportedError:
     )
 
 
-def key_sizes(config: Any) -> tuple[int, int]:
+def layer_config(config: Any, layer: int) -> Any:
+    """The configuration as `layer` has it: some layers' heads are of their own number and size."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def layer_keys(config: Any, layer: int) -> Keys:
     """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened."""
-    heads: int = config.num_attention_heads
-    if config.model_type in LATENT:
-        return heads, config.qk_head_dim
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    one_for_all = declared(config, "multi_query") and not declared(config, "new_decoder_architecture")  # Falcon asks it first
+    own = layer_config(config, layer)
+    heads: int = own.num_attention_heads
+    if own.model_type in LATENT:
+        return Keys(num_heads=heads, head_size=own.qk_head_dim)
+    size = getattr(own, "head_dim", None) or own.hidden_size // heads
+    one_for_all = declared(own, "multi_query") and not declared(own, "new_decoder_architecture")  # Falcon asks it first
     if one_for_all:
-        return 1, size
-    return declared(config, "num_key_value_heads") or declared(config, "num_kv_heads") or heads, size
+        return Keys(num_heads=1, head_size=size)
+    return Keys(num_heads=declared(own, "num_key_value_heads") or declared(own, "num_kv_heads") or heads, head_size=size)
+
+
+def keys_source(config: Any, layer: int) -> int | None:
+    """The layer whose keys and values `layer` reads: the last of its kind that has its own; None: it has its own."""
+    shared = declared(config, "num_kv_shared_layers") if config.model_type in OWN_HEADS else 0
+    first = config.num_hidden_layers - (shared or 0)
+    kinds = layer_kinds(config)
+    if layer < first or kinds is None:
+        return None
+    return max(below for below in range(first) if kinds[below] == kinds[layer])
+
+
+def least_warmup(config: Any) -> int:
+    """The warm-up layers that there must be: those up to the last whose keys and values other layers read."""
+    sources = [keys_source(config, layer) for layer in range(config.num_hidden_layers)]
+    return max((source + 1 for source in sources if source is not None), default=0)
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:

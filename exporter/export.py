@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import SOFTMAX_ROUTED, run_on_cpu_alone
+from skipdecode.exporter.architectures import SOFTMAX_ROUTED, least_warmup, run_on_cpu_alone
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -78,8 +78,9 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     dtype = choose_dtype(request.dtype, targets, config)
     limits = manifest.Limits(max_length=_max_length(request, config), max_batch=request.max_batch)
     check_supported(config, limits.max_length)
-    schedule = build_schedule(request.schedule, config.num_hidden_layers)
+    schedule = _schedule(request, config)
     bones = skeleton(config, dtype)
+    manifest.check_sources(bones.state_layers, schedule)
     check_runs(config)
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
@@ -132,6 +133,12 @@ def _compile(
     if target.name == "cuda":
         return compile_cuda(partial, graphs, plan, limits, quantization=quantization, report=report)
     return compile_cpu(partial, graphs, plan, limits, quantization=quantization, own_embed=request.slim, report=report)
+
+
+def _schedule(request: ExportRequest, config: Any) -> Schedule:
+    """With as many warm-up layers as the model's layers need that read the keys and values of others."""
+    warmup = max(request.schedule.warmup_layers, least_warmup(config))
+    return build_schedule(replace(request.schedule, warmup_layers=warmup), config.num_hidden_layers)
 
 
 def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> int:
@@ -308,10 +315,10 @@ def _write_manifest(
             name=Path(request.model).name,
             model_type=config.model_type,
             num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
+            hidden_size=bones.hidden_size,
             num_heads=config.num_attention_heads,
-            num_kv_heads=bones.num_kv_heads,
-            head_size=bones.head_size,
+            num_kv_heads=bones.keys.num_heads,
+            head_size=bones.keys.head_size,
             state_layers=bones.state_layers,
             vocab_size=bones.vocab_size,
             num_parameters=bones.num_parameters,

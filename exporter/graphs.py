@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,7 @@ from skipdecode.exporter.architectures import (
     DecoderParts,
     attention_window,
     decoder_parts,
-    key_sizes,
+    layer_keys,
     layer_kind,
     settled,
 )
@@ -27,13 +28,14 @@ from skipdecode.exporter.config_json import place, taking_config
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.own_attention import through_interface
+from skipdecode.exporter.per_layer_inputs import hidden_width, input_size, widen_embedding
 from skipdecode.exporter.state_layers import state_layers
-from skipdecode.exporter.trace import trace_embed, trace_head, trace_layer
+from skipdecode.exporter.trace import LayerArrays, trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
-from skipdecode.manifest import StateLayers, states_of
+from skipdecode.manifest import Keys, StateLayers, kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,8 @@ class Skeleton:
     parts: DecoderParts  # of the model on the meta device
     shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once, and every buffer that checkpoints store
     canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
-    head_size: int
-    num_kv_heads: int
+    hidden_size: int  # between layers
+    keys: Keys  # of layer 0's keys and values
     state_layers: tuple[StateLayers, ...]
     vocab_size: int  # as the head gives it
 
@@ -109,7 +111,6 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
-    kv_heads, head_size = key_sizes(config)
     parts = decoder_parts(model)
     return Skeleton(
         config=config,
@@ -117,8 +118,8 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         parts=parts,
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
         canonical=canonical | {name: name for name in buffers},
-        head_size=head_size,
-        num_kv_heads=kv_heads,
+        hidden_size=hidden_width(config),
+        keys=layer_keys(config, 0),
         state_layers=state_layers(config, parts.layers),
         vocab_size=model.get_output_embeddings().weight.shape[0],
     )
@@ -126,24 +127,28 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
 
 def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     """One standard graph a layer; layers of the same structure are traced once."""
-    sizes = (bones.config.hidden_size, bones.num_kv_heads, bones.head_size)
     rotary = settled(type(bones.parts.rotary)(bones.config)) if bones.parts.rotary is not None else None
     templates: dict[Any, ir.Model] = {}
     graphs = []
     for index, layer in enumerate(bones.parts.layers):
         kind = layer_kind(bones.config, index)
+        own = kept(bones.state_layers, bones.keys, index)
         key = (kind, _structure(layer))
         if key not in templates:
             real = through_interface(_with_weights(layer, bones.config, index).to(bones.dtype))
             window = attention_window(bones.config, index)
-            kept = states_of(bones.state_layers, index)
-            templates[key] = trace_layer(real, rotary, kind, window, sizes, kept, bones.dtype)
+            templates[key] = trace_layer(real, rotary, kind, window, _arrays(bones, own), bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
-        graph = instantiate(templates[key], index, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
+        graph = instantiate(templates[key], index, own.keys_of, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
         _refer(graph, bones, weights)
         graphs.append(graph)
     return graphs
+
+
+def _arrays(bones: Skeleton, own: StateLayers) -> LayerArrays:
+    read = None if own.keys_of is None else kept(bones.state_layers, bones.keys, own.keys_of).keys
+    return LayerArrays(hidden_size=bones.hidden_size, keys=own.keys, read=read, states=own.states)
 
 
 def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
@@ -181,7 +186,9 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
     kinds = config.attribute_map.get("layer_types", "layer_types")
     if kinds in {field.name for field in fields(config)} and getattr(config, kinds) is not None:
         setattr(config, kinds, [])
-    model = AutoModelForCausalLM.from_config(config, dtype=bones.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # per-layer inputs of no layers
+        model = AutoModelForCausalLM.from_config(config, dtype=bones.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:
         settled(parts.rotary)
@@ -190,8 +197,10 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
     for name in parts.final_names:
         setattr(parts.owner, name, torch.nn.Identity())
     owner_path = _path_of(model, parts.owner)
+    if input_size(config):
+        widen_embedding(parts.owner, bones.config, bones.shapes)
     embed = trace_embed(parts)
-    head = trace_head(model, parts.owner, final, config.hidden_size, bones.dtype)
+    head = trace_head(model, parts.owner, final, bones.hidden_size, bones.dtype)
     for graph, title in ((embed, "embed"), (head, "head")):
         clean_trace(graph)
         graph.graph.name = title

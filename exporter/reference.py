@@ -14,6 +14,8 @@ import torch
 
 from skipdecode.errors import CapacityError, ScheduleError
 from skipdecode.exporter.architectures import RETURN_TUPLES, decoder_layers
+from skipdecode.exporter.state_layers import state_layers
+from skipdecode.manifest import check_sources
 from skipdecode.schedule import Anchor, Schedule
 
 
@@ -30,11 +32,12 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             tokens runs at full depth (left-pad shorter prompts). Ignored by an absolute anchor.
 
     Raises:
-        ScheduleError: the schedule was made for another depth.
+        ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read.
     """
     layers = decoder_layers(model)
     if schedule.num_layers != len(layers):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
+    check_sources(state_layers(model.config, layers), schedule)
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
     in_tuple = model.config.model_type in RETURN_TUPLES
     handles = []
@@ -85,8 +88,10 @@ def _prefix(value: Any, length: int, cap: int) -> Any:
     return value
 
 
+# keys and values [B,KVH,S,D] that the layer reads of others, which are computed at all positions, by their kind;
 # ALiBi: BLOOM's biases [B*NH,1,S], Falcon's None; MPT's [NH,1,P] of P positions, the last of which its attention takes itself
 _PREFIXES = {
+    "shared_kv_states": lambda value, _, cap: {kind: tuple(part[:, :, :cap] for part in pair) for kind, pair in value.items()},
     "alibi": lambda value, _, cap: None if value is None else value[..., :cap],
     "position_bias": lambda value, *_: value,
 }

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from skipdecode.bindings import PAST_KEY, PAST_VALUE, of_layer, past
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import decoder_layers, expands_latents, key_sizes
+from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
 from skipdecode.exporter.attention import widened
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import skeleton
@@ -32,7 +32,7 @@ from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
-from skipdecode.manifest import states_of
+from skipdecode.manifest import kept
 from skipdecode.schedule import Schedule
 
 # of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model
@@ -60,8 +60,8 @@ def answer(request: dict[str, Any], out: Path) -> int:
             tokens, logits = greedy_tokens(model, schedule, prompt, request["new"])
             arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
             arrays[f"{name}.{index}.logits"] = logits
-            for kept, array in _states(model, schedule, prompt, tokens).items():
-                arrays[f"{name}.{index}.{kept}"] = array
+            for state, array in _states(model, schedule, prompt, tokens).items():
+                arrays[f"{name}.{index}.{state}"] = array
     save_file({name: array.contiguous() for name, array in arrays.items()}, out)
     return 0
 
@@ -103,8 +103,8 @@ def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
     check_supported(config, 2)
     bones = skeleton(config)
     found = {
-        "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
-        "num_heads": config.num_attention_heads, "num_kv_heads": bones.num_kv_heads, "head_size": bones.head_size,
+        "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": bones.hidden_size,
+        "num_heads": config.num_attention_heads, "num_kv_heads": bones.keys.num_heads, "head_size": bones.keys.head_size,
         "vocab_size": bones.vocab_size,
         "state_layers": json.loads(json.dumps([dataclasses.asdict(group) for group in bones.state_layers])),
     }  # fmt: skip
@@ -122,16 +122,17 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
 
     layers = decoder_layers(model)
     groups = state_layers(model.config, layers)
-    cache = DynamicCache(config=model.config) if groups else DynamicCache()  # by the configuration it keeps windows alone
+    sums = any(group.states for group in groups)
+    cache = DynamicCache(config=model.config) if sums else DynamicCache()  # by the configuration it keeps windows alone
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
-    heads, _ = key_sizes(model.config)
     found: dict[str, torch.Tensor] = {}
-    for index, (layer, kept) in enumerate(zip(layers, cache.layers, strict=True)):
-        group = states_of(groups, index)
-        parts = _keys_and_values(layer, kept.keys, kept.values, heads) if group is None or group.attention else {}
-        for state in group.states if group else ():
-            parts[past(state.name)] = _STATES[state.name](layer, kept)
+    for index, layer in enumerate(layers):
+        keys = layer_keys(model.config, index)
+        own = kept(groups, keys, index)
+        parts = _keys_and_values(layer, cache.layers[index], keys.num_heads) if own.keys else {}
+        for state in own.states:
+            parts[past(state.name)] = _STATES[state.name](layer, cache.layers[index])
         found |= {of_layer(name, index): array for name, array in parts.items()}
     return found
 
@@ -148,8 +149,9 @@ _STATES = {
 }
 
 
-def _keys_and_values(layer: torch.nn.Module, keys: torch.Tensor, values: torch.Tensor, heads: int) -> dict[str, torch.Tensor]:
+def _keys_and_values(layer: torch.nn.Module, cached: Any, heads: int) -> dict[str, torch.Tensor]:
     """What the runtime's KV buffer holds of what transformers has cached, of the first row."""
+    keys, values = cached.keys, cached.values
     if expands_latents(layer):
         keys, values = layer.self_attn.expand_kv(keys, values)
         values = widened(values, keys.shape[-1])

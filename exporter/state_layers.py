@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import layer_kind
+from skipdecode.exporter.architectures import keys_source, layer_keys, layer_kind
 from skipdecode.exporter.attention import OPSET, ScatterCache
-from skipdecode.manifest import State, StateLayers
+from skipdecode.manifest import Keys, State, StateLayers
 
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
@@ -27,14 +27,17 @@ _WITH_ATTENTION = (None, "full_attention", "sliding_attention", "hybrid")  # kin
 
 
 def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:
-    """The layers that keep anything but keys and values alone, grouped by what they keep."""
-    groups: dict[tuple[bool, tuple[State, ...]], list[int]] = {}
+    """The layers that keep anything but keys and values of layer 0's sizes alone, grouped by what they keep."""
+    groups: dict[tuple[Keys | None, int | None, tuple[State, ...]], list[int]] = {}
     for index, layer in enumerate(layers):
-        attention, states = layer_kind(config, index) in _WITH_ATTENTION, tuple(_states(layer))
-        if states or not attention:
-            groups.setdefault((attention, states), []).append(index)
+        source = keys_source(config, index)
+        own = layer_kind(config, index) in _WITH_ATTENTION and source is None
+        kept = (layer_keys(config, index) if own else None, source, tuple(_states(layer)))
+        if kept != (layer_keys(config, 0), None, ()):
+            groups.setdefault(kept, []).append(index)
     return tuple(
-        StateLayers(layers=tuple(indices), attention=attention, states=states) for (attention, states), indices in groups.items()
+        StateLayers(layers=tuple(indices), keys=keys, keys_of=source, states=states)
+        for (keys, source, states), indices in groups.items()
     )
 
 

@@ -11,10 +11,12 @@ from skipdecode.exporter.architectures import (
     HYBRIDS,
     LATENT,
     MIXTURES,
+    OWN_HEADS,
     attention_window,
     check_known,
     declared,
-    key_sizes,
+    layer_config,
+    layer_keys,
     layer_kinds,
     unsupported,
 )
@@ -52,26 +54,32 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: sizes that are none, numbers that nothing can be computed with, attention to later tokens, layers
-            of other kinds, experts that are not SwiGLU, values wider than keys, heads that are no multiple of 8, BLOOM by slices,
-            ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an architecture that is not tested.
+        ModelNotSupportedError: sizes that are none, or settings of some layers alone, numbers that nothing can be computed with,
+            attention to later tokens, layers of other kinds, experts that are not SwiGLU, values wider than keys, heads that are
+            no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an
+            architecture that is not tested.
     """
     check_known(config)
-    _check_counts(config)
-    check_numbers(config)
+    _check_own_heads(config)
+    for own in _as_layers_have_it(config):
+        _check_counts(own)
+        check_numbers(own)
+        _check_heads(own)
     if config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or config.num_local_experts):
         _check_experts(config)
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+    if getattr(config, "enable_moe_block", False):
+        raise unsupported(config, f"has experts with {config.hidden_activation}, where ONNX Runtime's have silu")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision") or not getattr(
+        config, "is_causal", True
+    ):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     other = {*(layer_kinds(config) or ())} - {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
     if other:
         raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, which are none that can be exported")
     if config.model_type in HYBRIDS:
         _check_states(config)
-    if (declared(config, "v_head_dim") or 0) > key_sizes(config)[1]:
-        raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
-    if key_sizes(config)[1] % 8:
-        raise unsupported(config, f"has heads of {key_sizes(config)[1]}, and ONNX Runtime's attention takes multiples of 8")
+    if config.model_type in OWN_HEADS:
+        _check_shared(config)
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
         raise unsupported(config, "with slow_but_exact multiplies slices and leaves out biases")
     if config.model_type == "falcon" and config.alibi:
@@ -92,12 +100,45 @@ def _check_counts(config: Any) -> None:
     for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
         if window is not None and window < 1:
             raise _no_count(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
-    heads, (key_heads, _) = config.num_attention_heads, key_sizes(config)
-    if heads % key_heads:
+
+
+def _check_own_heads(config: Any) -> None:
+    """Layers may have heads of their own where transformers' layer asks for them, and nothing else of their own."""
+    if not getattr(config, "is_heterogeneous", False):
+        return
+    heads_alone = config.per_layer_attributes <= {"head_dim", "num_key_value_heads"}
+    skipping = any(getattr(own, "skip", None) for own in config.per_layer_config)
+    if config.model_type not in OWN_HEADS or skipping or not heads_alone:
+        raise unsupported(config, "has settings for some layers alone (per_layer_config), which its layers are not made by")
+
+
+def _as_layers_have_it(config: Any) -> list[Any]:
+    """The configuration as each kind of its layers has it."""
+    kinds = layer_kinds(config) if config.model_type in OWN_HEADS else None
+    return [layer_config(config, kinds.index(kind)) for kind in sorted({*kinds})] if kinds else [config]
+
+
+def _check_shared(config: Any) -> None:
+    """Layers that read the keys and values of others find one of their kind below them."""
+    kinds, shared = layer_kinds(config) or [], config.num_kv_shared_layers or 0
+    own = kinds[: max(0, len(kinds) - shared)]
+    if shared < 0 or {*kinds} - {*own}:
+        most = next(count for count in reversed(range(len(kinds))) if {*kinds[: len(kinds) - count]} == {*kinds})
+        raise _no_count(config, "num_kv_shared_layers", shared, f"write 0 to {most}, which leave a layer of each kind below")
+
+
+def _check_heads(config: Any) -> None:
+    """Of queries, keys and values: each key serves as many queries, and all are what the operator and the KV buffer take."""
+    heads, keys = config.num_attention_heads, layer_keys(config, 0)
+    if heads % keys.num_heads:
         raise ModelNotSupportedError(
-            f"its config.json has {heads} heads, no multiple of the {key_heads} that their keys have", "correct that setting",
-            where=place(config),
+            f"its config.json has {heads} heads, no multiple of the {keys.num_heads} that their keys have",
+            "correct that setting", where=place(config),
         )  # fmt: skip
+    if (declared(config, "v_head_dim") or 0) > keys.head_size:
+        raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
+    if keys.head_size % 8:
+        raise unsupported(config, f"has heads of {keys.head_size}, and ONNX Runtime's attention takes multiples of 8")
 
 
 def _check_each(config: Any, names: Iterable[str], needed: Collection[str] = (), least: int = 1) -> None:

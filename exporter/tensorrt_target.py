@@ -59,7 +59,7 @@ def check_tensorrt(bones: Skeleton, limits: manifest.Limits) -> None:
             "export for cpu, or set attn_logit_softcapping to null in config.json where the model's makers say so",
             where="--target",
         )
-    most = _MOST_ELEMENTS // (limits.max_batch * bones.num_kv_heads * bones.head_size)
+    most = _MOST_ELEMENTS // (limits.max_batch * bones.keys.num_heads * bones.keys.head_size)
     if limits.max_length > most:
         raise TargetError(
             f"a KV buffer of {limits.max_batch} rows of {limits.max_length} tokens has more than 2**31 - 1 elements",

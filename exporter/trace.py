@@ -12,20 +12,33 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as Output
 
-from skipdecode.bindings import PAST_KEY, PAST_VALUE, past, present
+from skipdecode.bindings import PAST, PAST_KEY, PAST_VALUE, past, present
+from skipdecode.exporter import per_layer_inputs
 from skipdecode.exporter.architectures import DecoderParts, expands_latents
 from skipdecode.exporter.attention import OPSET, ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
-from skipdecode.manifest import StateLayers
+from skipdecode.graph_passes.stitch import LAYER_INDEX
+from skipdecode.manifest import Keys, State
 
 IR_VERSION = 10
 _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a dimension of 0 or 1 dynamic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerArrays:
+    """The arrays that a layer is given beside its weights."""
+
+    hidden_size: int  # H
+    keys: Keys | None  # of its own keys and values; None: it has none
+    read: Keys | None  # of those of another layer, which it reads; None: it reads its own
+    states: tuple[State, ...]
 
 
 class _Embed(torch.nn.Module):  # type: ignore[misc]
@@ -36,6 +49,8 @@ class _Embed(torch.nn.Module):  # type: ignore[misc]
         self.owner = parts.owner
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if per_layer_inputs.input_size(self.owner.config):
+            return per_layer_inputs.embedded(self.owner, input_ids)
         hidden: torch.Tensor = self.owner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         return hidden
 
@@ -58,7 +73,8 @@ class _ComplexTurns:
 class _Layer(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D], past states [B,...] -> hidden, all present ones.
 
-    What the layer does not keep is None.
+    `present_key` and `present_value` are another layer's, which it reads; `layer_index` [1] int64 is its own number, where it has
+    inputs of its own. What the layer does not keep or read is None.
     """
 
     def __init__(
@@ -67,6 +83,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
         self.latent = expands_latents(layer)
+        self.inputs = getattr(layer, "hidden_size_per_layer_input", 0)
 
     def forward(
         self,
@@ -76,13 +93,23 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         past_value: torch.Tensor | None = None,
         past_conv_state: torch.Tensor | None = None,
         past_recurrent_state: torch.Tensor | None = None,
+        present_key: torch.Tensor | None = None,
+        present_value: torch.Tensor | None = None,
+        layer_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         pasts = {CONV_STATE: past_conv_state, RECURRENT_STATE: past_recurrent_state}
         states = {name: past for name, past in pasts.items() if past is not None}
         attention, arguments = None, dict[str, Any](position_embeddings=None, use_cache=True)
         if past_key is not None and past_value is not None:
             attention = ScatterCache(past_key, past_value, position_ids[:, 0])
-            arguments |= self._of_attention(hidden, position_ids, past_key.shape[2])
+        key = past_key if past_key is not None else present_key
+        if key is not None:
+            arguments |= self._of_attention(hidden, position_ids, key.shape[2])
+            arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
+        others = None
+        if layer_index is not None:
+            hidden, others = hidden.split((self.layer.hidden_size, hidden.shape[2] - self.layer.hidden_size), dim=-1)
+            arguments["per_layer_input"] = per_layer_inputs.own_input(others, self.inputs, layer_index)
         cache = StateCache(states, attention) if states else attention
         names = inspect.signature(self.layer.forward).parameters
         arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
@@ -92,6 +119,8 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
             out = self.layer(hidden, **arguments)
         if isinstance(out, tuple):  # and attention weights
             out = out[0]
+        if others is not None:
+            out = torch.cat((out, others), dim=-1)
         return out, *((attention.present_key, attention.present_value) if attention else ()), *states.values()
 
     def _of_attention(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
@@ -117,15 +146,22 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
         self.final = torch.nn.ModuleList(final)
         self.model = model
         for body in (getattr(model, model.base_model_prefix), owner):  # OPT's head calls the owner, the others the base model
-            body.forward = lambda _ids=None, inputs_embeds=None, **_: Output(last_hidden_state=inputs_embeds)
+            body.forward = _as_they_come
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        index = last[:, None, None].expand(-1, 1, hidden.shape[2])
+        index = last[:, None, None].expand(-1, 1, self.model.config.hidden_size)  # per-layer inputs lie behind that
         hidden = torch.gather(hidden, 1, index)
         for module in self.final:
             hidden = module(hidden)
         logits: torch.Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return logits[:, 0]
+
+
+def _as_they_come(_ids: object = None, inputs_embeds: torch.Tensor | None = None, **_: object) -> Output:
+    """What a body of no layers gives."""
+    out = Output(last_hidden_state=inputs_embeds)
+    out.shared_kv_states = None  # which Gemma 4's head hands on
+    return out
 
 
 def trace_embed(parts: DecoderParts) -> ir.Model:
@@ -139,32 +175,32 @@ def trace_layer(
     rotary: torch.nn.Module | None,
     layer_type: str | None,
     window: int | None,
-    sizes: tuple[int, int, int],
-    kept: StateLayers | None,
+    arrays: LayerArrays,
     dtype: torch.dtype,
 ) -> ir.Model:
     """A layer's graph.
 
     Args:
         window: tokens that a query sees, None: all.
-        sizes: H, KVH and D.
-        kept: what the layer keeps; None: keys and values alone.
     """
-    hidden_size, kv_heads, head_size = sizes
     inputs = {
-        "hidden": torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype),
+        "hidden": torch.zeros(_BATCH, _TOKENS, arrays.hidden_size, dtype=dtype),
         "position_ids": torch.arange(_TOKENS)[None].repeat(_BATCH, 1),
     }
     shapes: dict[str, Any] = {name: {0: "B", 1: "S"} for name in inputs}
-    if kept is None or kept.attention:
-        inputs |= {name: torch.zeros(_BATCH, kv_heads, _SLOTS, head_size, dtype=dtype) for name in (PAST_KEY, PAST_VALUE)}
-        shapes |= {name: {0: "B", 2: "C"} for name in (PAST_KEY, PAST_VALUE)}
-    for state in kept.states if kept else ():
+    kept = {name: arrays.keys for name in (PAST_KEY, PAST_VALUE) if arrays.keys}
+    read = {present(name): arrays.read for name in (PAST_KEY, PAST_VALUE) if arrays.read}
+    for name, keys in (kept | read).items():
+        inputs[name] = torch.zeros(_BATCH, keys.num_heads, _SLOTS, keys.head_size, dtype=dtype)
+        shapes[name] = {0: "B", 2: "C"}
+    for state in arrays.states:
         inputs[past(state.name)] = torch.zeros(_BATCH, *state.shape, dtype=dtype)
         shapes[past(state.name)] = {0: "B"}
-    outputs = ["hidden_out", *map(present, list(inputs)[2:])]
+    if getattr(layer, "hidden_size_per_layer_input", 0):
+        inputs[LAYER_INDEX], shapes[LAYER_INDEX] = torch.zeros(1, dtype=torch.int64), None
+    outputs = ["hidden_out", *(present(name) for name in inputs if name.startswith(PAST))]
     model = _export(_Layer(layer, rotary, layer_type, window), inputs, shapes, outputs)
-    if kept and kept.states:
+    if arrays.states:
         model.opset_imports[""] = LINEAR_OPSET
     return model
 

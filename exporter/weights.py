@@ -22,6 +22,7 @@ WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # where -inf is as good as a number, a token, place or expert that is never chosen
 _NEVER = ("lm_head.bias", "sinks", "e_score_correction_bias")
+_SCALES = ("weight", "layer_scalar")  # vectors by which something is multiplied
 _DRAWN_AT_ONCE = 1 << 20  # random numbers of one generator
 IR_TYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
 
@@ -121,7 +122,7 @@ def random_source(seed: int = 0) -> TensorSource:
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) < 2:
-            return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+            return torch.ones(shape) if name.endswith(_SCALES) else torch.zeros(shape)
         drawn = torch.empty(shape)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(draw, repeat(name), count(), drawn.view(-1).split(_DRAWN_AT_ONCE)))  # list: raises what a draw raised

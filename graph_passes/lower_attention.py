@@ -5,6 +5,7 @@
 
     Attention(..) * Sigmoid(ReduceLogSumExp(its scores) - sinks)  ->  the same, with `head_sink`
     Attention(.., Where(visible, bias of each slot, -inf))        ->  the same, with `attention_bias`
+    Attention(query, keys and values that another layer wrote)    ->  the same, with no new key and value
 
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
 holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
@@ -59,51 +60,55 @@ class LowerAttentionPass(ir.passes.InPlacePass):
 
 def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     query, present_key, present_value = (_value(node, i) for i in range(3))
-    scatter_key, scatter_value = _producer(present_key, "TensorScatter"), _producer(present_value, "TensorScatter")
-    past_key, new_key = _value(scatter_key, 0), _value(scatter_key, 1)
-    past_value, new_value = _value(scatter_value, 0), _value(scatter_value, 1)
-    num_heads, kv_heads = _static_dim(query, 1), _static_dim(past_key, 1)
-    head_size = _static_dim(past_key, 3)
+    new = _new_key_and_value(present_key, present_value)
+    num_heads, kv_heads, head_size = _static_dim(query, 1), _static_dim(present_key, 1), _static_dim(present_key, 3)
     attended, sinks = _beside_sinks(node)
     visible, bias = _visible_and_bias(_value(node, 3))
-    table = _rotary_table(graph, query, new_key, max_length)
-    interleaved = 0
-    if table is not None:
-        rotated = _producer(query, "RotaryEmbedding"), _producer(new_key, "RotaryEmbedding")
-        query, new_key = (_value(rotary, 0) for rotary in rotated)
-        interleaved = rotated[0].attributes["interleaved"].as_int()
     turned = _single_consumer(attended, "Transpose")
     (out,) = turned.outputs[0].consumers()
-    rows = [
-        _rows(graph, out, value, heads * head_size)
-        for value, heads in ((query, num_heads), (new_key, kv_heads), (new_value, kv_heads))
-    ]
-    attributes = {
-        "num_heads": num_heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float(),
-        "do_rotary": int(table is not None), "rotary_interleaved": interleaved,
-    }  # fmt: skip
-    window = _window(visible)
-    if window is not None and window < max_length:
-        attributes["local_window_size"] = window
-    if "softcap" in node.attributes:
-        attributes["softcap"] = node.attributes["softcap"].as_float()
+    table = _rotary_table(graph, [query, *new[:1]], max_length)
+    attributes = {"num_heads": num_heads, "kv_num_heads": kv_heads, **_of_scores(node, visible, max_length)}
+    attributes |= {"do_rotary": int(table is not None), "rotary_interleaved": 0}
+    if table is not None:
+        attributes["rotary_interleaved"] = _producer(query, "RotaryEmbedding").attributes["interleaved"].as_int()
+        query, *new[:1] = (_value(_producer(value, "RotaryEmbedding"), 0) for value in (query, *new[:1]))
+    rows = [_rows(graph, out, query, num_heads * head_size)]
+    width = kv_heads * head_size
+    rows += [_rows(graph, out, value, width) for value in new] if new else 2 * [_no_rows(graph, out, rows[0], width)]
     lengths = _length_inputs(graph)
     if bias is not None:
         bias = _valid_bias(graph, out, bias, lengths[1])
+    past = [present_key, present_value]
+    if new:
+        past = [_value(_producer(value, "TensorScatter"), 0) for value in past]
     lowered = ir.node(
         "GroupQueryAttention",
-        [*rows, past_key, past_value, *lengths, *_optional_inputs(table, bias, sinks)],
+        [*rows, *past, *lengths, *_optional_inputs(table, bias, sinks)],
         attributes,
         domain=MS_DOMAIN,
-        num_outputs=3,
+        num_outputs=3 if new else 1,
     )
     graph.insert_before(out, lowered)
-    for old, new in ((present_key, 1), (present_value, 2)):
-        take_over(old, lowered.outputs[new])
+    if new:
+        take_over(present_key, lowered.outputs[1])
+        take_over(present_value, lowered.outputs[2])
     if out.op_type == "Reshape":
         take_over(out.outputs[0], lowered.outputs[0])
     else:  # a part of each head: values narrower than keys
         take_over(turned.outputs[0], _reshaped(graph, out, lowered.outputs[0], [0, 0, num_heads, head_size]))
+
+
+def _new_key_and_value(present_key: ir.Value, present_value: ir.Value) -> list[ir.Value]:
+    """What the layer writes, [B,KVH,S,D] each; nothing where another layer has written the slots that it reads."""
+    new = []
+    for value in (present_key, present_value):
+        node = value.producer()
+        if node is not None and node.op_type == "TensorScatter":
+            new.append(_value(node, 1))
+        else:
+            read = str(value.name).startswith(bindings.PRESENT) and (node is None or node.op_type == "GroupQueryAttention")
+            assert read, f"{value.name} is not made by TensorScatter, nor of another layer"
+    return new
 
 
 def _value(node: ir.Node, index: int) -> ir.Value:
@@ -186,6 +191,17 @@ def _optional_inputs(table: list[ir.Value] | None, bias: ir.Value | None, sinks:
     return inputs
 
 
+def _of_scores(attention: ir.Node, visible: ir.Value, max_length: int) -> dict[str, int | float]:
+    """Scale, cap and window, as the operator's attributes."""
+    found: dict[str, int | float] = {
+        name: attention.attributes[name].as_float() for name in ("scale", "softcap") if name in attention.attributes
+    }
+    window = _window(visible)
+    if window is not None and window < max_length:
+        found["local_window_size"] = window
+    return found
+
+
 def _window(visible: ir.Value) -> int | None:
     """Of a mask `slot <= position and slot > position - window` the window, which counts the query itself; None: no window."""
     mask = visible.producer()
@@ -226,6 +242,14 @@ def _rows(graph: ir.Graph, before: ir.Node, value: ir.Value, width: int) -> ir.V
     return _reshaped(graph, before, value, [0, 0, width])
 
 
+def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:
+    """[B,S,W] -> [B,0,width], by which the operator knows that its past has the new tokens already."""
+    starts, ends, axes = (ir.node("Constant", [], {"value_ints": ints}) for ints in ([0, 0], [0, width], [1, 2]))
+    none = ir.node("Slice", [rows, starts.outputs[0], ends.outputs[0], axes.outputs[0]])
+    graph.insert_before(before, [starts, ends, axes, none])
+    return none.outputs[0]
+
+
 def _reshaped(graph: ir.Graph, before: ir.Node, value: ir.Value, sizes: list[int]) -> ir.Value:
     """`value` by Reshape: a size of 0 stays what it is."""
     shape = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
@@ -234,9 +258,13 @@ def _reshaped(graph: ir.Graph, before: ir.Node, value: ir.Value, sizes: list[int
     return reshape.outputs[0]
 
 
-def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: int) -> list[ir.Value] | None:
-    """cos_cache and sin_cache of shape [max_length, rotary D / 2], or None where rotary stays outside."""
-    nodes = [value.producer() for value in (query, key)]
+def _rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> list[ir.Value] | None:
+    """cos_cache and sin_cache of shape [max_length, rotary D / 2], or None where rotary stays outside.
+
+    Args:
+        rotated: the query, and the new key where there is one.
+    """
+    nodes = [value.producer() for value in rotated]
     if any(node is None or node.op_type != "RotaryEmbedding" for node in nodes):
         return None
     (cos, factor), (_, other) = (_unscaled(_value(nodes[0], index)) for index in (1, 2))  # type: ignore[arg-type]
@@ -246,10 +274,10 @@ def _rotary_table(graph: ir.Graph, query: ir.Value, key: ir.Value, max_length: i
         return None
     assert frequencies.const_value is not None
     values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
-    if values.shape[1] % 8 or _static_dim(query, 3) % 16:  # the operator's own limits
+    if values.shape[1] % 8 or _static_dim(rotated[0], 3) % 16:  # the operator's own limits
         return None
     steps = np.arange(max_length, dtype=np.float32)[:, None] * values
-    tables, kind = [], query.dtype or ir.DataType.FLOAT
+    tables, kind = [], rotated[0].dtype or ir.DataType.FLOAT
     for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
         # layers of one graph may have frequencies of their own (Gemma 3)
         name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"

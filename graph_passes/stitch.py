@@ -4,29 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from skipdecode import bindings
 from skipdecode.graph_passes.clean_trace import is_parameter
 
+LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a constant
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
 
 
-def instantiate(template: ir.Model, layer: int, rename: Callable[[str], str]) -> ir.Model:
-    """A copy of a traced layer as layer `layer`: KV names get its number, parameters the checkpoint's names."""
+def instantiate(template: ir.Model, layer: int, keys_of: int | None, rename: Callable[[str], str]) -> ir.Model:
+    """A copy of a traced layer as layer `layer`: KV names get its number, parameters the checkpoint's names.
+
+    Args:
+        keys_of: the layer whose keys and values it is given.
+    """
     model = template.clone()
     for value in [*model.graph.inputs, *model.graph.outputs]:
-        if value.name not in (*_SHARED_INPUTS, bindings.HIDDEN_OUT):
-            value.name = bindings.of_layer(str(value.name), layer)
+        if value.name not in (*_SHARED_INPUTS, bindings.HIDDEN_OUT, LAYER_INDEX):
+            read = str(value.name).startswith(bindings.PRESENT) and value.is_graph_input()
+            value.name = bindings.of_layer(str(value.name), keys_of if read and keys_of is not None else layer)
     for value in list(model.graph.initializers.values()):
         if is_parameter(value):
             value.name = rename(str(value.name))
+    _tell_index(model.graph, layer)
     model.graph.name = f"layer_{layer:03d}"
     return model
 
 
+def _tell_index(graph: ir.Graph, layer: int) -> None:
+    asked = next((value for value in graph.inputs if value.name == LAYER_INDEX), None)
+    if asked is not None:
+        graph.inputs.remove(asked)
+        asked.const_value = ir.tensor(np.array([layer], dtype=np.int64), name=LAYER_INDEX)
+        graph.register_initializer(asked)
+
+
 def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
     """One graph that feeds each graph's hidden state to the next one's; inputs of the same name become one.
+
+    An input that has the name of an output below it (keys and values that a layer reads of another) becomes that output.
 
     Values keep their names where these say something (inputs, outputs, parameters) and get the graph's name in front
     where they do not. Parameters of the same name (a tied embedding and head) become one initializer.
@@ -69,9 +87,10 @@ def _claim_names(model: ir.Model) -> None:
 
 
 def _merge_inputs(graph: ir.Graph, part: ir.Graph, inputs: dict[str, ir.Value], hidden: ir.Value | None) -> None:
+    written = {value.name: value for value in graph.outputs}
     for value in list(part.inputs):
         name = str(value.name)
-        known = hidden if name == bindings.HIDDEN and hidden is not None else inputs.get(name)
+        known = hidden if name == bindings.HIDDEN and hidden is not None else inputs.get(name) or written.get(name)
         if known is not None:
             value.name = f"{name}.merged"
             ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)

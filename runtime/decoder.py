@@ -136,7 +136,8 @@ class Decoder:
         lengths = [len(prompt) for prompt in prompts]
         assert lengths == sorted(lengths, reverse=True)
         self.kv.clear()
-        padding = 0 if self._model.state_layers else _PADDING  # in a state, what a row is padded by would stay
+        sums = any(group.states for group in self._model.state_layers)
+        padding = 0 if sums else _PADDING  # in a state, what a row is padded by would stay
         for rows in _passes(lengths, self._prefill_chunk if self._shares_passes(lengths[0]) else 1, padding):
             self._prefill_rows(rows, prompts[rows])
         self._step = 0
@@ -260,6 +261,7 @@ class Decoder:
                 names.POSITION_IDS: piece.positions,
                 names.SEQLENS_K: piece.seqlens_k,
                 names.TOTAL_SEQUENCE_LENGTH: piece.total,
+                **self.kv.read(layers, rows),
             }
             bind_segment(engine, inputs, part, states)()
 
@@ -280,6 +282,7 @@ class Decoder:
                 names.POSITION_IDS: self.bound[names.POSITION_IDS][start:],
                 names.SEQLENS_K: self.bound[names.SEQLENS_K][start:],
                 names.TOTAL_SEQUENCE_LENGTH: total,
+                **self.kv.read(layers, slice(start, None)),
             }
             states = [self.kv.rows(layer, slice(start, None)) for layer in layers]
             self._climbs[index, start] = bind_segment(engine, inputs, hidden, states)

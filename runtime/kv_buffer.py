@@ -1,18 +1,20 @@
 """The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape.
 
-A layer with linear attention, Mamba or a short convolution has states of one size in their place or beside them.
+A layer with linear attention, Mamba or a short convolution has states of one size in their place or beside them; some layers
+read the keys and values of another.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
-from skipdecode.manifest import Manifest, Model, Target, states_of
+from skipdecode.manifest import Manifest, Model, Target
 from skipdecode.memory import Memory
 from skipdecode.schedule import Anchor, Schedule
 
@@ -58,16 +60,23 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
 
 def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
     """What `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them."""
-    group = states_of(model.state_layers, layer)
-    by_slot = (names.PAST_KEY, names.PAST_VALUE) if group is None or group.attention else ()
-    shapes = dict.fromkeys((names.of_layer(name, layer) for name in by_slot), (model.num_kv_heads, slots, model.head_size))
-    return shapes | constant_state(model, layer)
+    keys = model.kept(layer).keys
+    shape = (keys.num_heads, slots, keys.head_size) if keys else ()
+    by_slot = (names.PAST_KEY, names.PAST_VALUE) if keys else ()
+    return {names.of_layer(name, layer): shape for name in by_slot} | constant_state(model, layer)
 
 
 def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     """The part of it that has no slots, and is zeros before a row's first token."""
-    group = states_of(model.state_layers, layer)
-    return {names.of_layer(names.past(state.name), layer): state.shape for state in group.states} if group else {}
+    return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
+
+
+def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...]:
+    """The keys and values that `layers` read of others: each layer and the name of its array."""
+    sources = {source for layer in layers if (source := model.kept(layer).keys_of) is not None} - {*layers}
+    return tuple(
+        (source, names.of_layer(name, source)) for source in sorted(sources) for name in (names.PAST_KEY, names.PAST_VALUE)
+    )
 
 
 def state_numbers(model: Model, layer: int, slots: int) -> int:
@@ -91,6 +100,7 @@ class KVBuffer:
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
         states = [layer_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
         self.layers: list[dict[str, Any]] = [{} for _ in slots]
+        self._model = model
         block = memory.floats((rows * sum(math.prod(shape) for state in states for shape in state.values()),))
         end = 0  # in numbers
         for arrays, state in zip(self.layers, states, strict=True):
@@ -111,6 +121,10 @@ class KVBuffer:
         """The arrays of some rows of a layer, contiguous, at the buffer's own addresses."""
         assert self.has(layer), f"no decode step computes layer {layer}"
         return {name: array[rows] for name, array in self.layers[layer].items()}
+
+    def read(self, layers: Sequence[int], rows: slice) -> dict[str, Any]:
+        """What `layers` read of others, by the names of their engine's inputs: keys and values with the new tokens' in them."""
+        return {names.present(name): self.layers[source][name][rows] for source, name in keys_read(self._model, layers)}
 
     def clear(self) -> None:
         """Forget what states have summed up; keys and values are written before they are read."""

@@ -14,12 +14,20 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from skipdecode.errors import BundleError, SkipDecodeError
+from skipdecode.errors import BundleError, ScheduleError, SkipDecodeError
 from skipdecode.schedule import Anchor, Schedule, active_layers
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "bundle.json"
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Sizes of a layer's keys, and of its values."""
+
+    num_heads: int  # KVH
+    head_size: int  # D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +40,29 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayers:
-    """Layers that keep the same states, as linear attention, Mamba and short convolutions do; none: their past is not read."""
+    """Layers that keep the same: keys and values, or those of another layer, and the states of linear attention and its like."""
 
     layers: tuple[int, ...]  # rising
-    attention: bool  # whether they have keys and values as well
+    keys: Keys | None  # None: they have none of their own
+    keys_of: int | None  # a layer below, computed at every position, whose keys and values they read
     states: tuple[State, ...]
 
 
-def states_of(groups: Sequence[StateLayers], layer: int) -> StateLayers | None:
-    """The group that `layer` is in; None: it has keys and values alone."""
-    return next((group for group in groups if layer in group.layers), None)
+def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
+    """The group that `layer` is in; where it is in none, one that has `keys`."""
+    own = next((group for group in groups if layer in group.layers), None)
+    return own or StateLayers(layers=(layer,), keys=keys, keys_of=None, states=())
+
+
+def check_sources(groups: Sequence[StateLayers], schedule: Schedule) -> None:
+    """Raises ScheduleError where a layer whose keys and values others read is not computed at every position."""
+    sources = [group.keys_of for group in groups if group.keys_of is not None]
+    skipped = [layer for layer in sources if schedule.cap(layer) is not None]
+    if skipped:
+        raise ScheduleError(
+            f"skips layer {min(skipped)}, whose keys and values later layers read at every position",
+            f"give {max(sources) + 1} warm-up layers or more", where=f"{schedule.name} schedule",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +74,17 @@ class Model:
     num_layers: int  # L
     hidden_size: int  # H, between layers
     num_heads: int  # NH
-    num_kv_heads: int  # KVH
-    head_size: int  # D
+    num_kv_heads: int  # KVH, and
+    head_size: int  # D, of a layer in none of `state_layers`
     vocab_size: int  # V
     num_parameters: int  # tied weights once
-    state_layers: tuple[StateLayers, ...]  # every other layer has keys and values alone
+    state_layers: tuple[StateLayers, ...]  # every other layer has keys and values of those sizes, and nothing else
     eos_token_ids: tuple[int, ...]  # empty: no token ends a row
+
+    def kept(self, layer: int) -> StateLayers:
+        """What `layer` keeps."""
+        keys = Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
+        return kept(self.state_layers, keys, layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +142,7 @@ class Manifest:
     """Everything `bundle.json` says.
 
     Raises:
-        BundleError: parts that contradict each other.
+        BundleError, ScheduleError: parts that contradict each other.
     """
 
     format_version: int
@@ -147,11 +173,13 @@ class Manifest:
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
             (_states_hold(self.model), "model.state_layers", "have layers that are none, or twice, or states that are none"),
+            (_sources_hold(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
             (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
             if not holds:
                 raise BundleError(f"{where} {what}", "export the model again", where=MANIFEST)
+        check_sources(self.model.state_layers, self.schedule)
         for variant in self.variants:
             self._check_variant(variant)
         known = {file.path for file in self.files}
@@ -274,10 +302,19 @@ def _states_hold(model: Model) -> bool:
 
 
 def _kept_once(group: StateLayers) -> bool:
-    names = [*(("key", "value") if group.attention else ()), *(state.name for state in group.states)]
+    names = [*(("key", "value") if group.keys else ()), *(state.name for state in group.states)]
     sizes = [size for state in group.states for size in state.shape]
+    sizes += dataclasses.astuple(group.keys) if group.keys else ()
     shaped = all(state.shape for state in group.states)
     return len({*names}) == len(names) and shaped and all(0 < size < 2**31 for size in sizes)
+
+
+def _sources_hold(model: Model) -> bool:
+    """Whether every layer whose keys others read is below those and has its own."""
+    readers = [(group, group.keys_of) for group in model.state_layers if group.keys_of is not None]
+    return all(
+        group.keys is None and 0 <= source < min(group.layers, default=0) and model.kept(source).keys for group, source in readers
+    )
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:

@@ -73,6 +73,11 @@ _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2, "mamba_chunk_size": 4,
 }  # fmt: skip
 _CONVS = {"layer_types": ["conv", "conv", "full_attention"] * (LAYERS // 3)}
+# heads of another number and size in layers that see all tokens
+_GLOBAL_HEADS = {
+    "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (LAYERS // 3), "final_logit_softcapping": 30.0,
+}  # fmt: skip
 _THREE_POSITIONS = {  # in time and place, which are one in text
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
     "mrope_interleaved": True,
@@ -137,6 +142,13 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
     "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
     "gemma": {"head_dim": 32},
+    "gemma4_text": {
+        **_GLOBAL_HEADS,
+        "attention_k_eq_v": False,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 24,
+    },
+    "gemma4_unified_text": _GLOBAL_HEADS,
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 0},
@@ -230,6 +242,8 @@ RELATIVES: dict[str, Callable[[], Any]] = {
     name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})
     for name, more in _RELATIVES.items()
 }
+# two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
+READING_OTHERS = functools.partial(RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True)
 
 
 class Zoo:

@@ -5,7 +5,7 @@ ONNX Runtime would say so at the first run, in its own words, or write past an a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from skipdecode import bindings as names
 from skipdecode.engines.ort import OrtEngine, Tensor
 from skipdecode.errors import BundleError
-from skipdecode.kv_buffer import layer_state
+from skipdecode.kv_buffer import keys_read, layer_state
 from skipdecode.manifest import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
@@ -48,16 +48,23 @@ def embed_contract(model: Model, floats: str) -> Contract:
     return Contract(inputs=inputs, outputs={names.HIDDEN: _hidden(model, floats)})
 
 
-def segment_contract(model: Model, floats: str, layers: Iterable[int]) -> Contract:
+def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contract:
     """Of the engine that computes `layers`."""
-    states = (layer_state(model, layer, _SLOTS).items() for layer in layers)
-    past = {name: (floats, (_ANY, *(_ANY if size == _SLOTS else size for size in shape))) for name, shape in chain(*states)}
+    states = chain(*(layer_state(model, layer, _SLOTS).items() for layer in layers))
+    past = {name: _state(shape, floats) for name, shape in states}
     lengths = {name: ("int32", (_ANY,)) for name in (names.SEQLENS_K, names.TOTAL_SEQUENCE_LENGTH)}
     present = {names.present(name): tensor for name, tensor in past.items()}
+    sources = keys_read(model, layers)
+    read = {names.present(name): _state(layer_state(model, source, _SLOTS)[name], floats) for source, name in sources}
     hidden = _hidden(model, floats)
     return Contract(
-        inputs={names.HIDDEN: hidden, names.POSITION_IDS: _IDS, **lengths, **past}, outputs={names.HIDDEN_OUT: hidden, **present}
+        inputs={names.HIDDEN: hidden, names.POSITION_IDS: _IDS, **lengths, **past, **read},
+        outputs={names.HIDDEN_OUT: hidden, **present},
     )
+
+
+def _state(shape: tuple[int, ...], floats: str) -> Tensor:
+    return floats, (_ANY, *(_ANY if size == _SLOTS else size for size in shape))
 
 
 def head_contract(model: Model, floats: str) -> Contract:

@@ -103,11 +103,16 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_named(attack: Any) -> None:
-    attack(lambda d: d.update(format_version=4), "format_version is 4, this runtime reads 3")
+    attack(lambda d: d.update(format_version=5), "format_version is 5, this runtime reads 4")
 
 
-STATES = {"layers": [0, 2], "attention": False, "states": [{"name": "conv_state", "shape": [5, 3]}]}
+STATES = {"layers": [0, 2], "keys": None, "keys_of": None, "states": [{"name": "conv_state", "shape": [5, 3]}]}
 NO_STATES = "model.state_layers have layers that are none, or twice, or states that are none"
+
+
+KEYS = {"num_heads": 1, "head_size": 4}
+READS = {"layers": [1, 2], "keys": None, "keys_of": 0, "states": []}
+NO_SOURCE = "model.state_layers read keys of layers that have none, or are above"
 
 
 def _keep(data: dict[str, Any], *groups: dict[str, Any]) -> None:
@@ -147,10 +152,21 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "state_beyond_an_array": (lambda d: _keep(d, {**STATES, "states": [{"name": "a", "shape": [2**31]}]}), NO_STATES),
     "two_states_of_a_name": (lambda d: _keep(d, {**STATES, "states": 2 * [{"name": "a", "shape": [1]}]}), NO_STATES),
     "state_beside_keys_of_its_name": (
-        lambda d: _keep(d, {**STATES, "attention": True, "states": [{"name": "key", "shape": [1]}]}),
+        lambda d: _keep(d, {**STATES, "keys": KEYS, "states": [{"name": "key", "shape": [1]}]}),
         NO_STATES,
     ),
-    "number_for_truth": (lambda d: _keep(d, {**STATES, "attention": 1}), "attention is 1, not true or false"),
+    "keys_of_no_heads": (lambda d: _keep(d, {**STATES, "keys": {**KEYS, "num_heads": 0}}), NO_STATES),
+    "keys_beyond_an_array": (lambda d: _keep(d, {**STATES, "keys": {**KEYS, "head_size": 2**31}}), NO_STATES),
+    "number_for_keys": (lambda d: _keep(d, {**STATES, "keys": 1}), r"model.state_layers\[0\].keys is 1, not an object"),
+    "keys_of_a_layer_above": (lambda d: _keep(d, {**READS, "layers": [2, 5], "keys_of": 3}), NO_SOURCE),
+    "keys_of_a_layer_below_all": (lambda d: _keep(d, {**READS, "keys_of": -1}), NO_SOURCE),
+    "keys_of_a_layer_that_has_none": (lambda d: _keep(d, {**STATES, "layers": [0]}, READS), NO_SOURCE),
+    "keys_of_a_layer_that_reads_others": (lambda d: _keep(d, READS, {**READS, "layers": [4], "keys_of": 1}), NO_SOURCE),
+    "keys_of_its_own_and_of_another": (lambda d: _keep(d, {**READS, "keys": KEYS}), NO_SOURCE),
+    "keys_of_a_layer_that_is_skipped": (
+        lambda d: _keep(d, {**READS, "layers": [3], "keys_of": 2}),
+        "skips layer 2, whose keys and values later layers read at every position; give 3 warm-up layers or more",
+    ),
     "segment_missing_a_layer": (lambda d: d["segments"][-1].pop(), "do not cover each layer once"),
     "overlapping_segments": (lambda d: d["segments"][1].insert(0, 0), "do not cover each layer once"),
     "kv_slots_of_another_schedule": (lambda d: d["kv_slots"].__setitem__(1, 3), "kv_slots do not follow"),

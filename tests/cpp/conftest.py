@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import skipdecode
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.conformance.record import OPTIONS, clear_prompts, run
 from tests.conftest import Zoo
 
 BUILD = Path(__file__).parents[2] / "build" / "cpp"
 LIBRARIES = BUILD / "deps" / "lib"
 LONG = 600  # tokens of a prompt that take two passes (decoder.cc)
+LENGTHS = {"ragged": [2, 7, 1, 3], "long": [3, LONG]}  # of prompts
 
 
 class Driver:
@@ -43,6 +47,18 @@ class Driver:
         self._process.stdin.close()
         self._process.stdout.close()
         assert self._process.wait(timeout=30) == 0
+
+
+def assert_gives_what_python_gives(driver: Driver, bundle: Path, lengths: list[int]) -> None:
+    """Tokens under every option, and logits, of random prompts."""
+    generator = skipdecode.load(bundle)
+    prompts, logits = clear_prompts(generator, lengths, 5e-3)
+    asked = {"bundle": bundle, "prompts": prompts}
+    for options in OPTIONS.values():
+        chosen = {**options, "ignore_eos": True}  # ended rows ride along in Python and are freed in C++
+        assert driver.ask(command="generate", **asked, **chosen) == run(generator, prompts, chosen)
+    found = driver.ask(command="logits", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
+    np.testing.assert_allclose(np.array(found)[:, :16], logits, atol=1e-3, rtol=0)
 
 
 def skip_unless_built() -> None:

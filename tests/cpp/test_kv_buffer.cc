@@ -11,13 +11,15 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// Three layers, the second one with linear attention in the place of keys and values.
+// Keys and values, linear attention in their place, keys and values of other sizes, and a layer that reads those of the first.
 skd::Model Hybrid() {
   skd::Model model{};
-  model.num_layers = 3;
+  model.num_layers = 4;
   model.num_kv_heads = 2;
   model.head_size = 4;
-  model.state_layers = {{{1}, false, {{"conv_state", {6, 3}}, {"recurrent_state", {2, 4, 5}}}}};
+  model.state_layers = {{{1}, std::nullopt, std::nullopt, {{"conv_state", {6, 3}}, {"recurrent_state", {2, 4, 5}}}},
+                        {{2}, skd::Keys{1, 6}, std::nullopt, {}},
+                        {{3}, std::nullopt, 0, {}}};
   return model;
 }
 
@@ -73,6 +75,21 @@ TEST_CASE("a layer's arrays have the names and shapes that its engine reads and 
     CHECK(bound.inputs[i].data == bound.outputs[i].data);
   }
   CHECK(buffer.kv().bytes() == 3 * 4 * (2 * 2 * 5 * 4 + 6 * 3 + 2 * 4 * 5));
+}
+
+TEST_CASE("keys and values have the sizes of their layer, and a layer that reads another's has none") {
+  Buffer buffer({5, 0, 5, 5}, 2);
+  CHECK(buffer.Inputs(2, 0)[1].shape == std::vector<int64_t>{1, 1, 5, 6});
+  CHECK(buffer.Inputs(3, 0).empty());
+  CHECK(buffer.kv().bytes() == 2 * 4 * 2 * (2 * 5 * 4 + 5 * 6));
+  CHECK(skd::KeySources(Hybrid(), {2, 3}) == std::vector<int64_t>{0});
+  CHECK(skd::KeySources(Hybrid(), {0, 1, 3}).empty());
+  skd::Bindings read;
+  buffer.kv().BindRead(0, 1, 1, &read);
+  REQUIRE(read.inputs.size() == 2);
+  CHECK(read.outputs.empty());
+  CHECK(read.inputs[0].name == "present_key.0");
+  CHECK(read.inputs[0].data == buffer.Inputs(0, 1)[0].data);
 }
 
 TEST_CASE("a layer that no decode step computes takes no memory, with states neither") {

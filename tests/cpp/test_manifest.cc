@@ -23,9 +23,11 @@ Json Hybrid() {
   Json edited = Whole();
   const Json conv = {{"name", "conv_state"}, {"shape", {96, 3}}},
              recurrent = {{"name", "recurrent_state"}, {"shape", {4, 16, 24}}};
-  const Json replaced = {{"layers", {0, 1, 3}}, {"attention", false}, {"states", {conv, recurrent}}};
-  const Json beside = {{"layers", {2}}, {"attention", true}, {"states", {conv}}};
-  edited["model"]["state_layers"] = {replaced, beside};
+  const Json replaced = {{"layers", {1, 3}}, {"keys", nullptr}, {"keys_of", nullptr}, {"states", {conv, recurrent}}};
+  const Json keys = {{"num_heads", 1}, {"head_size", 8}};
+  const Json beside = {{"layers", {2}}, {"keys", keys}, {"keys_of", nullptr}, {"states", {conv}}};
+  const Json reading = {{"layers", {4}}, {"keys", nullptr}, {"keys_of", 0}, {"states", Json::array()}};
+  edited["model"]["state_layers"] = {replaced, beside, reading};
   return edited;
 }
 
@@ -47,13 +49,15 @@ TEST_CASE("the manifest is read") {
   REQUIRE(manifest.targets.size() == 1);
   REQUIRE(manifest.model.state_layers.empty());
   const auto groups = skd::ParseManifest(Hybrid().dump()).model.state_layers;
-  REQUIRE(groups.size() == 2);
-  REQUIRE(groups[0].layers == std::vector<int64_t>{0, 1, 3});
-  REQUIRE_FALSE(groups[0].attention);
+  REQUIRE(groups.size() == 3);
+  REQUIRE(groups[0].layers == std::vector<int64_t>{1, 3});
+  REQUIRE_FALSE(groups[0].keys);
   REQUIRE(groups[0].states.size() == 2);
   REQUIRE(groups[0].states[1].name == "recurrent_state");
   REQUIRE(groups[0].states[1].shape == std::vector<int64_t>{4, 16, 24});
-  REQUIRE(groups[1].attention);
+  REQUIRE(groups[1].keys->num_heads == 1);
+  REQUIRE(groups[1].keys->head_size == 8);
+  REQUIRE(groups[2].keys_of == 0);
 }
 
 TEST_CASE("every field of another type, or missing, is refused by name and never a crash") {
@@ -82,6 +86,25 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
   }
 }
 
+TEST_CASE("layers read keys and values of layers below them that have their own and are computed at every position") {
+  const auto refused = [](const char* place, const Json& value, const char* says) {
+    Json edited = Hybrid();
+    edited["model"]["state_layers"][Json::json_pointer(place)] = value;
+    INFO(place << " " << value);
+    REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains(says));
+  };
+  const char* const none = "read keys of layers that have none, or are above";
+  refused("/2/keys_of", -1, none);
+  refused("/2/keys_of", 4, none);
+  refused("/2/keys_of", 5, none);
+  refused("/2/keys_of", 3, none);
+  refused("/2/keys", {{"num_heads", 1}, {"head_size", 8}}, none);
+  refused("/2/layers", Json::array(), none);
+  refused("/2/keys_of", 2, "skips layers whose keys and values later layers read");
+  refused("/1/keys/num_heads", 0, "have layers that are none");
+  refused("/1/keys/head_size", int64_t{1} << 31, "have layers that are none");
+}
+
 TEST_CASE("states are of layers of the model in their order, of each once, and have sizes that an array can have") {
   const auto parse = [](const char* place, const Json& value) {
     Json edited = Hybrid();
@@ -95,7 +118,7 @@ TEST_CASE("states are of layers of the model in their order, of each once, and h
                                       "none; export the model again"));
   };
   const int64_t most = (int64_t{1} << 31) - 1;
-  for (const std::vector<int64_t>& layers : {std::vector<int64_t>{-1, 1}, {1, 1}, {3, 1}, {0, 6}, {0, 2}}) {
+  for (const std::vector<int64_t>& layers : {std::vector<int64_t>{-1, 1}, {1, 1}, {3, 1}, {1, 6}, {1, 2}}) {
     refused("/0/layers", layers);
   }
   for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, {0, 3}, {96, -3}, {most + 1, 3}}) {
@@ -120,6 +143,6 @@ TEST_CASE("sizes whose product no memory holds are refused, whichever of them is
   // fits for a layer, not for all six
   refused("/limits", "max_length", (int64_t{1} << 28) / (heads * head_size));
   refused("/model", "hidden_size", int64_t{1} << 31);                               // fits a row, not all
-  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 8});            // fits for a layer, not for three
+  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 9});            // fits for a layer, not for two
   refused("/model/state_layers/0/states/1", "shape", {1 << 30, 1 << 30, 1 << 30});  // which no 64 bits count
 }

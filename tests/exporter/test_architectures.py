@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ import pytest
 import transformers
 
 import skipdecode
-from skipdecode.errors import ModelNotSupportedError
+from skipdecode.errors import ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import SUPPORTED
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.reference import skip_schedule
 from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, READING_OTHERS, RELATIVES, Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
 NEW = 6
@@ -122,6 +124,53 @@ def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypat
         ModelNotSupportedError, match=r"NemotronHMamba2Mixer of transformers .* calls no mamba2_chunk_scan; install"
     ):
         skeleton(config)
+
+
+def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those_may_not(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).eval()
+    model.save_pretrained(tmp_path / "checkpoint")
+    asked = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)  # and one warm-up layer, where there must be 3
+    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
+    export(ExportRequest(model=str(checkpoint), out=bundle, schedule=asked, max_length=MAX_LENGTH, segment_bytes=1))
+    generator = skipdecode.load(bundle)
+    own = generator.manifest.schedule
+    assert (own.warmup_layers, own.layers[-1]) == (3, 4)
+    for anchor in Anchor:
+        decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, dataclasses.replace(own, anchor=anchor))
+        assert [{*arrays} for arrays in decoder.kv.layers[3:]] == 3 * [set()], "they keep nothing"
+        assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
+    skipping = dataclasses.replace(own, warmup_layers=2)
+    with pytest.raises(ScheduleError, match=r"skips layer 2, whose keys .* later layers read .*; give 3 warm-up layers or more"):
+        generator.generate([[5, 6]], schedule=skipping)
+    with pytest.raises(ScheduleError, match="skips layer 2"), skip_schedule(model, skipping):
+        pass
+
+
+def test_layers_may_read_the_keys_and_values_of_others_in_one_engine(tmp_path: Path) -> None:
+    _assert_exports(transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).eval(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("llama", {"per_layer_config": {1: {"num_key_value_heads": 1}}}, "llama has settings for some layers alone"),
+        ("gemma4_text", {"per_layer_config": {1: {"intermediate_size": 32}}}, "gemma4_text has settings for some layers alone"),
+        ("gemma4_text", {"per_layer_config": {1: {"skip": ["mlp"]}}}, "gemma4_text has settings for some layers alone"),
+        ("gemma4_text", {"global_head_dim": 20}, "has heads of 20"),
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 heads, no multiple of the 3"),
+        ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 in its config.json; write 0 to 3"),
+        ("gemma4_text", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 in its config.json; write 0 to 3"),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "has experts with gelu_pytorch_tanh"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends to later tokens"),
+    ],
+)
+def test_layers_of_other_sizes_than_their_heads_and_those_that_nothing_can_compute_are_refused(
+    name: str, settings: dict[str, Any], says: str
+) -> None:
+    make = (CONFIGS | RELATIVES)[name]
+    config = make(**settings) if name in RELATIVES else type(make())(**{**make().to_dict(), **settings})
+    with pytest.raises(ModelNotSupportedError, match=says):
+        check_supported(config, MAX_LENGTH)
 
 
 def test_falcon_h1_may_have_no_norm_in_its_mamba(tmp_path: Path) -> None:

@@ -75,6 +75,21 @@ ALIBI = BEFORE.replace("attended = Attention <scale = 0.25> (query, present_key,
 )
 
 
+_SECOND = """split_2 = Reshape (rows_2, heads)  query_2 = Transpose <perm = [0, 2, 1, 3]> (split_2)
+    attended_2 = Attention <scale = 0.25> (query_2, present_key, present_value, visible)
+    turned_2 = Transpose <perm = [0, 2, 1, 3]> (attended_2)  rows_out_2 = Reshape (turned_2, flat)
+}"""
+READ_BELOW = (  # a second layer reads what the first has written
+    BEFORE.replace("}\n", _SECOND)
+    .replace("float[B,S,32] rows_q,", "float[B,S,32] rows_q, float[B,S,32] rows_2,")
+    .replace("float[B,S,32] rows_out,", "float[B,S,32] rows_out, float[B,S,32] rows_out_2,")
+)
+READ = f"""<ir_version: 10, opset_import: ["" : 24]>
+layer (float[B,S,32] rows_2, int64[B,S] position_ids, float[B,1,C,16] present_key, float[B,1,C,16] present_value,
+       bool[B,1,S,C] visible) => (float[B,S,32] rows_out_2) <int64[4] heads = {{0, 0, 2, 16}}, int64[3] flat = {{0, 0, 32}}>
+{{   {_SECOND}"""
+
+
 def _beside_sinks(text: str) -> str:
     """A graph whose attention has sinks [NH]."""
     text = text.replace("attended = Attention <scale = 0.25> (query, present_key, present_value, visible)", _SINKS)
@@ -110,6 +125,18 @@ def test_an_attention_that_is_not_on_a_kv_buffer_is_an_error_and_not_silence() -
     )
     with pytest.raises((AssertionError, ir.passes.PassError)):
         LowerAttentionPass(max_length=8)(model)
+
+
+def test_keys_and_values_that_another_layer_wrote_are_read_where_they_are() -> None:
+    model = with_shapes(READ_BELOW)
+    LowerAttentionPass(max_length=8)(model)
+    writer, reader = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+    assert [*reader.inputs[3:5]] == [*writer.outputs[1:]] and len(reader.outputs) == 1
+    model = with_shapes(READ)
+    LowerAttentionPass(max_length=8)(model)
+    (reader,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+    assert [value and value.name for value in reader.inputs[3:5]] == ["present_key", "present_value"]
+    assert [value.name for value in model.graph.outputs] == ["rows_out_2"]
 
 
 def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
@@ -156,6 +183,7 @@ def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
 FORMS = {
     "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "sinks": _beside_sinks(BEFORE),
     "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED), "biases": ALIBI,
+    "read of the layer below": READ_BELOW, "read of another engine": READ,
 }  # fmt: skip
 
 
@@ -171,6 +199,9 @@ def test_outputs_are_numerically_equal_at_prefill_decode_and_in_chunks(past: int
     positions = np.arange(past, past + new)[None].repeat(rows, 0)
     feeds = {
         "rows_q": rng.standard_normal((rows, new, 32)).astype(np.float32),
+        "rows_2": rng.standard_normal((rows, new, 32)).astype(np.float32),
+        "present_key": rng.standard_normal((rows, 1, slots, 16)).astype(np.float32),
+        "present_value": rng.standard_normal((rows, 1, slots, 16)).astype(np.float32),
         "rows_k": rng.standard_normal((rows, new, 16)).astype(np.float32),
         "rows_v": rng.standard_normal((rows, new, 12 if text is NARROW else 16)).astype(np.float32),
         "past_key": buffers[0],

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode.graph_passes.stitch import instantiate, stitch
+from tests.graph_passes.running import run_model
 
 
 def _template() -> ir.Model:
@@ -27,7 +28,7 @@ def _template() -> ir.Model:
 
 def _layers(count: int) -> list[ir.Model]:
     template = _template()
-    return [instantiate(template, i, lambda name, i=i: name.replace("layer.", f"model.layers.{i}.")) for i in range(count)]
+    return [instantiate(template, i, None, lambda name, i=i: name.replace("layer.", f"model.layers.{i}.")) for i in range(count)]
 
 
 def test_a_layer_gets_its_number_in_kv_names_and_the_checkpoints_parameter_names() -> None:
@@ -59,3 +60,39 @@ def test_parameters_of_the_same_name_become_one() -> None:
         next(value for name, value in layer.graph.initializers.items() if "fc" in name).name = "tied.weight"
     model = stitch(layers, name="segment")
     assert [name for name in model.graph.initializers if name.startswith("tied")] == ["tied.weight"]
+
+
+def _reader(layer: int, keys_of: int) -> ir.Model:
+    """A layer that reads the keys of another, and its own number."""
+    template = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 24]>
+        layer (float[B,S,4] hidden, float[B,1,C,4] present_key, int64[1] layer_index) => (float[B,S,4] hidden_out)
+        <int64[1] sizes = {2}> {
+            sum = ReduceSum <keepdims = 0> (present_key, sizes)
+            number = Cast <to = 1> (layer_index)
+            more = Add (hidden, sum)
+            hidden_out = Mul (more, number)
+        }"""
+    )
+    return instantiate(template, layer, keys_of, str)
+
+
+def test_a_layer_that_reads_anothers_keys_is_given_them_by_that_layers_number_and_knows_its_own() -> None:
+    layer = _reader(3, 1)
+    assert [value.name for value in layer.graph.inputs] == ["hidden", "present_key.1"]
+    assert layer.graph.initializers["layer_index"].const_value.numpy().tolist() == [3]  # type: ignore[union-attr]
+
+
+def test_keys_that_a_layer_reads_are_those_that_the_layer_below_wrote_or_an_input() -> None:
+    layers = _layers(2)
+    joined = stitch([*layers, _reader(2, 1), _reader(3, 1)], name="segment")
+    assert [value.name for value in joined.graph.inputs] == ["hidden", "past_key.0", "past_key.1"]
+    assert [value.name for value in joined.graph.outputs] == ["hidden_out", "present_key.0", "present_key.1"]
+    sums = [node for node in joined.graph if node.op_type == "ReduceSum"]
+    assert [node.inputs[0] for node in sums] == 2 * [joined.graph.outputs[2]]
+    apart = stitch([_reader(2, 1), _reader(3, 1)], name="segment")
+    assert [value.name for value in apart.graph.inputs] == ["hidden", "present_key.1"]
+    keys = np.arange(24, dtype=np.float32).reshape(1, 1, 6, 4)
+    (found,) = run_model(apart, {"hidden": np.ones((1, 1, 4), np.float32), "present_key.1": keys})
+    total = keys.sum(axis=2)
+    np.testing.assert_array_equal(found, ((1 + total) * 2 + total) * 3)

@@ -16,7 +16,7 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
 from skipdecode.errors import BundleError
-from skipdecode.manifest import State, StateLayers
+from skipdecode.manifest import Keys, State, StateLayers
 from skipdecode.schedule import Schedule, full_depth
 from tests.attacks.test_manifest import make_manifest
 from tests.conftest import LAYERS, Zoo
@@ -40,23 +40,25 @@ def rename(bundle: Path, name: str) -> None:
     manifests.write(dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, name=name)), bundle)
 
 
-def test_what_layers_keep_beside_keys_and_values_or_in_their_place_is_told(
-    bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_layers_keep_or_read_in_another_way_than_most_is_told(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conv, recurrent = State(name="conv_state", shape=(6, 3)), State(name="recurrent_state", shape=(2, 4, 5))
     groups = (
-        StateLayers(layers=(0, 2), attention=False, states=(conv, recurrent)),
-        StateLayers(layers=(1,), attention=True, states=(conv,)),
-        StateLayers(layers=(3,), attention=False, states=()),
+        StateLayers(layers=(2, 4), keys=None, keys_of=None, states=(conv, recurrent)),
+        StateLayers(layers=(1,), keys=Keys(num_heads=2, head_size=4), keys_of=None, states=(conv,)),
+        StateLayers(layers=(3,), keys=None, keys_of=None, states=()),
+        StateLayers(layers=(0,), keys=Keys(num_heads=1, head_size=8), keys_of=None, states=()),
+        StateLayers(layers=(5,), keys=None, keys_of=0, states=()),
     )
     manifest = manifests.read(bundle)
     model = dataclasses.replace(manifest.model, state_layers=groups)
     manifests.write(dataclasses.replace(manifest, model=model), bundle)
     assert main([str(bundle)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:4] == [
+    assert capsys.readouterr().out.splitlines()[1:6] == [
         "2 layers keep conv_state [6,3], recurrent_state [2,4,5] in the place of keys and values",
-        "1 layer keeps conv_state [6,3] beside keys and values",
+        "1 layer keeps conv_state [6,3] beside 2 key/value heads of 4",
         "1 layer keeps nothing in the place of keys and values",
+        "1 layer keeps 1 key/value heads of 8",
+        "1 layer reads the keys and values of layer 0 and keeps nothing",
     ]
     assert main([str(bundle), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -6,13 +6,14 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.device import ALIGNMENT
-from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, slots_per_layer, static_slots
-from skipdecode.manifest import Model, State, StateLayers
+from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, keys_read, slots_per_layer, static_slots
+from skipdecode.manifest import Keys, Model, State, StateLayers
 from skipdecode.memory import HostMemory
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
@@ -79,12 +80,12 @@ def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> 
     assert [buffer.has(layer) for layer in range(3)] == [True, False, True]
 
 
-def test_states_have_one_size_whatever_the_slots_beside_keys_or_in_their_place_and_only_they_are_cleared() -> None:
+def test_layers_keep_states_or_keys_of_their_own_sizes_or_read_anothers_and_only_states_are_cleared() -> None:
     conv, recurrent = State(name="conv_state", shape=(7, 3)), State(name="recurrent_state", shape=(2, 4, 5))
     groups = (
-        StateLayers(layers=(0, 1), attention=False, states=(conv, recurrent)),
-        StateLayers(layers=(3,), attention=True, states=(conv,)),
-        StateLayers(layers=(4,), attention=False, states=()),
+        StateLayers(layers=(0, 1), keys=None, keys_of=None, states=(conv, recurrent)),
+        StateLayers(layers=(3,), keys=Keys(num_heads=1, head_size=6), keys_of=None, states=(conv,)),
+        StateLayers(layers=(4,), keys=None, keys_of=3, states=()),
     )
     model = dataclasses.replace(MODEL, num_layers=5, state_layers=groups)
     buffer = KVBuffer(model, 5, (7, 0, 4, 2, 7), HostMemory())
@@ -93,10 +94,13 @@ def test_states_have_one_size_whatever_the_slots_beside_keys_or_in_their_place_a
         {"past_conv_state.0": (5, 7, 3), "past_recurrent_state.0": (5, 2, 4, 5)},
         {},
         {"past_key.2": (5, 2, 4, 4), "past_value.2": (5, 2, 4, 4)},
-        {"past_key.3": (5, 2, 2, 4), "past_value.3": (5, 2, 2, 4), "past_conv_state.3": (5, 7, 3)},
+        {"past_key.3": (5, 1, 2, 6), "past_value.3": (5, 1, 2, 6), "past_conv_state.3": (5, 7, 3)},
         {},
     ]
     assert [buffer.has(layer) for layer in range(5)] == [True, False, True, True, True]
+    assert buffer.read((3, 4), slice(None)) == {} and keys_read(model, (4, 0)) == ((3, "past_key.3"), (3, "past_value.3"))
+    read, own = buffer.read((4,), slice(2, None)), buffer.rows(3, slice(2, None))
+    assert {*read} == {"present_key.3", "present_value.3"} and np.shares_memory(read["present_key.3"], own["past_key.3"])
     for layer in (0, 2, 3):
         for array in buffer.rows(layer, slice(2, None)).values():
             array[:] = 1

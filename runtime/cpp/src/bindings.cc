@@ -82,6 +82,12 @@ void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::by
   outputs.push_back(memory.Floats(array.present, data, std::move(shape)));
 }
 
+void Bindings::AddRead(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
+  std::vector<int64_t> shape{rows};
+  shape.insert(shape.end(), array.shape.begin(), array.shape.end());
+  inputs.push_back(memory.Floats(array.present, data, std::move(shape)));
+}
+
 Bindings EmbedBindings(const Memory& memory, const Model& model) {
   return {{Int64s(memory, "input_ids", {kAny, kAny}), Int64s(memory, "position_ids", {kAny, kAny}), TiedWeight(memory, model)},
           {Hidden(memory, model, "hidden")}};
@@ -93,6 +99,11 @@ Bindings SegmentBindings(const Memory& memory, const Model& model, const std::ve
                     {Hidden(memory, model, "hidden_out")}};
   for (const int64_t layer : layers) {
     for (const StateArray& array : LayerState(model, layer, kAny)) bindings.AddInPlace(memory, array, nullptr, kAny);
+  }
+  for (const int64_t source : KeySources(model, layers)) {
+    for (const StateArray& array : LayerState(model, source, kAny)) {
+      if (array.has_slots) bindings.AddRead(memory, array, nullptr, kAny);
+    }
   }
   return bindings;
 }

@@ -19,6 +19,8 @@ struct Bindings {
 
   // `rows` rows of what a layer keeps: an input and an output at one address.
   void AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows);
+  // The same of keys or values that other layers read, with the new tokens' in them: an input.
+  void AddRead(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows);
 };
 
 // Without addresses; -1 in a shape: any size (rows, tokens, slots).

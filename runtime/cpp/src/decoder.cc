@@ -152,6 +152,7 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
                     SeqlensK(memory, prompt_valid_.seen(chunk), 1), Total(&total)},
                    {memory.Floats("hidden_out", hidden, {1, size, hidden_size_})}};
     for (const int64_t layer : segment.layers) kv.Bind(layer, passing ? 0 : row, 1, &bound);
+    for (const int64_t source : KeySources(bundle_->manifest.model, segment.layers)) kv_.BindRead(source, row, 1, &bound);
     segment.engine.Bind(bound.inputs, bound.outputs).Run();
   }
 }
@@ -174,7 +175,9 @@ const Binding& Decoder::Climb(size_t segment, int64_t start) {
        Int64s(memory, "position_ids", position_ids_.seen(start), {count, 1}), SeqlensK(memory, seqlens_k_.seen(start), count),
        Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])},
       {memory.Floats("hidden_out", hidden, {count, 1, hidden_size_})}};
-  for (const int64_t layer : bundle_->segments[segment].layers) kv_.Bind(layer, start, count, &wanted);
+  const std::vector<int64_t>& layers = bundle_->segments[segment].layers;
+  for (const int64_t layer : layers) kv_.Bind(layer, start, count, &wanted);
+  for (const int64_t source : KeySources(bundle_->manifest.model, layers)) kv_.BindRead(source, start, count, &wanted);
   return bound[segment].emplace(bundle_->segments[segment].engine.Bind(wanted.inputs, wanted.outputs));
 }
 

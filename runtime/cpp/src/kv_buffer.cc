@@ -45,6 +45,12 @@ void KvBuffer::Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings
   }
 }
 
+void KvBuffer::BindRead(int64_t layer, int64_t row, int64_t rows, Bindings* bindings) {
+  for (const Array& array : layers_[static_cast<size_t>(layer)]) {
+    if (array.of.has_slots) bindings->AddRead(memory_, array.of, At(array, row), rows);
+  }
+}
+
 void KvBuffer::ClearRow(int64_t row) {
   for (const auto& arrays : layers_) {
     for (const Array& array : arrays) {

@@ -1,5 +1,5 @@
 // The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape; of a layer with
-// linear attention and its like its states.
+// linear attention and its like its states; layers that read the keys and values of another have none.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +28,8 @@ class KvBuffer {
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
   // Rows `row ..` of `layer`, `rows` of them, as its engine reads and writes them in place; the buffer must have the layer.
   void Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
+  // The same of the keys and values alone, as engines of other layers read them.
+  void BindRead(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
   // Forget what states have summed up of a row.
   void ClearRow(int64_t row);
   // Copy the first `length` slots of a row, and what has no slots, over another row's.

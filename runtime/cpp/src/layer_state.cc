@@ -1,6 +1,7 @@
 #include "layer_state.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 namespace skd {
@@ -10,18 +11,23 @@ std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t sl
     const std::string of_layer = "_" + name + "." + std::to_string(layer);
     return StateArray{"past" + of_layer, "present" + of_layer, std::move(shape), has_slots};
   };
-  const auto group = std::find_if(model.state_layers.begin(), model.state_layers.end(), [layer](const StateLayers& each) {
-    return std::binary_search(each.layers.begin(), each.layers.end(), layer);
-  });
-  const bool grouped = group != model.state_layers.end();
+  const StateLayers kept = model.Kept(layer);
   std::vector<StateArray> arrays;
-  if (!grouped || group->attention) {
-    const std::vector<int64_t> shape{model.num_kv_heads, slots, model.head_size};
+  if (kept.keys) {
+    const std::vector<int64_t> shape{kept.keys->num_heads, slots, kept.keys->head_size};
     arrays = {array("key", shape, true), array("value", shape, true)};
   }
-  if (!grouped) return arrays;
-  for (const State& state : group->states) arrays.push_back(array(state.name, state.shape, false));
+  for (const State& state : kept.states) arrays.push_back(array(state.name, state.shape, false));
   return arrays;
+}
+
+std::vector<int64_t> KeySources(const Model& model, const std::vector<int64_t>& layers) {
+  std::set<int64_t> sources;
+  for (const int64_t layer : layers) {
+    const std::optional<int64_t> source = model.Kept(layer).keys_of;
+    if (source && std::find(layers.begin(), layers.end(), *source) == layers.end()) sources.insert(*source);
+  }
+  return {sources.begin(), sources.end()};
 }
 
 }  // namespace skd

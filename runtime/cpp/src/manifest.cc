@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int64_t kFormatVersion = 3;
+constexpr int64_t kFormatVersion = 4;
 constexpr size_t kShown = 40;  // characters of a wrong value that an error shows
 
 Error Malformed(const std::string& where, const std::string& what) { return BundleError(where + " " + what, "bundle.json"); }
@@ -47,14 +47,12 @@ class Object {
   const Json& at(const char* key) const { return data_.at(key); }
   std::string Where(const char* key) const { return where_.empty() ? key : where_ + "." + key; }
   int64_t Integer(const char* key) const { return ToInteger(at(key), Where(key)); }
-  bool Truth(const char* key) const {
-    const Json& data = at(key);
-    if (!data.is_boolean()) throw Malformed(Where(key), "is " + Shown(data) + ", not true or false");
-    return data.get<bool>();
-  }
   std::string Text(const char* key) const { return ToText(at(key), Where(key)); }
   std::optional<std::string> TextOrNull(const char* key) const {
     return at(key).is_null() ? std::nullopt : std::optional<std::string>(Text(key));
+  }
+  std::optional<int64_t> IntegerOrNull(const char* key) const {
+    return at(key).is_null() ? std::nullopt : std::optional<int64_t>(Integer(key));
   }
   std::vector<int64_t> Integers(const char* key) const { return List<int64_t>(at(key), Where(key), ToInteger); }
   std::vector<std::string> Texts(const char* key) const { return List<std::string>(at(key), Where(key), ToText); }
@@ -95,9 +93,16 @@ State DecodeState(const Json& data, const std::string& where) {
   return {o.Text("name"), o.Integers("shape")};
 }
 
+std::optional<Keys> DecodeKeys(const Json& data, const std::string& where) {
+  if (data.is_null()) return std::nullopt;
+  const Object o(data, where, {"num_heads", "head_size"});
+  return Keys{o.Integer("num_heads"), o.Integer("head_size")};
+}
+
 StateLayers DecodeStateLayers(const Json& data, const std::string& where) {
-  const Object o(data, where, {"layers", "attention", "states"});
-  return {o.Integers("layers"), o.Truth("attention"), o.Items<State>("states", DecodeState)};
+  const Object o(data, where, {"layers", "keys", "keys_of", "states"});
+  return {o.Integers("layers"), DecodeKeys(o.at("keys"), o.Where("keys")), o.IntegerOrNull("keys_of"),
+          o.Items<State>("states", DecodeState)};
 }
 
 Model DecodeModel(const Json& data) {
@@ -154,12 +159,15 @@ File DecodeFile(const Json& data, const std::string& where) {
   return {o.Text("path"), o.Integer("size"), o.Text("sha256")};
 }
 
-// Whether the layers of `group` keep states of sizes that are some, each under a name of its own.
+// Whether the layers of `group` keep arrays of sizes that are some, each under a name of its own.
 bool KeptOnce(const StateLayers& group) {
+  const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
   std::set<std::string> names;
-  if (group.attention) names = {"key", "value"};
+  if (group.keys) {
+    if (!is_size(group.keys->num_heads) || !is_size(group.keys->head_size)) return false;
+    names = {"key", "value"};
+  }
   return std::all_of(group.states.begin(), group.states.end(), [&](const State& state) {
-    const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
     return names.insert(state.name).second && !state.shape.empty() &&
            std::all_of(state.shape.begin(), state.shape.end(), is_size);
   });
@@ -177,6 +185,19 @@ void CheckStates(const Model& model) {
   }
 }
 
+// Layers whose keys others read are below those, have their own, and are computed at every position.
+void CheckSources(const Manifest& manifest) {
+  for (const StateLayers& group : manifest.model.state_layers) {
+    if (!group.keys_of) continue;
+    const int64_t source = *group.keys_of;
+    const bool below = source >= 0 && !group.layers.empty() && source < group.layers.front();
+    if (group.keys || !below || !manifest.model.Kept(source).keys) {
+      throw Malformed("model.state_layers", "read keys of layers that have none, or are above");
+    }
+    if (manifest.schedule.Cap(source)) throw Malformed("the schedule", "skips layers whose keys and values later layers read");
+  }
+}
+
 // Of a row, with keys and values of `length` positions for each layer; in double, which no size overflows.
 double StateNumbers(const Model& model, int64_t length) {
   const auto product = [](const std::vector<int64_t>& sizes) {
@@ -184,7 +205,9 @@ double StateNumbers(const Model& model, int64_t length) {
   };
   double numbers = product({2, model.num_layers, model.num_kv_heads, model.head_size, length});
   for (const StateLayers& group : model.state_layers) {
-    for (const State& state : group.states) numbers += static_cast<double>(group.layers.size()) * product(state.shape);
+    const auto layers = static_cast<int64_t>(group.layers.size());
+    if (group.keys) numbers += product({2, layers, group.keys->num_heads, group.keys->head_size, length});
+    for (const State& state : group.states) numbers += static_cast<double>(layers) * product(state.shape);
   }
   return numbers;
 }
@@ -320,6 +343,7 @@ Manifest DecodeManifest(const Json& data) {
     throw Malformed("schedule.num_layers", "differs from the model's " + std::to_string(manifest.model.num_layers) + " layers");
   }
   CheckStates(manifest.model);
+  CheckSources(manifest);
   CheckSizes(manifest);
   CheckSegments(manifest);
   CheckSlots(o, manifest);
@@ -340,6 +364,13 @@ void CheckFile(const std::filesystem::path& bundle, const File& file) {
 }
 
 }  // namespace
+
+StateLayers Model::Kept(int64_t layer) const {
+  const auto has = [layer](const StateLayers& each) { return std::binary_search(each.layers.begin(), each.layers.end(), layer); };
+  const auto group = std::find_if(state_layers.begin(), state_layers.end(), has);
+  if (group != state_layers.end()) return *group;
+  return {{layer}, Keys{num_kv_heads, head_size}, std::nullopt, {}};
+}
 
 void CheckIds(const Model& model, const int64_t* ids, size_t count, const std::string& where) {
   const auto outside = std::find_if(ids, ids + count, [&model](int64_t id) { return id < 0 || id >= model.vocab_size; });

@@ -18,18 +18,27 @@ struct State {
   std::vector<int64_t> shape;  // of one row
 };
 
-// Layers that keep the same states, as linear attention, Mamba and short convolutions do; none: their past is not read.
+// Sizes of a layer's keys, and of its values.
+struct Keys {
+  int64_t num_heads, head_size;
+};
+
+// Layers that keep the same: keys and values, or those of another layer, and the states of linear attention and its like.
 struct StateLayers {
-  std::vector<int64_t> layers;  // rising
-  bool attention;               // whether they have keys and values as well
+  std::vector<int64_t> layers;     // rising
+  std::optional<Keys> keys;        // none: they have none of their own
+  std::optional<int64_t> keys_of;  // a layer below, computed at every position, whose keys and values they read
   std::vector<State> states;
 };
 
 struct Model {
   std::string name, model_type;
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, vocab_size, num_parameters;
-  std::vector<StateLayers> state_layers;  // every other layer has keys and values alone
+  std::vector<StateLayers> state_layers;  // every other layer has keys and values of those sizes, and nothing else
   std::vector<int64_t> eos_token_ids;
+
+  // What `layer` keeps.
+  StateLayers Kept(int64_t layer) const;
 };
 
 struct Limits {
