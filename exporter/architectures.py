@@ -12,12 +12,12 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
 from skipdecode.manifest import Keys
 
-# mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4's may have none
+# mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4 and Nemotron-H may have none
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "kolibri1", "laguna", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
-    "qwen3_moe", "qwen3_next", "solar_open",
+    "kolibri1", "laguna", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
@@ -31,7 +31,7 @@ LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "yo
 HYBRIDS = {
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),  # Gated DeltaNet
     **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as the two below
-    "nemotron_h": ("linear_attention", "mlp"),  # a layer is one or the other
+    "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these
     "falcon_h1": ("hybrid",),  # and attention, side by side
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
 }
@@ -58,7 +58,6 @@ _PARTS = {
     "biogpt": ("", "layers", ("layer_norm",), None),
     "falcon": ("", "h", ("ln_f",), "rotary_emb"),
     **dict.fromkeys(("bamba", "falcon_h1"), ("", "layers", ("final_layernorm",), "rotary_emb")),
-    "nemotron_h": ("", "layers", ("norm_f",), None),
     "mpt": ("", "blocks", ("norm_f",), None),
     "persimmon": ("", "layers", ("final_layernorm",), "rotary_emb"),
     "gpt_neox": ("", "layers", ("final_layer_norm",), "rotary_emb"),
@@ -73,6 +72,7 @@ _PARTS = {
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
+    "nemotron_h": ("", "layers", ("norm_f",), None),
     **dict.fromkeys(("lfm2", "lfm3"), ("", "layers", ("embedding_norm",), "rotary_emb")),
     "lfm2_moe": ("", "layers", ("embedding_norm",), "pos_emb"),
 }  # fmt: skip
@@ -184,6 +184,13 @@ def layer_kinds(config: Any) -> list[str] | None:
     """What transformers' `layer_types` says of each layer: "sliding_attention", "full_attention", .. ; None: they are alike."""
     kinds: list[str] | None = config.layer_types if config.model_type in HYBRIDS else declared(config, "layer_types")
     return kinds
+
+
+def has_experts(config: Any) -> bool:
+    """Whether any layer is a mixture of experts."""
+    if config.model_type == "nemotron_h":
+        return "moe" in (layer_kinds(config) or ())
+    return config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or bool(config.num_local_experts))
 
 
 def layer_kind(config: Any, layer: int) -> str | None:

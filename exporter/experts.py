@@ -14,20 +14,28 @@ EXPERTS_NAME = "skipdecode_onnx"
 
 
 def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """SwiGLU experts: hidden [T,H], K of E experts `chosen` for each token [T,K] int64, their weights [T,K] -> [T,H]."""
+    """hidden [T,H], K of E experts `chosen` for each token [T,K] int64, their weights [T,K] -> [T,H]."""
     tokens, experts = hidden.shape[0], module.down_proj.shape[0]
     shares = torch.zeros(tokens, experts, dtype=hidden.dtype).scatter(1, chosen, weights.to(hidden.dtype))
-    products = (_biased if module.has_bias else _plain)(module, hidden)
+    products = (_biased if module.has_bias else _gated if module.has_gate else _squared)(module, hidden)
     return (products * shares.T[:, :, None]).sum(0)
 
 
-def _plain(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """[T,H] -> [E,T,H]: `gate_up_proj` [E,2I,H], an expert's gate above its up, and `down_proj` [E,H,I]."""
+def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """SwiGLU experts, [T,H] -> [E,T,H]: `gate_up_proj` [E,2I,H], an expert's gate above its up, and `down_proj` [E,H,I]."""
     tokens, width = hidden.shape
     experts, doubled, _ = module.gate_up_proj.shape
     both = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
     gate, up = both.split(doubled // 2, dim=-1)
     return _matmul(torch.nn.functional.silu(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
+
+
+def _squared(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Nemotron-H's, with no gate and the square of a ReLU: `up_proj` [E,I,H] and `down_proj` [E,H,I]."""
+    tokens, width = hidden.shape
+    experts, inner, _ = module.up_proj.shape
+    up = _matmul(hidden[None], module.up_proj.transpose(1, 2), (experts, tokens, inner))
+    return _matmul(torch.relu(up) ** 2, module.down_proj.transpose(1, 2), (experts, tokens, width))
 
 
 def _biased(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -241,8 +241,8 @@ def _widths(bones: Skeleton) -> dict[int, str]:
     """Of the inputs of nearly all weights."""
     hidden = bones.config.hidden_size
     matrices = (shape for name, shape in bones.shapes.items() if name.endswith(_EXPERTS))
-    experts = {shape[1] * shape[2] // hidden for shape in matrices}  # [E,H,I], or turned
-    return {hidden: "hidden size"} | dict.fromkeys(experts, "width of the experts")
+    experts = {size for shape in matrices for size in shape[1:]}  # [E,H,I], or turned, or between an H that is projected
+    return dict.fromkeys(experts, "width of the experts") | {hidden: "hidden size"}
 
 
 def _check_block(block: int, bones: Skeleton) -> None:

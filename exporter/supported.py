@@ -10,11 +10,11 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import (
     HYBRIDS,
     LATENT,
-    MIXTURES,
     OWN_HEADS,
     attention_window,
     check_known,
     declared,
+    has_experts,
     layer_config,
     layer_keys,
     layer_kinds,
@@ -65,7 +65,7 @@ def check_supported(config: Any, max_length: int) -> None:
         _check_counts(own)
         check_numbers(own)
         _check_heads(own)
-    if config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or config.num_local_experts):
+    if has_experts(config):
         _check_experts(config)
     if getattr(config, "enable_moe_block", False):
         raise unsupported(config, f"has experts with {config.hidden_activation}, where ONNX Runtime's have silu")
@@ -168,8 +168,10 @@ def _check_experts(config: Any) -> None:
         raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     if groups and not 1 <= (config.topk_group or 1) <= groups:
         raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
-    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):  # LFM2 has no other
-        raise unsupported(config, f"has experts with {config.hidden_act}, where ONNX Runtime's have silu")
+    squared = config.model_type == "nemotron_h"  # of a ReLU, which has no gate
+    activation = config.mlp_hidden_act if squared else getattr(config, "hidden_act", "silu")  # LFM2 has no other
+    if activation not in (("relu2",) if squared else ("silu", "swish")):
+        raise unsupported(config, f"has experts with {activation}, where ONNX Runtime's have {'relu2' if squared else 'silu'}")
 
 
 def _check_states(config: Any) -> None:

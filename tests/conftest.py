@@ -209,7 +209,10 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "mpt": {},
     "nemotron": {"head_dim": 32},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention"] * (LAYERS // 3),
+        **_ROUTED,
+        "layers_block_type": [kind for other in ("mlp", "moe") for kind in ("linear_attention", other, "full_attention")],
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 32,
         "head_dim": 16,
         "mamba_num_heads": 4,
         "mamba_head_dim": 24,

@@ -115,6 +115,11 @@ def test_granite_4_may_have_no_experts_and_no_positions_and_mamba_in_the_place_o
         _assert_agrees(RELATIVES["granitemoehybrid"](**settings), tmp_path / kinds[0])
 
 
+def test_nemotron_hs_experts_may_be_of_another_width_than_its_layers(tmp_path: Path) -> None:
+    settings = {"layers_block_type": ["moe", "full_attention"], "moe_latent_size": 32}
+    _assert_agrees(RELATIVES["nemotron_h"](**settings), tmp_path)
+
+
 def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace would leave the state out."""
     config = RELATIVES["nemotron_h"]()
@@ -263,7 +268,7 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
         ("qwen3_5_text", {"hidden_act": "gelu"}, "has convolutions with gelu, where ONNX's have silu"),
         ("nemotron_h", {"mamba_hidden_act": "relu"}, "has convolutions with relu, where ONNX's have silu"),
         ("nemotron_h", {"mamba_num_heads": 3}, "mamba_num_heads is 3 .*; write a multiple of 2"),
-        ("nemotron_h", {"layers_block_type": ["moe", "full_attention"] * 3}, "has layers of moe, which are none that can be"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "has experts with silu, where ONNX Runtime's have relu2"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write a whole number from 2 on"),
     ],
 )

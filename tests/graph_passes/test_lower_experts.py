@@ -40,6 +40,22 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
 }
 """.replace("BEGIN", _BEGIN).replace("END", _END)
 
+# Nemotron-H's: no gate, and the square of a ReLU
+SQUARED = """<ir_version: 10, opset_import: ["" : 24]>
+g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,4,8] up, float[5,8,4] down) => (float[T,8] y)
+<int64[1] first = {0}, int64[1] last = {2}, float[5] none = {0.0, 0.0, 0.0, 0.0, 0.0}, float two = {2.0}>
+{
+    BEGIN
+    turned_up = Transpose <perm = [0, 2, 1]> (up)
+    product = MatMul (rows, turned_up)
+    positive = Relu (product)
+    inner = Pow (positive, two)
+    turned_down = Transpose <perm = [0, 2, 1]> (down)
+    products = MatMul (inner, turned_down)
+    END
+}
+""".replace("BEGIN", _BEGIN).replace("END", _END)
+
 # gpt-oss': matrices the other way round, gate and up taking turns, biases, a clamp
 BIASED = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, float[5,4,8] down, float[5,8] up_bias,
@@ -79,12 +95,14 @@ NARROW = (
 
 
 def mixture(text: str = GRAPH, *, width: int = WIDTH, inner: int = INNER, more: Mapping[str, Array] | None = None) -> ir.Model:
-    """A graph with parameters `layer.gate_up` and `layer.down`, their biases where it has some, and `more`."""
+    """A graph with parameters `layer.gate_up` (without gates `layer.up`), `layer.down`, biases where it has some, and `more`."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (EXPERTS, 2 * inner, width), "down": (EXPERTS, width, inner)}
     if "up_bias" in text:
         shapes = {name: (EXPERTS, columns, rows) for name, (_, rows, columns) in shapes.items()}
         shapes |= {"up_bias": (EXPERTS, 2 * inner), "down_bias": (EXPERTS, width)}
+    if text is SQUARED:
+        shapes["up"] = (EXPERTS, inner, shapes.pop("gate_up")[2])
     dtype = np.float16 if "float16" in text else np.float32
     drawn = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     return with_parameters(text, drawn | dict(more or {}))
@@ -124,6 +142,18 @@ def test_experts_with_biases_and_clamps_give_what_all_of_them_gave(weights: tupl
     assert names == ["layer.gate_up.turned", "layer.up_bias", "layer.down.turned", "layer.down_bias"]
     (expected,), (found,) = run_model(before, feeds(weights)), run_model(after, feeds(weights))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-2, 1.0, 1e3])
+def test_squared_relus_are_those_of_an_up_that_is_its_own_gate(size: float) -> None:
+    before, after = mixture(SQUARED), mixture(SQUARED)
+    assert LowerExpertsPass()(after).modified
+    assert not {"MatMul", "Relu"} & {node.op_type for node in after.graph}
+    assert {name for name in after.graph.initializers if "." in name} == {"layer.down", "layer.up.twice"}
+    given = feeds((0.3, 0.1))
+    given["x"] *= size  # small ones: what the steep sigmoid leaves of them; large ones: that none overflows
+    (expected,), (found,) = run_model(before, given), run_model(after, given)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7 + 1e-6 * np.abs(expected).max())
 
 
 def test_narrow_experts_whose_sum_is_traced_in_fp32_become_the_same_operator() -> None:
