@@ -151,15 +151,22 @@ def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
 
 
 def _round_to_nearest(weight: Floats, bits: int, block: int) -> Parts:
-    """A matrix [N, K] to blocks [N, K / block, block * bits / 8] and their scales [N * K / block]."""
+    """A matrix [N, K] to blocks [N, K / block, block * bits / 8] and their scales [N * K / block].
+
+    Some rows at a time: the quantiser wants a copy turned, and counts no more than 2**31 numbers (Gemma 4's per-layer inputs).
+    """
     guard = logging.NullHandler()  # importing the quantiser would switch on everybody's INFO messages
     logging.getLogger().addHandler(guard)
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
     logging.getLogger().removeHandler(guard)
     config = DefaultWeightOnlyQuantConfig(block_size=block, is_symmetric=True, accuracy_level=4, bits=bits)
-    packed, scales, _ = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.T))
-    return {"weight": packed, "scales": scales.reshape(-1)}
+    quantizer, packed, scales = DefaultWeightOnlyQuantizer(config), [], []
+    for start in range(0, len(weight), _ROWS_AT_A_TIME):
+        levels, scale, _ = quantizer.qbits_block_quant(np.ascontiguousarray(weight[start : start + _ROWS_AT_A_TIME].T))
+        packed.append(levels)
+        scales.append(scale.reshape(-1))
+    return {"weight": np.concatenate(packed), "scales": np.concatenate(scales)}
 
 
 def _k_quant(weight: Floats, bits: int, block: int) -> Parts:

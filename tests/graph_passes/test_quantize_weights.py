@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import Array, run_model
 from tests.graph_passes.test_clean_trace import with_weight
 
 FORMS = {
@@ -85,3 +87,25 @@ def test_a_row_of_zeros_stays_one_and_says_nothing(method: str) -> None:
     QuantizeWeightsPass(Quantization(bits=4, method=method))(model)
     (found,) = run_model(model, {"x": np.eye(64, dtype=np.float32)})
     assert not found[:, 7].any() and found.any()
+
+
+def test_a_matrix_is_quantised_some_rows_at_a_time_with_the_same_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's quantiser ends the process where a table has 2**31 numbers, as Gemma 4's per-layer inputs do."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
+
+    weight = np.random.default_rng(0).standard_normal((2500, 64)).astype(np.float32)
+    for bits in (4, 8):
+        config = DefaultWeightOnlyQuantConfig(block_size=32, is_symmetric=True, accuracy_level=4, bits=bits)
+        whole, scales, _ = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.T))
+        rows, quantise = [], DefaultWeightOnlyQuantizer.qbits_block_quant
+
+        def counted(self: Any, turned: Array, rows: list[int] = rows, quantise: Any = quantise) -> Any:
+            rows.append(turned.shape[1])
+            return quantise(self, turned)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DefaultWeightOnlyQuantizer, "qbits_block_quant", counted)
+            parts = METHODS["rtn"](weight, bits, 32)
+        assert rows == [1024, 1024, 452]
+        np.testing.assert_array_equal(parts["weight"], whole)
+        np.testing.assert_array_equal(parts["scales"], scales.reshape(-1))
