@@ -15,9 +15,9 @@ from skipdecode.manifest import Keys
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4 and Nemotron-H may have none
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
-    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
-    "kolibri1", "laguna", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe",
+    "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
@@ -45,7 +45,7 @@ _CPU_ALONE = {
     **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
     **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
     **dict.fromkeys(OWN_HEADS, "layers whose keys differ in size"),
-    **dict.fromkeys(("flint", "gpt_oss"), "attention sinks"),
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
     "conv": "layers with short convolutions",
 }
@@ -65,10 +65,10 @@ _PARTS = {
     **dict.fromkeys(
         (
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
-            "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
-            "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3",
-            "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *OWN_HEADS,
-            *MIXTURES,
+            "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder",
+            "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3",
+            "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2",
+            "vaultgemma", "youtu", *OWN_HEADS, *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -208,6 +208,18 @@ def run_on_cpu_alone(config: Any) -> str | None:
 def declared(config: Any, name: str) -> Any:
     """A setting that this kind of model has; config.json may hold others, left from other kinds, which its code never reads."""
     return getattr(config, name) if name in {field.name for field in fields(config)} else None
+
+
+def layer_rotary(config: Any, rotary: torch.nn.Module | None, layer: int) -> torch.nn.Module | None:
+    """A rotary module as the model's, settled, with the frequencies of `layer`; None: it turns nothing."""
+    thetas = declared(config, "layer_rope_theta")
+    if rotary is None or (thetas and not thetas[layer]):
+        return None
+    if thetas:
+        config = copy.copy(config)
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": thetas[layer]}
+    own: torch.nn.Module = settled(type(rotary)(config))
+    return own
 
 
 def settled(rotary: Any) -> Any:

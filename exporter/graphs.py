@@ -21,6 +21,7 @@ from skipdecode.exporter.architectures import (
     decoder_parts,
     layer_keys,
     layer_kind,
+    layer_rotary,
     settled,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
@@ -127,13 +128,13 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
 
 def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     """One standard graph a layer; layers of the same structure are traced once."""
-    rotary = settled(type(bones.parts.rotary)(bones.config)) if bones.parts.rotary is not None else None
     templates: dict[Any, ir.Model] = {}
     graphs = []
     for index, layer in enumerate(bones.parts.layers):
         kind = layer_kind(bones.config, index)
         own = kept(bones.state_layers, bones.keys, index)
-        key = (kind, _structure(layer))
+        rotary = layer_rotary(bones.config, bones.parts.rotary, index)
+        key = (kind, _frequencies(rotary), _structure(layer))
         if key not in templates:
             real = through_interface(_with_weights(layer, bones.config, index).to(bones.dtype))
             window = attention_window(bones.config, index)
@@ -144,6 +145,10 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         _refer(graph, bones, weights)
         graphs.append(graph)
     return graphs
+
+
+def _frequencies(rotary: torch.nn.Module | None) -> tuple[Any, ...]:
+    return tuple(tuple(buffer.tolist()) for buffer in rotary.buffers()) if rotary is not None else ()
 
 
 def _arrays(bones: Skeleton, own: StateLayers) -> LayerArrays:

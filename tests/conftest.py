@@ -160,6 +160,14 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.7},
     "gptj": {"num_attention_heads": 2, "rotary_dim": 16},  # half of each head
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    # layers have frequencies of their own, or turn nothing
+    "granite_swa": {
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * (LAYERS // 3),
+        "layer_rope_theta": [0, 100.0, 10000.0] * (LAYERS // 3),
+        "embedding_multiplier": 3.0,
+    },
+    "granitemoe_swa": {"num_local_experts": 5, "num_experts_per_tok": 3, **_ALL_WINDOWED},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "granitemoehybrid": {
         "num_local_experts": 5,

@@ -51,6 +51,7 @@ def _changed(name: str, path: str, value: Any) -> Any:
         ("gemma2", "final_logit_softcapping", (0.0, -30.0, NAN)),
         ("gemma2", "query_pre_attn_scalar", (0, -256)),
         ("granite", "logits_scaling", (0.0, -8.0)),
+        ("granite_swa", "layer_rope_theta", ([-1.0, 0.0], [NAN])),
         ("granite", "attention_multiplier", (0.0, -1.0)),
         ("granite", "residual_multiplier", (NAN,)),
         ("minicpm3", "dim_model_base", (0,)),
