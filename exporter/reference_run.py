@@ -123,7 +123,10 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     layers = decoder_layers(model)
     groups = state_layers(model.config, layers)
     sums = any(group.states for group in groups)
-    cache = DynamicCache(config=model.config) if sums else DynamicCache()  # by the configuration it keeps windows alone
+    cache = DynamicCache(config=model.config) if sums else DynamicCache()
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):
+            layer.sliding_window = len(prompt) + len(tokens)  # else it would keep the keys of its window alone
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
     found: dict[str, torch.Tensor] = {}
