@@ -118,15 +118,9 @@ def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]) -> dict[str, torch.Tensor]:
     """What each layer keeps after all tokens but the last were fed: keys and values of the positions that computed it."""
-    from transformers import DynamicCache
-
     layers = decoder_layers(model)
     groups = state_layers(model.config, layers)
-    sums = any(group.states for group in groups)
-    cache = DynamicCache(config=model.config) if sums else DynamicCache()
-    for layer in cache.layers:
-        if getattr(layer, "is_sliding", False):
-            layer.sliding_window = len(prompt) + len(tokens)  # else it would keep the keys of its window alone
+    cache = _cache(model.config, any(group.states for group in groups), len(prompt) + len(tokens))
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
     found: dict[str, torch.Tensor] = {}
@@ -138,6 +132,20 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
             parts[past(state.name)] = _STATES[state.name](layer, cache.layers[index])
         found |= {of_layer(name, index): array for name, array in parts.items()}
     return found
+
+
+def _cache(config: Any, with_states: bool, most: int) -> Any:
+    """transformers' cache, which keeps all of up to `most` positions where it would keep those of a window alone."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if not with_states:
+        return DynamicCache()
+    cache = DynamicCache(config=config)
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):
+            layer.sliding_window = most
+    cache.layers.append(DynamicLayer())  # the first one with attention is asked how long a run is, and there may be no other
+    return cache
 
 
 def _recurrent_state(layer: torch.nn.Module, kept: Any) -> torch.Tensor:
