@@ -271,6 +271,15 @@ def test_attention_of_a_kind_that_no_gpu_has_run_is_refused_for_gpus(
     _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
 
 
+@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
+def test_layers_without_attention_are_refused_for_gpus(target: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Nemotron-H without Mamba was once taken, and had no keys for TensorRT to lay out."""
+    shutil.copytree(zoo.checkpoint("nemotron_h"), tmp_path / "model")
+    _edit_config(tmp_path / "model", layers_block_type=["mlp", "full_attention"] * 3)
+    says = "--target: nemotron_h has layers without attention, which is run on cpu alone; choose cpu"
+    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
+
+
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:
     shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "model")
     _edit_config(tmp_path / "model", intermediate_size=100)
