@@ -183,7 +183,7 @@ def _check_states(config: Any) -> None:
         if count and each and count % each:
             raise _no_count(config, heads, count, f"write a multiple of {each}, which {groups} is")
     # Nemotron-H's is its own, short convolutions have none
-    activation = getattr(config, "mamba_hidden_act", None) or getattr(config, "hidden_act", "silu")
+    activation = declared(config, "mamba_hidden_act") or declared(config, "hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise unsupported(config, f"has convolutions with {activation}, where ONNX's have silu")
 

@@ -201,11 +201,12 @@ def test_a_model_that_transformers_knows_needs_none_of_the_code_that_came_with_i
     [
         ("llama", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
         ("mistral", {"sliding_window": 5, "use_sliding_window": False}),
+        ("lfm2", {"hidden_act": "gelu", "layer_types": ["conv", "full_attention"]}),  # short convolutions have none
     ],
 )
 def test_settings_of_other_kinds_of_models_mean_nothing(name: str, strays: dict[str, Any], tmp_path: Path) -> None:
     """A Llama's config.json may have been a Mistral's; transformers keeps such keys, and its Llama attends to all tokens."""
-    config = CONFIGS[name]()
+    config = (CONFIGS | RELATIVES)[name]()
     for key, value in strays.items():
         setattr(config, key, value)
     _assert_agrees(config, tmp_path)
