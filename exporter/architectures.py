@@ -48,7 +48,7 @@ _CPU_ALONE = {
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
     "conv": "layers with short convolutions",
-    "mlp": "layers without attention",
+    **dict.fromkeys(("mlp", "moe"), "layers without attention"),
 }
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)

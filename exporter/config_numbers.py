@@ -17,7 +17,7 @@ _ABOVE_ZERO = (  # frequencies and logits are divided by them, scores and embedd
     "query_pre_attn_scalar", "softmax_scale", "attention_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale",
     "scale_emb", "dim_model_base", "swiglu_limit",
 )  # fmt: skip
-# roots, clamps, and what experts' weights are multiplied by, of which an engine takes the largest; 0 is no clamp (MPT), no turn (Granite)
+# roots, clamps, and what experts' weights are multiplied by, of which an engine takes the largest; 0: no clamp, no rotation
 _FROM_ZERO = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv", "route_scale",
     "layer_rope_theta", "routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor",

@@ -271,11 +271,11 @@ def test_attention_of_a_kind_that_no_gpu_has_run_is_refused_for_gpus(
     _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
 
 
-@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
-def test_layers_without_attention_are_refused_for_gpus(target: str, zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "target"), [("mlp", "cuda"), ("mlp", "tensorrt-rtx:sm89"), ("moe", "cuda")])
+def test_layers_without_attention_are_refused_for_gpus(kind: str, target: str, zoo: Zoo, tmp_path: Path) -> None:
     """Nemotron-H without Mamba was once taken, and had no keys for TensorRT to lay out."""
     shutil.copytree(zoo.checkpoint("nemotron_h"), tmp_path / "model")
-    _edit_config(tmp_path / "model", layers_block_type=["mlp", "full_attention"] * 3)
+    _edit_config(tmp_path / "model", layers_block_type=[kind, "full_attention"] * 3)
     says = "--target: nemotron_h has layers without attention, which is run on cpu alone; choose cpu"
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
 
