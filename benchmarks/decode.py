@@ -2,9 +2,9 @@
 
 One interleaved run, same threads: this runtime at full depth and with linear schedules, in fp32, int8 and int4, against
 transformers (eager, and its step through torch.compile), CTranslate2 (fp32, int8) and, for the Llama-like model, ONNX Runtime
-GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0); a mixture of experts (mixtral, only when asked for) against transformers and
-llama.cpp, layers that keep states (lfm2, and granitemoehybrid with Mamba-2; only when asked for) against transformers. Each
-system lives in its own process; in each round each takes its turn once.
+GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0); a mixture of experts (mixtral) against transformers and
+llama.cpp, layers that keep states (lfm2, and granitemoehybrid with Mamba-2) or read the keys of others (gemma4_text) against
+transformers, all of these only when asked for. Each system lives in its own process; in each round each takes its turn once.
 A point is rows x prompt tokens. Also told: time of the prompt's pass, resident memory, time outside engines, wall-clock gain
 against what the layer count promises. Peers that are not installed are left out and named.
 
@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from machine import ReadBandwidth, facts, write_results
-from models import make_checkpoint
+from models import SHAPES, make_checkpoint
 from summary import Point, show_model, show_point, summarize, weight_sharing
 from systems import System, make_systems, missing_peers
 from worker import in_process
 
 _MODELS, _KINDS, _POINTS = ("opt", "llama", "e2e"), ("fp32", "int8", "int4"), "1x32,4x32,16x32,1x512,1x2000"
 # points beyond it are left out
-_MAX_LENGTH = {**dict.fromkeys(("opt", "llama", "mixtral", "lfm2", "granitemoehybrid"), 2048), "e2e": 256}
+_MAX_LENGTH = {**dict.fromkeys(SHAPES, 2048), "e2e": 256}
 _PAUSE_S = 0.5  # between turns: some thread pools spin for 0.2 s after their work
 
 

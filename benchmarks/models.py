@@ -38,6 +38,13 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192,
         "layer_types": hybrid_layers(16, "linear_attention", 8), "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128,
     },
+    # as Gemma 4's small ones: inputs of each layer, and an upper half that reads the keys and values of two layers below
+    "gemma4_text": {
+        "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "head_dim": 128, "global_head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 9,
+        "layer_types": hybrid_layers(16, "sliding_attention", 4), "hidden_size_per_layer_input": 128, "vocab_size": 8192,
+        "vocab_size_per_layer_input": 8192,
+    },
 }  # fmt: skip
 _TINY: dict[str, dict[str, Any]] = {
     "opt": {
@@ -49,6 +56,7 @@ _TINY: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }  # fmt: skip
+SHAPES = tuple(_SIZES)
 SHIPPED = Path(__file__).parents[1] / "examples" / "e2e" / "model"
 _SHARED = {"max_position_embeddings": 2048, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "tie_word_embeddings": True}
 

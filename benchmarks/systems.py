@@ -87,7 +87,7 @@ def make_systems(
     if compiled:
         start = lambda: Worker(TorchCompile, checkpoint, threads)  # noqa: E731
         systems.append(System(name="torch.compile fp32", kind="fp32", start=start, first_point_only=True))
-    if model not in ("mixtral", "lfm2", "granitemoehybrid") and "CTranslate2" not in missing:
+    if model in ("opt", "llama", "e2e") and "CTranslate2" not in missing:
         systems += [_ctranslate2(checkpoint, folder, kind, threads) for kind in ("fp32", "int8") if kind in kinds]
     if model == "llama" and "ONNX Runtime GenAI" not in missing:
         systems += [_genai(checkpoint, folder, kind, threads, block) for kind in ("fp32", "int4") if kind in kinds]

@@ -14,7 +14,6 @@ from pathlib import Path
 import onnx_ir as ir
 
 from skipdecode import bindings, manifest
-from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
@@ -29,6 +28,7 @@ from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.kv_buffer import static_slots
+from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.schedule import Schedule
 
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from skipdecode import manifest as manifests
-from skipdecode.decoder import PREFILL_CHUNK, Decoder
+from skipdecode.decoder import Decoder
 from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings
 from skipdecode.kv_buffer import IntArray
+from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines

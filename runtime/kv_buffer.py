@@ -71,6 +71,12 @@ def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
 
 
+def keeps(model: Model, layer: int) -> bool:
+    """Whether `layer` keeps anything of a row."""
+    kept = model.kept(layer)
+    return bool(kept.keys or kept.states)
+
+
 def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...]:
     """The keys and values that `layers` read of others: each layer and the name of its array."""
     sources = {source for layer in layers if (source := model.kept(layer).keys_of) is not None} - {*layers}

@@ -15,7 +15,6 @@ from skipdecode import bindings as names
 from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features
 from skipdecode.cuda import CudaDevice
-from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, Sharing, tensorrt
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
@@ -26,6 +25,7 @@ from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import MANIFEST, Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.plugins.turnaround import Run
+from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.cli import Parser, guarded
-from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator, load
 from skipdecode.generation import Generation
+from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.trace import Trace
 
 

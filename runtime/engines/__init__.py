@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from skipdecode import bindings as names
 from skipdecode.device import Call
 from skipdecode.memory import Array, Memory
 from skipdecode.plugins import turnaround
@@ -49,3 +50,10 @@ class Engines:
     slots: tuple[int, ...] | None = None  # of each layer's KV buffer, where engines are built for that many alone
     most_prompt_tokens: int | None = None  # that a prompt's pass may have, then of one row; None: any number, of any rows
     turn_around: turnaround.Run | None = None  # between two steps on the device; None: tokens are chosen on the host
+
+
+def bind_segment(engine: Engine, inputs: Mapping[str, Array], hidden: Array, states: Iterable[Mapping[str, Array]]) -> Call:
+    """Bind a segment; hidden state and each layer's arrays, by the names of its inputs, are read and written in place."""
+    arrays = {name: array for state in states for name, array in state.items()}
+    written = {names.present(name): array for name, array in arrays.items()}
+    return engine.bind({**inputs, **arrays}, {names.HIDDEN_OUT: hidden, **written})

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from skipdecode import bindings as names
-from skipdecode.decoder import bind_segment
 from skipdecode.device import HostDevice
-from skipdecode.engines import Engine, tensorrt
+from skipdecode.engines import Engine, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
 from skipdecode.manifest import Model

@@ -18,13 +18,13 @@ import onnx_ir as ir
 import tensorrt_rtx as trt
 
 from skipdecode import manifest as manifests
-from skipdecode.decoder import PREFILL_CHUNK
 from skipdecode.device import HostDevice
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.tensorrt_target import lower
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import plan_slots
+from skipdecode.prefill import PREFILL_CHUNK
 
 TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 SCRATCH = 4096

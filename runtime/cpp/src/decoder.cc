@@ -63,6 +63,8 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
   for (const SegmentEngine& segment : bundle_->segments) {
     least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
     most_totals_.push_back(static_cast<int32_t>(kv_.SlotsOf(segment.layers.front())));
+    const auto keeps = [this](int64_t layer) { return Keeps(bundle_->manifest.model, layer); };
+    if (std::any_of(segment.layers.begin(), segment.layers.end(), keeps)) first_keeping_none_ = least_counts_.size();
   }
 }
 
@@ -117,10 +119,11 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
             {memory.Floats("hidden", prompt_hidden_.get(), {1, length, hidden_size_})})
       .Run();
   kv_.ClearRow(row);
-  for (const SegmentEngine& segment : bundle_->segments) {
+  for (size_t index = 0; index < bundle_->segments.size(); ++index) {
+    const SegmentEngine& segment = bundle_->segments[index];
     const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
     const std::optional<int64_t> cap = absolute ? schedule_.Cap(segment.layers.front()) : std::nullopt;
-    PrefillSegment(segment, row, cap ? std::min(*cap, length) : length);
+    PrefillSegment(segment, row, index < first_keeping_none_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
   }
   bundle_->head
       .Bind({memory.Floats("hidden", Hidden(prompt_hidden_, length - 1), {1, 1, hidden_size_}),
@@ -130,7 +133,8 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
   logits_.Receive(row * vocab_size_, vocab_size_);
 }
 
-void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count) {
+// Positions `first` .. `count` - 1 of a prompt.
+void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t first, int64_t count) {
   const Memory& memory = bundle_->memory;
   // layers that no decode step computes have no slots: what they keep of the prompt lives for this call only
   std::optional<KvBuffer> passing;
@@ -140,7 +144,7 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
     passing.emplace(memory, bundle_->manifest.model, std::move(slots), 1);
   }
   KvBuffer& kv = passing ? *passing : kv_;
-  for (int64_t start = 0; start < count; start += kPrefillChunk) {
+  for (int64_t start = first; start < count; start += kPrefillChunk) {
     const int64_t size = std::min(kPrefillChunk, count - start);
     std::byte* hidden = Hidden(prompt_hidden_, start);
     const int64_t chunk = start / kPrefillChunk;

@@ -48,7 +48,7 @@ class Decoder {
   };
 
   void Prefill(int64_t row, const int64_t* prompt, int64_t length);
-  void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t count);
+  void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t first, int64_t count);
   std::byte* Hidden(const Block& block, int64_t index) const;
   void FindRoute();
   const Binding& Climb(size_t segment, int64_t start);
@@ -60,6 +60,7 @@ class Decoder {
   Schedule schedule_;
   int64_t hidden_size_, vocab_size_, max_rows_;
   std::vector<int64_t> least_counts_;  // of each segment
+  size_t first_keeping_none_ = 0;      // from this segment on a prompt's last token is all that counts
   KvBuffer kv_;
   std::vector<Position> positions_;
   Block hidden_, prompt_hidden_;  // [rows, H], [max_prompt, H]

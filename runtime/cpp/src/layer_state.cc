@@ -21,6 +21,11 @@ std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t sl
   return arrays;
 }
 
+bool Keeps(const Model& model, int64_t layer) {
+  const StateLayers kept = model.Kept(layer);
+  return kept.keys || !kept.states.empty();
+}
+
 std::vector<int64_t> KeySources(const Model& model, const std::vector<int64_t>& layers) {
   std::set<int64_t> sources;
   for (const int64_t layer : layers) {

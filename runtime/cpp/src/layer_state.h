@@ -19,6 +19,9 @@ struct StateArray {
 // As kv_buffer.layer_state of Python: `layer`'s arrays where a row has `slots` slots.
 std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t slots);
 
+// Whether `layer` keeps anything of a row.
+bool Keeps(const Model& model, int64_t layer);
+
 // The layers outside of `layers` whose keys and values these read.
 std::vector<int64_t> KeySources(const Model& model, const std::vector<int64_t>& layers);
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import skipdecode
-from skipdecode.decoder import Decoder, _passes
+from skipdecode.decoder import Decoder
+from skipdecode.device import Call
+from skipdecode.engines import Engine
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.memory import Array
+from skipdecode.prefill import _passes
 from skipdecode.schedule import Anchor, Schedule, full_depth
-from tests.conftest import LAYERS, Zoo
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import LAYERS, READING_OTHERS, Zoo
 
 PROMPTS = [[5, 6, 7, 20, 9, 11, 12, 40], [8, 9, 1, 33, 5, 6], [4, 70, 71, 3, 2, 98], [9]]
 SCHEDULES = {
@@ -54,3 +65,28 @@ def _decode(decoder: Decoder, prompts: list[list[int]]) -> np.ndarray[tuple[int,
         decoder.decode_step(np.full(len(prompts), token))
         found.append(decoder.logits.copy())
     return np.stack(found)
+
+
+@dataclasses.dataclass
+class _Watched:
+    """An engine, and the shapes of the hidden states that it is given."""
+
+    engine: Engine
+    seen: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
+        self.seen.append(tuple(inputs["hidden"].shape))
+        return self.engine.bind(inputs, outputs)
+
+
+def test_layers_that_keep_nothing_compute_the_last_token_of_each_prompt_alone(tmp_path: Path) -> None:
+    """Two of three prompts share a pass."""
+    transformers.AutoModelForCausalLM.from_config(READING_OTHERS(initializer_range=0.1)).save_pretrained(tmp_path / "model")
+    schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)
+    export(ExportRequest(model=str(tmp_path / "model"), out=tmp_path / "bundle", schedule=schedule, max_length=48))
+    generator = skipdecode.load(tmp_path / "bundle")
+    watched = [(layers, _Watched(engine)) for layers, engine in generator.engines.segments]
+    generator.engines = dataclasses.replace(generator.engines, segments=tuple(watched))
+    generator.decoder([len(prompt) for prompt in PROMPTS], 4).prefill(PROMPTS)
+    assert [engine.seen for layers, engine in watched if layers[0] < 3] == [[(3, 8, 208), (1, 1, 208)]]
+    assert [engine.seen for layers, engine in watched if layers[0] >= 3] == 3 * [[(3, 1, 208), (1, 1, 208)]]

@@ -1,0 +1,161 @@
+"""Prefill: the passes over prompts, after which their keys and values are in the KV buffer and the next tokens' logits known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from skipdecode import bindings as names
+from skipdecode.engines import Engines, bind_segment
+from skipdecode.kv_buffer import IntArray, KVBuffer, keeps, layer_state
+from skipdecode.manifest import Model
+from skipdecode.memory import Array
+from skipdecode.schedule import Anchor, Schedule
+
+PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
+_PADDING = 4  # tokens that a row may be padded by: a pass of its own costs as much as 3 (int4) to 10 (fp32) tokens on 2 cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Some tokens of a pass over prompts, what engines are told of them."""
+
+    tokens: slice  # of each row
+    positions: Array  # [B,S] int64
+    seqlens_k: Array  # [B] int32
+    total: Array  # [1] int32, on the host
+
+
+class Prefill:
+    """Short prompts of about the same length share a pass, because a pass reads the weights once. A long one goes in chunks, so
+    that activations do not grow with P x P. Layers that keep nothing, up to the last, compute each prompt's last token alone.
+
+    Args:
+        kv: written in place.
+        chunk: prompt tokens a pass.
+        logits: [B,V], where the engines leave them.
+    """
+
+    def __init__(self, engines: Engines, model: Model, schedule: Schedule, kv: KVBuffer, chunk: int, logits: Array) -> None:
+        self._engines, self._model, self._schedule, self._kv, self._logits = engines, model, schedule, kv, logits
+        self._memory = engines.memory
+        self._chunk = min(chunk, engines.most_prompt_tokens or chunk)
+        keeping = [index for index, (layers, _) in enumerate(engines.segments) if any(map(partial(keeps, model), layers))]
+        self._first_keeping_none = max(keeping, default=-1) + 1
+        self._last: Array = self._memory.twin(np.zeros(len(kv.lengths), dtype=np.int64))[0]
+        sums = any(group.states for group in model.state_layers)
+        self._padding = 0 if sums else _PADDING  # in a state, what a row is padded by would stay
+
+    def run(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run every row's prompt; never longer than the row before."""
+        lengths = [len(prompt) for prompt in prompts]
+        self._kv.clear()
+        for rows in _passes(lengths, self._chunk if self._shares_passes(lengths[0]) else 1, self._padding):
+            self._rows(rows, prompts[rows])
+
+    def _positions(self, layer: int, length: int) -> int:
+        """How many of a prompt's `length` positions compute `layer`."""
+        cap = self._schedule.cap(layer) if self._schedule.anchor is Anchor.ABSOLUTE else None
+        return length if cap is None else min(cap, length)
+
+    def _shares_passes(self, length: int) -> bool:
+        """Whether rows can lie one after another: every layer computes all of a prompt's `length` positions."""
+        segments = self._engines.segments
+        whole = all(self._positions(layers[0], length) == length for layers, _ in segments)
+        return whole and self._engines.most_prompt_tokens is None
+
+    def _rows(self, rows: slice, prompts: Sequence[Sequence[int]]) -> None:
+        """One pass over some rows' prompts, padded to the longest, which is the first; one row alone goes in chunks."""
+        count, length, memory = len(prompts), len(prompts[0]), self._memory
+        padded: IntArray = np.zeros((count, length), dtype=np.int64)
+        for line, prompt in zip(padded, prompts, strict=True):
+            line[: len(prompt)] = prompt
+        last: IntArray = np.array([len(prompt) - 1 for prompt in prompts])
+        hidden = memory.floats((count * length, self._model.hidden_size))
+        step = length if count > 1 else self._chunk
+        pieces = [self._piece(slice(start, min(start + step, length)), last) for start in range(0, length, step)]
+        for piece in pieces:
+            part = hidden[count * piece.tokens.start : count * piece.tokens.stop].reshape(count, -1, self._model.hidden_size)
+            ids, _ = memory.twin(padded[:, piece.tokens])
+            self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: piece.positions}, {names.HIDDEN: part})()
+        for index in range(self._first_keeping_none):
+            self._segment(index, rows, hidden, pieces)
+        if count == 1:  # its last token alone
+            top: dict[str, Array] = {names.HIDDEN: hidden[length - 1 :].reshape(1, 1, -1), names.LAST: self._last[:1]}
+        else:
+            top = {names.HIDDEN: hidden.reshape(count, length, -1), names.LAST: memory.twin(last)[0]}
+        if self._first_keeping_none < len(self._engines.segments):
+            top = {names.HIDDEN: self._ends(rows, top[names.HIDDEN], last), names.LAST: self._last[:count]}
+        self._engines.head.bind(top, {names.LOGITS: self._logits[rows]})()
+
+    def _ends(self, rows: slice, hidden: Any, last: IntArray) -> Any:
+        """The segments that keep nothing, on the rows' last tokens alone; `hidden` [B,S,H], of which S may be the last one's.
+
+        Returns:
+            [B,1,H].
+        """
+        count, length = hidden.shape[:2]
+        ends = hidden if length == 1 else hidden[np.arange(count), last].reshape(count, 1, -1)
+        positions, _ = self._memory.twin(last[:, None])
+        seqlens_k, _ = self._memory.twin(last.astype(np.int32))
+        for layers, engine in self._engines.segments[self._first_keeping_none :]:
+            if self._positions(layers[0], int(last[0]) + 1) <= last[0]:
+                continue
+            inputs: dict[str, Array] = {
+                names.HIDDEN: ends,
+                names.POSITION_IDS: positions,
+                names.SEQLENS_K: seqlens_k,
+                names.TOTAL_SEQUENCE_LENGTH: last[:1].astype(np.int32) + 1,
+                **self._kv.read(layers, rows),
+            }
+            bind_segment(engine, inputs, ends, ())()
+        return ends
+
+    def _piece(self, tokens: slice, last: IntArray) -> _Piece:
+        positions, _ = self._memory.twin(np.tile(np.arange(tokens.start, tokens.stop), (len(last), 1)))
+        seqlens_k, _ = self._memory.twin(np.minimum(last, tokens.stop - 1).astype(np.int32))
+        return _Piece(tokens=tokens, positions=positions, seqlens_k=seqlens_k, total=np.array([tokens.stop], dtype=np.int32))
+
+    def _segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
+        """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
+        layers, engine = self._engines.segments[index]
+        count = rows.stop - rows.start
+        length, width = hidden.shape[0] // count, self._model.hidden_size
+        slots = length if self._engines.slots is None else self._engines.slots[layers[0]]
+        states = [self._kv.rows(layer, rows) if self._kv.has(layer) else self._passing(layer, count, slots) for layer in layers]
+        computed = self._positions(layers[0], length)
+        for piece in pieces:
+            start, stop = piece.tokens.start, min(piece.tokens.stop, computed)
+            if start >= stop:
+                return
+            if stop < piece.tokens.stop:
+                piece = self._piece(slice(start, stop), np.array([length - 1]))
+            part = hidden[count * start : count * stop].reshape(count, stop - start, width)
+            inputs: dict[str, Array] = {
+                names.HIDDEN: part,
+                names.POSITION_IDS: piece.positions,
+                names.SEQLENS_K: piece.seqlens_k,
+                names.TOTAL_SEQUENCE_LENGTH: piece.total,
+                **self._kv.read(layers, rows),
+            }
+            bind_segment(engine, inputs, part, states)()
+
+    def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
+        """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""
+        shapes = layer_state(self._model, layer, slots)
+        return {name: self._memory.floats((count, *shape)) for name, shape in shapes.items()}
+
+
+def _passes(lengths: Sequence[int], most: int, padding: int) -> Iterator[slice]:
+    """Rows, longest first, whose prompts share a pass of at most `most` tokens, `padding` a row; a longer one is alone."""
+    first = 0
+    for row, length in enumerate(lengths):
+        longest = lengths[first]
+        if row > first and ((row - first + 1) * longest > most or longest - length > padding):
+            yield slice(first, row)
+            first = row
+    yield slice(first, len(lengths))
