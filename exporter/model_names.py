@@ -18,6 +18,9 @@ _OPT_SIZES = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
     "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
 }  # fmt: skip
+# text parts that transformers has no language model of, since they are these decoders': a token's positions in time and place,
+# by which they turn queries and keys, are one in text
+_DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
 
@@ -72,13 +75,25 @@ def _text_part(config: Any, folder: Path) -> Any:
     Where the whole is tied, some checkpoints hold a head all the same, and then the text part's own word counts.
     """
     with taking_config(str(folder)):
-        text = config.get_text_config()
+        text = _as_decoder(config.get_text_config())
         text.dtype = config.dtype if text.dtype is None else text.dtype
     text.name_or_path = config.name_or_path
     text.return_dict = True  # how a model hands out what it computes, which whoever calls it here counts on
     if text is not config and getattr(config, "tie_word_embeddings", False) and lacks_head(folder):
         text.tie_word_embeddings = True
     return text
+
+
+def _as_decoder(text: Any) -> Any:
+    from transformers import AutoConfig
+
+    decoder = _DECODERS.get(text.model_type)
+    if decoder is None:
+        return text
+    settings = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
+    rotary = settings.pop("rope_parameters", None) or {}
+    plain = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
+    return AutoConfig.for_model(decoder, **settings, rope_parameters=plain)
 
 
 def fetch_checkpoint(model: str) -> Path:

@@ -91,6 +91,31 @@ def test_of_a_model_that_also_sees_the_text_part_is_read(text: str, tmp_path: Pa
     torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize(("kind", "text"), [("Qwen2VL", "qwen2"), ("Qwen2_5_VL", "qwen2"), ("Qwen3VL", "qwen3")])
+@pytest.mark.parametrize("names", ["model.language_model.", "model."])
+def test_the_text_part_of_qwens_that_see_is_the_decoder_that_it_was_made_of(
+    kind: str, text: str, names: str, tmp_path: Path
+) -> None:
+    """Positions in time and place are one in text, which transformers' own model says too."""
+    eye = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    rotary = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]}
+    part = {**CONFIGS[text]().to_dict(), "rope_parameters": rotary, "head_dim": 16, "tie_word_embeddings": False}
+    part.pop("model_type")
+    config = getattr(transformers, f"{kind}Config")(text_config=part, vision_config=eye, image_token_id=95)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    folder = _folder(config, tmp_path / "model")
+    state = {key.replace("model.language_model.", names): value.contiguous() for key, value in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    assert load_config(str(folder))[0].model_type == text
+    source = _source(folder)
+    for key, parameter in model.model.language_model.named_parameters():
+        torch.testing.assert_close(source(f"model.{key}", tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
+    ids = torch.tensor([[5, 6, 7, 8, 3, 9]])
+    reference = reference_run._load(folder, torch.float32)
+    torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("own_head", [False, True])
 def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(own_head: bool, tmp_path: Path) -> None:
     eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
