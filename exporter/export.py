@@ -101,7 +101,8 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         (partial / GRAPHS).mkdir()
         weights = write_weights(partial / GRAPHS, bones.shapes, dtype, source, advance, where=str(folder))
         layer_bytes = int(bones.layer_bytes * _compiled_itemsize(request, bones) / dtype.itemsize)
-        plan = plan_variants(schedule, max_layers_per_segment=max(1, _segment_bytes(request, targets) // layer_bytes))
+        most = max(1, _segment_bytes(request, targets) // layer_bytes)
+        plan = plan_variants(schedule, max_layers_per_segment=most, border=bones.first_keeping_none)
         graphs, variants = _write_graphs(partial, bones, weights, plan, report)
         quantization = _quantization(request, bones.config)
         compiled = []

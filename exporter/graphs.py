@@ -59,6 +59,12 @@ class Skeleton:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def first_keeping_none(self) -> int:
+        """The layer from which on none keeps anything: a prompt's last token is all that these compute."""
+        owns = [kept(self.state_layers, self.keys, layer) for layer in range(len(self.parts.layers))]
+        return max((layer + 1 for layer, own in enumerate(owns) if own.keys or own.states), default=0)
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of the largest layer."""
         sizes = [0] * len(self.parts.layers)

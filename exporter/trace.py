@@ -105,7 +105,6 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         key = past_key if past_key is not None else present_key
         if key is not None:
             arguments |= self._of_attention(hidden, position_ids, key.shape[2])
-            arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
         others = None
         if layer_index is not None:
             hidden, others = hidden.split((self.layer.hidden_size, hidden.shape[2] - self.layer.hidden_size), dim=-1)
@@ -113,6 +112,8 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         cache = StateCache(states, attention) if states else attention
         names = inspect.signature(self.layer.forward).parameters
         arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
+        if "shared_kv_states" in names:
+            arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
         # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
         arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else "past_key_values"] = cache
         with as_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():

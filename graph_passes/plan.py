@@ -15,18 +15,18 @@ class Plan:
     variants: tuple[tuple[int, tuple[int, ...]], ...]  # (layer count, indices of its segments), most layers first
 
 
-def plan_variants(schedule: Schedule, *, max_layers_per_segment: int | None = None) -> Plan:
+def plan_variants(schedule: Schedule, *, max_layers_per_segment: int | None = None, border: int | None = None) -> Plan:
     """Cut the layers wherever some variant's set of active layers begins or ends.
 
     Full depth is always a variant: prefill and the baseline use it. Segments are maximal, but no longer than
-    `max_layers_per_segment` (compiling needs a whole segment in memory).
+    `max_layers_per_segment` (compiling needs a whole segment in memory), and one begins at `border`, where there is one.
     """
     depth = schedule.num_layers
     counts = sorted({depth, *schedule.variants}, reverse=True)
     active = {count: frozenset(active_layers(depth, schedule.warmup_layers, count)) for count in counts}
     segments: list[list[int]] = []
     for layer in range(depth):
-        joined = segments and len(segments[-1]) < (max_layers_per_segment or depth)
+        joined = segments and layer != border and len(segments[-1]) < (max_layers_per_segment or depth)
         if joined and all((layer in layers) == (layer - 1 in layers) for layers in active.values()):
             segments[-1].append(layer)
         else:

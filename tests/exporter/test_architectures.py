@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 import skipdecode
+from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import SUPPORTED
 from skipdecode.exporter.export import ExportRequest, export
@@ -151,8 +152,9 @@ def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those
         pass
 
 
-def test_layers_may_read_the_keys_and_values_of_others_in_one_engine(tmp_path: Path) -> None:
+def test_layers_that_keep_nothing_are_engines_of_their_own_since_a_prompt_passes_them_by(tmp_path: Path) -> None:
     _assert_exports(transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).eval(), tmp_path)
+    assert manifests.read(tmp_path / "bundle").segments == ((0, 1, 2), (3, 4, 5))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def test_a_segment_is_cut_only_where_variants_differ_or_where_it_is_full(schedul
         assert left != right or len(segment) == limit
 
 
+@given(schedules(), st.integers(0, 12), st.none() | st.integers(1, 5))
+def test_a_border_is_cut_and_nothing_else_changes_for_it(schedule: Schedule, border: int, limit: int | None) -> None:
+    plan = plan_variants(schedule, max_layers_per_segment=limit, border=border)
+    firsts = {segment[0] for segment in plan.segments}
+    assert border in firsts or border >= schedule.num_layers
+    if limit is None:
+        assert firsts == {segment[0] for segment in plan_variants(schedule).segments} | ({border} & {*range(schedule.num_layers)})
+
+
 @given(schedules())
 def test_variants_come_once_each_full_depth_first(schedule: Schedule) -> None:
     counts = [count for count, _ in plan_variants(schedule).variants]
