@@ -137,6 +137,12 @@ def layer_config(config: Any, layer: int) -> Any:
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """`layer_config` of one layer of each kind."""
+    kinds = layer_kinds(config) if config.model_type in OWN_HEADS else None
+    return [layer_config(config, kinds.index(kind)) for kind in sorted({*kinds})] if kinds else [config]
+
+
 def layer_keys(config: Any, layer: int) -> Keys:
     """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened."""
     own = layer_config(config, layer)

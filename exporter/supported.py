@@ -15,7 +15,7 @@ from skipdecode.exporter.architectures import (
     check_known,
     declared,
     has_experts,
-    layer_config,
+    layer_configs,
     layer_keys,
     layer_kinds,
     unsupported,
@@ -61,7 +61,7 @@ def check_supported(config: Any, max_length: int) -> None:
     """
     check_known(config)
     _check_own_heads(config)
-    for own in _as_layers_have_it(config):
+    for own in layer_configs(config):
         _check_counts(own)
         check_numbers(own)
         _check_heads(own)
@@ -110,12 +110,6 @@ def _check_own_heads(config: Any) -> None:
     skipping = any(getattr(own, "skip", None) for own in config.per_layer_config)
     if config.model_type not in OWN_HEADS or skipping or not heads_alone:
         raise unsupported(config, "has settings for some layers alone (per_layer_config), which its layers are not made by")
-
-
-def _as_layers_have_it(config: Any) -> list[Any]:
-    """The configuration as each kind of its layers has it."""
-    kinds = layer_kinds(config) if config.model_type in OWN_HEADS else None
-    return [layer_config(config, kinds.index(kind)) for kind in sorted({*kinds})] if kinds else [config]
 
 
 def _check_shared(config: Any) -> None:

@@ -163,11 +163,11 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     # layers have frequencies of their own, or turn nothing
     "granite_swa": {
         "sliding_window": 5,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * (LAYERS // 3),
-        "layer_rope_theta": [0, 100.0, 10000.0] * (LAYERS // 3),
+        "layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2),
+        "layer_rope_theta": [100.0, 10000.0] * (LAYERS // 2),
         "embedding_multiplier": 3.0,
     },
-    "granitemoe_swa": {"num_local_experts": 5, "num_experts_per_tok": 3, **_ALL_WINDOWED},
+    "granitemoe_swa": {"num_local_experts": 5, "num_experts_per_tok": 3, **_ALL_WINDOWED, "layer_rope_theta": [0] * LAYERS},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "granitemoehybrid": {
         "num_local_experts": 5,
@@ -254,7 +254,10 @@ RELATIVES: dict[str, Callable[[], Any]] = {
     for name, more in _RELATIVES.items()
 }
 # two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
-READING_OTHERS = functools.partial(RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True)
+READING_OTHERS = functools.partial(
+    RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,
+    max_position_embeddings=1200,  # prompts of two passes
+)  # fmt: skip
 
 
 class Zoo:

@@ -73,8 +73,8 @@ def test_what_is_no_manifest_is_refused(refused: Callable[[str], str], text: str
 
 def test_a_newer_format_is_named(bundle: Path, refused: Callable[[str], str]) -> None:
     data = json.loads((bundle / "bundle.json").read_text())
-    line = refused(json.dumps({**data, "format_version": 4}))
-    assert "format_version is 4, this runtime reads 3; export the model with this version" in line
+    line = refused(json.dumps({**data, "format_version": 5}))
+    assert "format_version is 5, this runtime reads 4; export the model with this version" in line
 
 
 def test_missing_and_truncated_files_are_named(bundle: Path, driver: Driver) -> None:

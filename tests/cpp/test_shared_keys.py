@@ -17,8 +17,7 @@ from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_g
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One engine a layer."""
     folder = tmp_path_factory.mktemp("reading")
-    config = READING_OTHERS(max_position_embeddings=2 * LONG, initializer_range=0.1)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).save_pretrained(folder / "model")
     schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=10)
     export(
         ExportRequest(
