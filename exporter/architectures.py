@@ -156,7 +156,7 @@ def layer_keys(config: Any, layer: int) -> Keys:
     return Keys(num_heads=declared(own, "num_key_value_heads") or declared(own, "num_kv_heads") or heads, head_size=size)
 
 
-def keys_source(config: Any, layer: int) -> int | None:
+def key_source(config: Any, layer: int) -> int | None:
     """The layer whose keys and values `layer` reads: the last of its kind that has its own; None: it has its own."""
     shared = declared(config, "num_kv_shared_layers") if config.model_type in OWN_HEADS else 0
     first = config.num_hidden_layers - (shared or 0)
@@ -166,10 +166,10 @@ def keys_source(config: Any, layer: int) -> int | None:
     return max(below for below in range(first) if kinds[below] == kinds[layer])
 
 
-def least_warmup(config: Any) -> int:
-    """The warm-up layers that there must be: those up to the last whose keys and values other layers read."""
-    sources = [keys_source(config, layer) for layer in range(config.num_hidden_layers)]
-    return max((source + 1 for source in sources if source is not None), default=0)
+def key_sources(config: Any) -> set[int]:
+    """The layers whose keys and values others read."""
+    sources = (key_source(config, layer) for layer in range(config.num_hidden_layers))
+    return {source for source in sources if source is not None}
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:
@@ -217,14 +217,19 @@ def declared(config: Any, name: str) -> Any:
     return getattr(config, name) if name in {field.name for field in fields(config)} else None
 
 
-def layer_rotary(config: Any, rotary: torch.nn.Module | None, layer: int) -> torch.nn.Module | None:
-    """A rotary module as the model's, settled, with the frequencies of `layer`; None: it turns nothing."""
-    thetas = declared(config, "layer_rope_theta")
-    if rotary is None or (thetas and not thetas[layer]):
+def rotary_base(config: Any, layer: int) -> float | None:
+    """The rotary base that `layer` has for itself, 0: it turns nothing; None: the model's."""
+    bases: list[float] | None = declared(config, "layer_rope_theta")
+    return bases[layer] if bases else None
+
+
+def rotary_with(config: Any, rotary: torch.nn.Module | None, base: float | None) -> torch.nn.Module | None:
+    """A rotary module as the model's, settled, with another base where that is given; None: it turns nothing."""
+    if rotary is None or base == 0:
         return None
-    if thetas:
+    if base is not None:
         config = copy.copy(config)
-        config.rope_parameters = {**config.rope_parameters, "rope_theta": thetas[layer]}
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
     own: torch.nn.Module = settled(type(rotary)(config))
     return own
 

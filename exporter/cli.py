@@ -145,10 +145,9 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
 def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     if manifest.schedule.cap(0) is not None:
         yield "without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1"
-    if any(group.keys_of is not None for group in manifest.model.state_layers):
-        warmup = manifest.schedule.warmup_layers
-        if warmup > request.schedule.warmup_layers:
-            yield f"{warmup} warm-up layers, since later layers read the keys and values of layer {warmup - 1} and below"
+    last = max(manifest.model.key_sources, default=-1)
+    if request.schedule.warmup_layers <= last == manifest.schedule.warmup_layers - 1:
+        yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
     wide = [target.name for target in manifest.targets if target.name in ("cpu", "cuda") and request.quantize == "none"]

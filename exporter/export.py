@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import SOFTMAX_ROUTED, least_warmup, run_on_cpu_alone
+from skipdecode.exporter.architectures import SOFTMAX_ROUTED, key_sources, run_on_cpu_alone
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -80,7 +80,6 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     check_supported(config, limits.max_length)
     schedule = _schedule(request, config)
     bones = skeleton(config, dtype)
-    manifest.check_sources(bones.state_layers, schedule)
     check_runs(config)
     _check_capacity(request, targets, bones, limits)
     if folder is None and not request.random_weights:
@@ -138,8 +137,11 @@ def _compile(
 
 def _schedule(request: ExportRequest, config: Any) -> Schedule:
     """With as many warm-up layers as the model's layers need that read the keys and values of others."""
-    warmup = max(request.schedule.warmup_layers, least_warmup(config))
-    return build_schedule(replace(request.schedule, warmup_layers=warmup), config.num_hidden_layers)
+    sources = key_sources(config)
+    warmup = max(request.schedule.warmup_layers, *(source + 1 for source in sources), 0)
+    schedule = build_schedule(replace(request.schedule, warmup_layers=warmup), config.num_hidden_layers)
+    manifest.check_sources(sources, schedule)  # a table says its own
+    return schedule
 
 
 def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> int:

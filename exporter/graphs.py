@@ -21,7 +21,8 @@ from skipdecode.exporter.architectures import (
     decoder_parts,
     layer_keys,
     layer_kind,
-    layer_rotary,
+    rotary_base,
+    rotary_with,
     settled,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
@@ -62,7 +63,7 @@ class Skeleton:
     def first_keeping_none(self) -> int:
         """The layer from which on none keeps anything: a prompt's last token is all that these compute."""
         owns = [kept(self.state_layers, self.keys, layer) for layer in range(len(self.parts.layers))]
-        return max((layer + 1 for layer, own in enumerate(owns) if own.keys or own.states), default=0)
+        return max((layer + 1 for layer, own in enumerate(owns) if own.anything), default=0)
 
     @property
     def layer_bytes(self) -> int:
@@ -139,11 +140,12 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
     for index, layer in enumerate(bones.parts.layers):
         kind = layer_kind(bones.config, index)
         own = kept(bones.state_layers, bones.keys, index)
-        rotary = layer_rotary(bones.config, bones.parts.rotary, index)
-        key = (kind, _frequencies(rotary), _structure(layer))
+        base = rotary_base(bones.config, index)
+        key = (kind, base, _structure(layer))
         if key not in templates:
             real = through_interface(_with_weights(layer, bones.config, index).to(bones.dtype))
             window = attention_window(bones.config, index)
+            rotary = rotary_with(bones.config, bones.parts.rotary, base)
             templates[key] = trace_layer(real, rotary, kind, window, _arrays(bones, own), bones.dtype)
             clean_trace(templates[key])
         prefix = f"{bones.parts.prefix}{index}."
@@ -151,10 +153,6 @@ def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
         _refer(graph, bones, weights)
         graphs.append(graph)
     return graphs
-
-
-def _frequencies(rotary: torch.nn.Module | None) -> tuple[Any, ...]:
-    return tuple(tuple(buffer.tolist()) for buffer in rotary.buffers()) if rotary is not None else ()
 
 
 def _arrays(bones: Skeleton, own: StateLayers) -> LayerArrays:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import CapacityError, ScheduleError
-from skipdecode.exporter.architectures import RETURN_TUPLES, decoder_layers
-from skipdecode.exporter.state_layers import state_layers
+from skipdecode.exporter.architectures import RETURN_TUPLES, decoder_layers, key_sources
 from skipdecode.manifest import check_sources
 from skipdecode.schedule import Anchor, Schedule
 
@@ -37,7 +36,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     layers = decoder_layers(model)
     if schedule.num_layers != len(layers):
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
-    check_sources(state_layers(model.config, layers), schedule)
+    check_sources(key_sources(model.config), schedule)
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
     in_tuple = model.config.model_type in RETURN_TUPLES
     handles = []

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import keys_source, layer_keys, layer_kind
+from skipdecode.exporter.architectures import key_source, layer_keys, layer_kind
 from skipdecode.exporter.attention import OPSET, ScatterCache
 from skipdecode.manifest import Keys, State, StateLayers
 
@@ -29,11 +29,12 @@ _WITH_ATTENTION = (None, "full_attention", "sliding_attention", "hybrid")  # kin
 def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:
     """The layers that keep anything but keys and values of layer 0's sizes alone, grouped by what they keep."""
     groups: dict[tuple[Keys | None, int | None, tuple[State, ...]], list[int]] = {}
+    usual = (layer_keys(config, 0), None, ())
     for index, layer in enumerate(layers):
-        source = keys_source(config, index)
+        source = key_source(config, index)
         own = layer_kind(config, index) in _WITH_ATTENTION and source is None
         kept = (layer_keys(config, index) if own else None, source, tuple(_states(layer)))
-        if kept != (layer_keys(config, 0), None, ()):
+        if kept != usual:
             groups.setdefault(kept, []).append(index)
     return tuple(
         StateLayers(layers=tuple(indices), keys=keys, keys_of=source, states=states)

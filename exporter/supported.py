@@ -69,9 +69,8 @@ def check_supported(config: Any, max_length: int) -> None:
         _check_experts(config)
     if getattr(config, "enable_moe_block", False):
         raise unsupported(config, f"has experts with {config.hidden_activation}, where ONNX Runtime's have silu")
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision") or not getattr(
-        config, "is_causal", True
-    ):
+    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # of images alone
+    if both_ways or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
     other = {*(layer_kinds(config) or ())} - {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
     if other:
@@ -162,10 +161,11 @@ def _check_experts(config: Any) -> None:
         raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     if groups and not 1 <= (config.topk_group or 1) <= groups:
         raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
-    squared = config.model_type == "nemotron_h"  # of a ReLU, which has no gate
-    activation = config.mlp_hidden_act if squared else getattr(config, "hidden_act", "silu")  # LFM2 has no other
-    if activation not in (("relu2",) if squared else ("silu", "swish")):
-        raise unsupported(config, f"has experts with {activation}, where ONNX Runtime's have {'relu2' if squared else 'silu'}")
+    activation, known = getattr(config, "hidden_act", "silu"), "silu"  # LFM2 has no other
+    if config.model_type == "nemotron_h":  # whose experts have no gate
+        activation, known = config.mlp_hidden_act, "relu2"
+    if activation != known and (activation, known) != ("swish", "silu"):
+        raise unsupported(config, f"has experts with {activation}, where ONNX Runtime's have {known}")
 
 
 def _check_states(config: Any) -> None:

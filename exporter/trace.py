@@ -83,7 +83,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
         self.latent = expands_latents(layer)
-        self.inputs = getattr(layer, "hidden_size_per_layer_input", 0)
+        self.inputs = getattr(layer, "hidden_size_per_layer_input", 0)  # P
 
     def forward(
         self,
@@ -197,10 +197,11 @@ def trace_layer(
     for state in arrays.states:
         inputs[past(state.name)] = torch.zeros(_BATCH, *state.shape, dtype=dtype)
         shapes[past(state.name)] = {0: "B"}
-    if getattr(layer, "hidden_size_per_layer_input", 0):
+    module = _Layer(layer, rotary, layer_type, window)
+    if module.inputs:
         inputs[LAYER_INDEX], shapes[LAYER_INDEX] = torch.zeros(1, dtype=torch.int64), None
     outputs = ["hidden_out", *(present(name) for name in inputs if name.startswith(PAST))]
-    model = _export(_Layer(layer, rotary, layer_type, window), inputs, shapes, outputs)
+    model = _export(module, inputs, shapes, outputs)
     if arrays.states:
         model.opset_imports[""] = LINEAR_OPSET
     return model

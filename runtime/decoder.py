@@ -40,7 +40,8 @@ class Decoder:
 
     Attributes:
         logits: [B,V] float32, of the next tokens, on the host.
-        bound: ids [B,1], positions [B,1], `seqlens_k` [B] and logits [B,V] as engines see them, by their names in `bindings`.
+        bound: ids [B,1], positions [B,1], `seqlens_k` [B], `last` [B] and logits [B,V] as engines see them, by their names in
+            `bindings`.
     """
 
     def __init__(
@@ -77,15 +78,15 @@ class Decoder:
         ):  # fmt: skip
             self.bound[name], send = memory.twin(array)
             self._sends += [send] if send is not None else []
-        self._last: Array = memory.twin(np.zeros(rows, dtype=np.int64))[0]
+        self.bound[names.LAST], _ = memory.twin(np.zeros(rows, dtype=np.int64))
         self.logits: FloatArray
         self._receive: Call | None
         self.logits, self.bound[names.LOGITS], self._receive = memory.result((rows, model.vocab_size), np.float32)
         inputs = {name: self.bound[name] for name in (names.INPUT_IDS, names.POSITION_IDS)}
         self._embed = engines.embed.bind(inputs, {names.HIDDEN: self._hidden})
-        top = {names.HIDDEN: self._hidden, names.LAST: self._last}
+        top = {names.HIDDEN: self._hidden, names.LAST: self.bound[names.LAST]}
         self._head = engines.head.bind(top, {names.LOGITS: self.bound[names.LOGITS]})
-        self._prefill = Prefill(engines, model, schedule, self.kv, prefill_chunk, self.bound[names.LOGITS])
+        self._prefill = Prefill(engines, model, schedule, self.kv, prefill_chunk, self.bound)
         self._climbs: dict[tuple[int, int], Call] = {}
         self._routes: dict[int | bytes, Route] = {}
 

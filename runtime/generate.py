@@ -220,7 +220,7 @@ class Generator:
         )
         if not fits:
             raise CapacityError("the schedule cuts through a segment of this bundle", "export the model with it")
-        manifests.check_sources(self.manifest.model.state_layers, schedule)
+        manifests.check_sources(self.manifest.model.key_sources, schedule)
 
     def _check(self, rows: list[Row], max_new_tokens: int) -> None:
         limits, vocabulary = self.manifest.limits, self.manifest.model.vocab_size

@@ -60,21 +60,16 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
 
 def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
     """What `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them."""
-    keys = model.kept(layer).keys
-    shape = (keys.num_heads, slots, keys.head_size) if keys else ()
-    by_slot = (names.PAST_KEY, names.PAST_VALUE) if keys else ()
-    return {names.of_layer(name, layer): shape for name in by_slot} | constant_state(model, layer)
+    keys, constant = model.kept(layer).keys, constant_state(model, layer)
+    if keys is None:
+        return constant
+    shape = (keys.num_heads, slots, keys.head_size)
+    return {names.of_layer(name, layer): shape for name in (names.PAST_KEY, names.PAST_VALUE)} | constant
 
 
 def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
     """The part of it that has no slots, and is zeros before a row's first token."""
     return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
-
-
-def keeps(model: Model, layer: int) -> bool:
-    """Whether `layer` keeps anything of a row."""
-    kept = model.kept(layer)
-    return bool(kept.keys or kept.states)
 
 
 def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...]:

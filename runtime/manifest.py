@@ -8,7 +8,7 @@ import json
 import reprlib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -47,6 +47,11 @@ class StateLayers:
     keys_of: int | None  # a layer below, computed at every position, whose keys and values they read
     states: tuple[State, ...]
 
+    @property
+    def anything(self) -> bool:
+        """Whether they keep anything of a row."""
+        return self.keys is not None or bool(self.states)
+
 
 def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
     """The group that `layer` is in; where it is in none, one that has `keys`."""
@@ -54,9 +59,8 @@ def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
     return own or StateLayers(layers=(layer,), keys=keys, keys_of=None, states=())
 
 
-def check_sources(groups: Sequence[StateLayers], schedule: Schedule) -> None:
-    """Raises ScheduleError where a layer whose keys and values others read is not computed at every position."""
-    sources = [group.keys_of for group in groups if group.keys_of is not None]
+def check_sources(sources: Collection[int], schedule: Schedule) -> None:
+    """Raises ScheduleError where one of `sources`, whose keys and values others read, is not computed at every position."""
     skipped = [layer for layer in sources if schedule.cap(layer) is not None]
     if skipped:
         raise ScheduleError(
@@ -85,6 +89,11 @@ class Model:
         """What `layer` keeps."""
         keys = Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
         return kept(self.state_layers, keys, layer)
+
+    @property
+    def key_sources(self) -> frozenset[int]:
+        """The layers whose keys and values others read."""
+        return frozenset(group.keys_of for group in self.state_layers if group.keys_of is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +188,7 @@ class Manifest:
         for holds, where, what in checks:
             if not holds:
                 raise BundleError(f"{where} {what}", "export the model again", where=MANIFEST)
-        check_sources(self.model.state_layers, self.schedule)
+        check_sources(self.model.key_sources, self.schedule)
         for variant in self.variants:
             self._check_variant(variant)
         known = {file.path for file in self.files}

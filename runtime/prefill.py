@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.engines import Engines, bind_segment
-from skipdecode.kv_buffer import IntArray, KVBuffer, keeps, layer_state
+from skipdecode.kv_buffer import IntArray, KVBuffer, layer_state
 from skipdecode.manifest import Model
 from skipdecode.memory import Array
 from skipdecode.schedule import Anchor, Schedule
@@ -37,16 +36,18 @@ class Prefill:
     Args:
         kv: written in place.
         chunk: prompt tokens a pass.
-        logits: [B,V], where the engines leave them.
+        bound: logits [B,V], where the engines leave them, and `last` [B], zeros, by their names in `bindings`.
     """
 
-    def __init__(self, engines: Engines, model: Model, schedule: Schedule, kv: KVBuffer, chunk: int, logits: Array) -> None:
-        self._engines, self._model, self._schedule, self._kv, self._logits = engines, model, schedule, kv, logits
+    def __init__(
+        self, engines: Engines, model: Model, schedule: Schedule, kv: KVBuffer, chunk: int, bound: Mapping[str, Array]
+    ) -> None:
+        self._engines, self._model, self._schedule, self._kv = engines, model, schedule, kv
+        self._logits, self._last = bound[names.LOGITS], bound[names.LAST]
         self._memory = engines.memory
         self._chunk = min(chunk, engines.most_prompt_tokens or chunk)
-        keeping = [index for index, (layers, _) in enumerate(engines.segments) if any(map(partial(keeps, model), layers))]
-        self._first_keeping_none = max(keeping, default=-1) + 1
-        self._last: Array = self._memory.twin(np.zeros(len(kv.lengths), dtype=np.int64))[0]
+        keeping = (any(model.kept(layer).anything for layer in layers) for layers, _ in engines.segments)
+        self._first_keeping_none = max((index + 1 for index, keeps in enumerate(keeping) if keeps), default=0)
         sums = any(group.states for group in model.state_layers)
         self._padding = 0 if sums else _PADDING  # in a state, what a row is padded by would stay
 
@@ -100,29 +101,27 @@ class Prefill:
         """
         count, length = hidden.shape[:2]
         ends = hidden if length == 1 else hidden[np.arange(count), last].reshape(count, 1, -1)
-        positions, _ = self._memory.twin(last[:, None])
-        seqlens_k, _ = self._memory.twin(last.astype(np.int32))
-        for layers, engine in self._engines.segments[self._first_keeping_none :]:
-            if self._positions(layers[0], int(last[0]) + 1) <= last[0]:
-                continue
-            inputs: dict[str, Array] = {
-                names.HIDDEN: ends,
-                names.POSITION_IDS: positions,
-                names.SEQLENS_K: seqlens_k,
-                names.TOTAL_SEQUENCE_LENGTH: last[:1].astype(np.int32) + 1,
-                **self._kv.read(layers, rows),
-            }
-            bind_segment(engine, inputs, ends, ())()
+        longest = int(last[0]) + 1
+        piece = self._told(slice(longest - 1, longest), last[:, None], last)
+        for index in range(self._first_keeping_none, len(self._engines.segments)):
+            layers, _ = self._engines.segments[index]
+            if self._positions(layers[0], longest) == longest:
+                self._run(index, rows, ends, piece, ())
         return ends
 
     def _piece(self, tokens: slice, last: IntArray) -> _Piece:
-        positions, _ = self._memory.twin(np.tile(np.arange(tokens.start, tokens.stop), (len(last), 1)))
-        seqlens_k, _ = self._memory.twin(np.minimum(last, tokens.stop - 1).astype(np.int32))
-        return _Piece(tokens=tokens, positions=positions, seqlens_k=seqlens_k, total=np.array([tokens.stop], dtype=np.int32))
+        positions: IntArray = np.tile(np.arange(tokens.start, tokens.stop), (len(last), 1))
+        return self._told(tokens, positions, np.minimum(last, tokens.stop - 1))
+
+    def _told(self, tokens: slice, positions: IntArray, seqlens_k: IntArray) -> _Piece:
+        """Positions [B,S] and `seqlens_k` [B], where engines see them."""
+        seen, _ = self._memory.twin(positions)
+        valid, _ = self._memory.twin(seqlens_k.astype(np.int32))
+        return _Piece(tokens=tokens, positions=seen, seqlens_k=valid, total=np.array([tokens.stop], dtype=np.int32))
 
     def _segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
         """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
-        layers, engine = self._engines.segments[index]
+        layers, _ = self._engines.segments[index]
         count = rows.stop - rows.start
         length, width = hidden.shape[0] // count, self._model.hidden_size
         slots = length if self._engines.slots is None else self._engines.slots[layers[0]]
@@ -135,14 +134,19 @@ class Prefill:
             if stop < piece.tokens.stop:
                 piece = self._piece(slice(start, stop), np.array([length - 1]))
             part = hidden[count * start : count * stop].reshape(count, stop - start, width)
-            inputs: dict[str, Array] = {
-                names.HIDDEN: part,
-                names.POSITION_IDS: piece.positions,
-                names.SEQLENS_K: piece.seqlens_k,
-                names.TOTAL_SEQUENCE_LENGTH: piece.total,
-                **self._kv.read(layers, rows),
-            }
-            bind_segment(engine, inputs, part, states)()
+            self._run(index, rows, part, piece, states)
+
+    def _run(self, index: int, rows: slice, hidden: Array, piece: _Piece, states: Iterable[Mapping[str, Array]]) -> None:
+        """Segment `index` on `piece`: `hidden` [B,S,H] in place, beside `states` what its layers read of others."""
+        layers, engine = self._engines.segments[index]
+        inputs: dict[str, Array] = {
+            names.HIDDEN: hidden,
+            names.POSITION_IDS: piece.positions,
+            names.SEQLENS_K: piece.seqlens_k,
+            names.TOTAL_SEQUENCE_LENGTH: piece.total,
+            **self._kv.read(layers, rows),
+        }
+        bind_segment(engine, inputs, hidden, states)()
 
     def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
         """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""

@@ -25,7 +25,7 @@ from skipdecode.exporter import cli, cpu_target
 from skipdecode.exporter import export as exports
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, READING_OTHERS, Zoo
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -396,3 +396,18 @@ def test_a_schedule_that_skips_layer_0_is_warned_of(
     options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
     assert cli.main([str(zoo.checkpoint("llama")), *options]) == 0
     assert ("warning: without layer 0 an untuned model breaks" in capsys.readouterr().err) is warned
+
+
+@pytest.mark.parametrize(("table", "warned"), [('{"layers": [6, 5], "warmup_layers": 4}', False), ('{"layers": [6, 5]}', True)])
+def test_warm_up_layers_that_nobody_asked_for_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, warned: bool
+) -> None:
+    """The model's layers read the keys and values of others: 3 there must be, whatever is asked."""
+    transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).save_pretrained(tmp_path / "model")
+    (tmp_path / "t.json").write_text(table)
+    options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
+    assert cli.main([str(tmp_path / "model"), *options]) == 0
+    said = "warning: 3 warm-up layers, since later layers read the keys and values of layer 2 and below"
+    assert [line for line in capsys.readouterr().err.splitlines() if "warm-up layers, since" in line] == [
+        f"skip-export: {said}"
+    ] * warned
