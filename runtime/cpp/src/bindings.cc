@@ -52,6 +52,12 @@ std::string ShapeOf(const Tensor& tensor) {
   return "[" + text + "]";
 }
 
+std::vector<int64_t> WithRows(const StateArray& array, int64_t rows) {
+  std::vector<int64_t> shape{rows};
+  shape.insert(shape.end(), array.shape.begin(), array.shape.end());
+  return shape;
+}
+
 bool Fits(const Tensor& found, const Tensor& wanted) {
   const auto fits = [](int64_t a, int64_t b) { return a == b || a < 0 || b < 0; };
   return found.type == wanted.type &&
@@ -76,16 +82,13 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
 }  // namespace
 
 void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
-  std::vector<int64_t> shape{rows};
-  shape.insert(shape.end(), array.shape.begin(), array.shape.end());
+  std::vector<int64_t> shape = WithRows(array, rows);
   inputs.push_back(memory.Floats(array.past, data, shape));
   outputs.push_back(memory.Floats(array.present, data, std::move(shape)));
 }
 
 void Bindings::AddRead(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
-  std::vector<int64_t> shape{rows};
-  shape.insert(shape.end(), array.shape.begin(), array.shape.end());
-  inputs.push_back(memory.Floats(array.present, data, std::move(shape)));
+  inputs.push_back(memory.Floats(array.present, data, WithRows(array, rows)));
 }
 
 Bindings EmbedBindings(const Memory& memory, const Model& model) {
