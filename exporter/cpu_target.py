@@ -14,6 +14,7 @@ from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
+from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
@@ -54,6 +55,7 @@ def compile_cpu(
         FuseRouterPass(),
         OrderQKVPass(),
         PackQKVPass(),
+        DecodeAttentionPass(max_length=limits.max_length),
     ]
     sizes: dict[str, int] = {}
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -283,12 +284,16 @@ def _rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> 
         name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"
         if name not in graph.initializers:
             table = function(steps) * np.float32(factor)
-            tensor = ir.tensor(table.astype(kind.numpy()), name=name, dtype=kind)  # the operator wants the query's
-            graph.register_initializer(
-                ir.Value(name=name, shape=ir.Shape(steps.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-            )
+            add_constant(graph, ir.Tensor(table.astype(kind.numpy()), dtype=kind, name=name))  # the operator wants the query's
         tables.append(graph.initializers[name])
     return tables
+
+
+def add_constant(graph: ir.Graph, tensor: ir.Tensor[Any]) -> None:
+    """An initializer of the tensor's name, which layers of one graph may share."""
+    graph.register_initializer(
+        ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    )
 
 
 def _unscaled(value: ir.Value) -> tuple[ir.Node | None, float]:

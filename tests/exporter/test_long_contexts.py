@@ -1,0 +1,48 @@
+"""Decode steps that attend to many positions, where an attention of one new token has a kernel of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import transformers
+
+import skipdecode
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
+from tests.conftest import CONFIGS, LAYERS
+
+POSITIONS, NEW = 6000, 4
+PROMPTS = [[(5 * number + number // 7) % 97 + 2 for number in range(length)] for length in (690, 330, 3)]
+
+
+def test_width_and_length_are_such_that_the_first_step_is_among_many_and_others_are_not() -> None:
+    """So that the tests below reach both kernels: 640 positions for queries of 64 numbers, 320 for 128."""
+    assert len(PROMPTS[0]) > 640 and 640 > len(PROMPTS[1]) > 320 > len(PROMPTS[2])
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("llama", LAYERS), ("qwen3", LAYERS), ("gemma2", 0)])
+def test_long_prompts_give_the_references_logits_alone_and_in_a_ragged_batch(name: str, chosen: int, tmp_path: Path) -> None:
+    """Query, key and value in one matrix; a norm between; a cap on scores, for which there is one kernel."""
+    config = CONFIGS[name]()
+    config.num_key_value_heads, config.max_position_embeddings = 1, POSITIONS
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "checkpoint")
+    schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=4)
+    request = ExportRequest(
+        model=str(tmp_path / "checkpoint"),
+        out=tmp_path / "bundle",
+        schedule=schedule,
+        max_batch=4,
+        max_length=POSITIONS,
+        slim=True,
+    )
+    export(request)
+    engines = [onnx.load(path, load_external_data=False) for path in (request.out / "targets" / "cpu").glob("segment_*.onnx")]
+    assert sum(node.op_type == "If" for engine in engines for node in engine.graph.node) == chosen
+    generator = skipdecode.load(request.out)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        decoder = generator.decoder([len(prompt) for prompt in prompts], NEW)
+        assert_gives_the_references_logits(decoder, model, prompts, NEW, 1e-3)
