@@ -37,8 +37,17 @@ def test_every_option_in_the_table_of_commands_is_in_the_help(command: str) -> N
     assert "examples:" in page
 
 
-def test_every_link_leads_to_a_file() -> None:
-    pages = [ROOT / "README.md", *ROOT.glob("examples/**/README.md"), ROOT / "benchmarks" / "README.md"]
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md"), ROOT / "benchmarks" / "README.md"]
+    links = [(page, *link) for page in pages for link in re.findall(r"[\w/`]\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text("utf-8"))]
+    assert len(links) > 50
+    for page, path, heading in links:
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {path}"
+        assert not heading or heading in _headings(target), f"{page.name}: {path}#{heading}"
+
+
+def _headings(page: Path) -> set[str]:
+    """As GitHub names them in links: lower case, no punctuation, hyphens for spaces."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
