@@ -73,8 +73,9 @@ fuzz: cpp
 	build/cpp/fuzz/fuzz -merge=1 build/cpp/fuzz/corpus build/cpp/fuzz/found
 	rm tests/cpp/corpus.zip && $(BIN)/python -m zipfile -c tests/cpp/corpus.zip build/cpp/fuzz/corpus/*
 
+# llama.cpp is built here, by what pip fetches for that
 bench: install
-	$(PIP) -c constraints.txt --no-build-isolation -e ".[bench]"
+	$(PIP) -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/decode.py
 
 clean:
