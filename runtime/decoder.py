@@ -59,16 +59,15 @@ class Decoder:
         self._engines, self._model = engines, model
         self.slots = self.slots_for(max(prompt_lengths), new)
         self.kv = KVBuffer(model, rows, self.slots, memory)
-        self._length_view = self.kv.lengths.data
-        self._step = 0
+        self._step, self._by_step = 0, schedule.anchor is Anchor.GENERATED
         self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._seqlens_k = np.zeros(rows, dtype=np.int32)
         self._totals = np.zeros(rows, dtype=np.int32)
         # a step writes through these: each call of numpy costs 20 us where an engine has emptied the caches
-        self._counters = [array.reshape(-1).data for array in (self._positions, self._seqlens_k, self._totals)]
-        self._id_view = self._ids.reshape(-1).data
+        told = (self._ids, self._positions, self._seqlens_k, self._totals, self.kv.lengths)
+        self._views = [array.reshape(-1).data for array in told]
         self._most_totals = [np.array([self.slots[layers[0]]], dtype=np.int32) for layers, _ in engines.segments]
         self._hidden = memory.floats((rows, 1, model.hidden_size))
         self.bound: dict[str, Array] = {}
@@ -123,7 +122,6 @@ class Decoder:
         self._prefill.run(prompts)
         self._step = 0
         self.kv.lengths[:] = lengths
-        self._place(self.kv.lengths - 1)
 
     def decode_step(self, tokens: Sequence[int] | IntArray) -> int:
         """Feed one token a row; the next tokens' logits are in `logits` [B,V] float32.
@@ -132,11 +130,12 @@ class Decoder:
             How many layers the deepest row computed.
         """
         route = self.route()
+        ids, positions, seqlens_k, totals, lengths = self._views
         for row, token in enumerate(tokens):
-            self._id_view[row] = token
-            for counter in self._counters:
-                counter[row] += 1
-        self.advance()
+            position = lengths[row]
+            ids[row], positions[row], seqlens_k[row] = token, position, position
+            totals[row] = lengths[row] = position + 1
+        self._step += 1
         for send in self._sends:
             send()
         for call in route.calls:
@@ -146,31 +145,24 @@ class Decoder:
         return route.deepest
 
     def send_positions(self, positions: IntArray) -> None:
-        """Tell the engines each row's position [B], which is the number of valid slots before it."""
-        self._place(positions)
+        """Tell a device's engines each row's position [B], which is the number of valid slots before it."""
+        self._positions[:, 0] = self._seqlens_k[:] = positions
         for send in self._sends:
             send()
 
-    def _place(self, positions: IntArray) -> None:
-        self._positions[:, 0] = self._seqlens_k[:] = positions
-        self._totals[:] = positions + 1
-
     def advance(self) -> None:
-        """Count the step that `route` told."""
-        lengths = self._length_view
-        for row in range(len(lengths)):
-            lengths[row] += 1
+        """Count the step that `route` told, of which the device counts the positions."""
+        self.kv.lengths += 1
         self._step += 1
 
     def rewind(self, position: int, length: int) -> None:
         """Make the next decode step the one at `position`, on rows of `length` valid tokens: for measuring one step again."""
         self._step = position
         self.kv.lengths[:] = length
-        self._place(self.kv.lengths - 1)
 
     def route(self) -> Route:
         """The next step's route, found once for each combination of layer counts: the search took half the loop's time."""
-        if self.schedule.anchor is Anchor.GENERATED:
+        if self._by_step:
             count = self.schedule.layers_at(self._step)
             return self._routes.get(count) or self._new_route(count, np.full(len(self._ids), count))
         counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths.tolist()])

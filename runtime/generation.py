@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 
 class Streamer(Protocol):
@@ -15,7 +15,8 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-class Step(NamedTuple):
+@dataclass(slots=True)  # frozen, or a tuple with names, it takes 1.5x to 2x as long to make where caches are cold
+class Step:
     """What one pass gave: the prefill's tokens first, then one step after another."""
 
     token_ids: tuple[int | None, ...]  # a row each; None for rows that have ended
