@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,8 +17,8 @@ from skipdecode.manifest import Keys
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-    "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+    "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h",
+    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
 # which its CUDA provider leaves to the CPU
@@ -26,10 +27,11 @@ SOFTMAX_ROUTED = (
     "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
-LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
 # those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
 HYBRIDS = {
-    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),  # Gated DeltaNet
+    # Gated DeltaNet
+    **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),
     **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as the two below
     "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these
     "falcon_h1": ("hybrid",),  # and attention, side by side
@@ -37,9 +39,8 @@ HYBRIDS = {
 }
 # those whose layers may differ in the heads of their keys, or read the keys and values of others
 OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
-# older than transformers' interface for attention (see own_attention); their layers return attention weights as well
+# older than transformers' interface for attention (see own_attention)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-RETURN_TUPLES = (*OWN_ATTENTION, "bamba", "falcon_h1")  # whose layers return more than their hidden states, or those in a tuple
 # those with what has been run on a CPU alone, and what layers of hybrids have of that kind
 _CPU_ALONE = {
     **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
@@ -65,11 +66,11 @@ _PARTS = {
     "phi": ("", "layers", ("final_layernorm",), "rotary_emb"),
     **dict.fromkeys(
         (
-            "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
-            "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder",
-            "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3",
-            "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2",
-            "vaultgemma", "youtu", *OWN_HEADS, *MIXTURES,
+            "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2",
+            "gemma3_text", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
+            "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral",
+            "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss",
+            "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *OWN_HEADS, *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
@@ -172,6 +173,16 @@ def key_sources(config: Any) -> set[int]:
     return {source for source in sources if source is not None}
 
 
+def returns_tuple(model: torch.nn.Module, layer: torch.nn.Module) -> bool:
+    """Whether `layer` of `model` returns its hidden states in a tuple, and perhaps its attention's weights.
+
+    Those of GPT-J and CodeGen do until transformers 5.23, where their cache is called layer_past as it is in older models.
+    """
+    config: Any = model.config
+    old = config.model_type in OWN_ATTENTION and "layer_past" in inspect.signature(layer.forward).parameters
+    return old or config.model_type in ("bamba", "falcon_h1")
+
+
 def expands_latents(layer: torch.nn.Module) -> bool:
     """Whether the layer's attention expands keys and values from a latent, which alone transformers would cache."""
     return hasattr(getattr(layer, "self_attn", None), "expand_kv")
@@ -219,6 +230,8 @@ def declared(config: Any, name: str) -> Any:
 
 def rotary_base(config: Any, layer: int) -> float | None:
     """The rotary base that `layer` has for itself, 0: it turns nothing; None: the model's."""
+    if config.model_type == "lara_mini" and layer_kind(config, layer) == "full_attention":
+        return 0
     bases: list[float] | None = declared(config, "layer_rope_theta")
     return bases[layer] if bases else None
 

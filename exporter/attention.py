@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 ATTENTION_NAME = "skipdecode_onnx"
+# what models and layers call their cache, since transformers 5.24 and before; some layers still call it layer_past
+CACHE = "cache" if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters else "past_key_values"
 OPSET = 24  # Attention with a static KV buffer and TensorScatter need it; ONNX Runtime 1.31 reads up to 26
 
 

@@ -46,7 +46,7 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
         for name in form.names(file):
             where[name].append(file)
     stored = dequantised({name: partial(_read, form, holders, name) for name, holders in where.items()}, bones.config)
-    read = converted(stored, bones.config) | stored
+    read = converted(stored, bones.config, bones.shapes) | stored
     base = bones.parts.prefix.split(".")[0]
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:

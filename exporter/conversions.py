@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,22 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.dequantize import Read
 
 
-def converted(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
-    """Tensors that a file holds under other names or in pieces, by the model's parameter names; read when asked for.
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """Stands for the model, which is asked how large the parts of a tensor are."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Its shape alone; a file may lack the names' beginning."""
+        return torch.empty(next(shape for known, shape in self.shapes.items() if known.endswith(name)), device="meta")
+
+
+def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Read]:
+    """Tensors that a file holds under other names, in pieces or in one, by the model's parameter names; read when asked for.
+
+    Args:
+        shapes: of the model's parameters.
 
     Raises:
         ModelNotSupportedError: when read: pieces that do not fit together.
@@ -36,23 +51,29 @@ def converted(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
             pieces[parameter][pattern].append(name)
         elif parameter != name:
             found[parameter] = stored[name]
+    asked = {"config": config, "model": _Shapes(shapes)}
     for parameter, names in pieces.items():
         converter = next(rule for rule in converters if names.keys() <= {*rule.source_patterns})
-        found[parameter] = partial(_convert, converter, parameter, names, stored, config)
+        first = converter.target_patterns[0]
+        for target in converter.target_patterns:  # where a tensor becomes several, `parameter` is the first
+            name = parameter.replace(first, target)
+            found[name] = partial(_convert, converter, parameter, name, names, stored, asked)
     return found
 
 
 def _convert(
-    converter: WeightConverter, parameter: str, names: Mapping[str, list[str]], stored: Mapping[str, Read], config: Any
-) -> torch.Tensor:
+    converter: WeightConverter, parameter: str, name: str, names: Mapping[str, list[str]], stored: Mapping[str, Read],
+    asked: Mapping[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Of what transformers makes of `names` for `parameter` the tensor `name`."""
     for pattern, keys in names.items():
         for key in keys:
             converter.add_tensor(parameter, key, pattern, stored[key])
     try:
-        tensors: dict[str, torch.Tensor] = converter.convert(parameter, config=config)
-    except RuntimeError as error:  # of torch.stack and torch.cat
+        tensors: dict[str, torch.Tensor] = converter.convert(parameter, **asked)
+    except RuntimeError as error:  # of torch.stack, torch.cat and torch.split
         raise ModelNotSupportedError(f"{parameter} cannot be put together ({error})", "download the checkpoint again") from error
-    return tensors[parameter]
+    return tensors[name]
 
 
 def _by_numbers(name: str) -> list[Any]:

@@ -15,7 +15,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from skipdecode.exporter.attention import OPSET, onnx_attention
+from skipdecode.exporter.attention import CACHE, OPSET, onnx_attention
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
@@ -42,7 +42,7 @@ def _codegen(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
 
 def _with_neighbours_turned(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    *, position_ids: torch.Tensor, layer_past: Any, attention_mask: torch.Tensor, **_: Any,
+    *, position_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any,
 ) -> _Result:  # fmt: skip
     """Rotary embedding of elements 2i and 2i + 1 of the first `rotary_dim` of each head."""
     frequencies = 10000.0 ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
@@ -54,7 +54,7 @@ def _with_neighbours_turned(
         torch.onnx.ops.symbolic("RotaryEmbedding", (each, *tables), attributes, dtype=each.dtype, shape=each.shape, version=OPSET)
         for each in (query, key)
     )
-    return _attended(self, query, layer_past.update(key, value), attention_mask, self.out_proj)
+    return _attended(self, query, _cache(others).update(key, value), attention_mask, self.out_proj)
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any, **_: Any) -> _Result:
@@ -85,14 +85,18 @@ def _bloom(
     return out + residual, None
 
 
-def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any, **_: Any) -> _Result:
+def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> _Result:
     rows = self.Wqkv(hidden_states)
     rows = rows.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else rows
     query, key, value = (_heads(self, each) for each in rows.chunk(3, dim=2))
     slopes = -build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]
-    cached = past_key_values.update(key, value)
+    cached = _cache(others).update(key, value)
     settings = {"scaling": self.softmax_scale, "slot_bias": _alibi(slopes, cached)}
     return _attended(self, query, cached, attention_mask, self.out_proj, **settings)
+
+
+def _cache(others: dict[str, Any]) -> Any:
+    return others[CACHE if CACHE in others else "layer_past"]
 
 
 def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:

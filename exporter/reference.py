@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import CapacityError, ScheduleError
-from skipdecode.exporter.architectures import RETURN_TUPLES, decoder_layers, key_sources
+from skipdecode.exporter.architectures import decoder_layers, key_sources, returns_tuple
 from skipdecode.manifest import check_sources
 from skipdecode.schedule import Anchor, Schedule
 
@@ -38,13 +38,12 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
     check_sources(key_sources(model.config), schedule)
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
-    in_tuple = model.config.model_type in RETURN_TUPLES
     handles = []
     try:
         for index, layer in enumerate(layers):
             cap = schedule.cap(index)
             if cap is not None:
-                layer.forward = _sliced(layer.forward, start + cap, in_tuple)
+                layer.forward = _sliced(layer.forward, start + cap, returns_tuple(model, layer))
                 handles.append(layer)
         yield model
     finally:

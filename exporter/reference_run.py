@@ -25,7 +25,7 @@ from skipdecode.bindings import PAST_KEY, PAST_VALUE, of_layer, past
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
-from skipdecode.exporter.attention import widened
+from skipdecode.exporter.attention import CACHE, widened
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
@@ -122,7 +122,7 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     groups = state_layers(model.config, layers)
     cache = _cache(model.config, any(group.states for group in groups), len(prompt) + len(tokens))
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
-        model(torch.tensor([[*prompt, *tokens[:-1]]]), past_key_values=cache, use_cache=True)
+        model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=True, **{CACHE: cache})
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         keys = layer_keys(model.config, index)

@@ -69,7 +69,7 @@ def _check_calls(mixer: Any, function: str) -> None:
         missing = function if asked else "get_conv_state"
         raise ModelNotSupportedError(
             f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {missing}",
-            "install transformers 5.21 to 5.23, with which it was tested",
+            "install transformers 5.21 to 5.24, with which it was tested",
         )
 
 

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentio
 from skipdecode.bindings import PAST, PAST_KEY, PAST_VALUE, past, present
 from skipdecode.exporter import per_layer_inputs
 from skipdecode.exporter.architectures import DecoderParts, expands_latents
-from skipdecode.exporter.attention import OPSET, ScatterCache
+from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
 from skipdecode.graph_passes.stitch import LAYER_INDEX
 from skipdecode.manifest import Keys, State
@@ -115,7 +115,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         if "shared_kv_states" in names:
             arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
         # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
-        arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else "past_key_values"] = cache
+        arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else CACHE] = cache
         with as_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():
             out = self.layer(hidden, **arguments)
         if isinstance(out, tuple):  # and attention weights

@@ -129,6 +129,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
         "moe_layer_start_index": 0,
     },
+    "exaone": {},
     "exaone4": {"sliding_window": 5},
     "exaone_moe": {**_ROUTED, "num_experts": 8, "sliding_window": 5, **_ALL_MIXED},
     "falcon_h1": {
@@ -200,6 +201,14 @@ _RELATIVES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    # where all tokens are seen nothing is turned
+    "lara_mini": {
+        **_DELTA_NET,
+        **_EXPERTS,
+        **_SHARED,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"] * (LAYERS // 3),
+        "sliding_window": 5,
+    },
     "lfm2": {**_CONVS, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**_EXPERTS, **_CONVS, "num_experts": 5, "num_dense_layers": 0},
     "lfm3": {
@@ -241,6 +250,8 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**_DELTA_NET, "head_dim": 16, "rope_parameters": _THREE_POSITIONS},
     "qwen3_moe": {**_EXPERTS, "num_experts": 5, "head_dim": 16, "norm_topk_prob": True},
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, **_SHARED},
+    "sarvam_mla": {**_ROUTED, **_LATENT, "q_lora_rank": None, "n_routed_experts": 8, "first_k_dense_replace": 0},
+    "sarvam_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16, "first_k_dense_replace": 0},
     "seed_oss": {"head_dim": 16},
     "smollm3": {},  # every fourth layer rotates nothing
     "solar_open": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16},
