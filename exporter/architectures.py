@@ -51,6 +51,8 @@ _CPU_ALONE = {
     "conv": "layers with short convolutions",
     **dict.fromkeys(("mlp", "moe"), "layers without attention"),
 }
+# those whose final norm, which has no weights, is also between embedding and layers
+NORM_ON_BOTH_ENDS = ("nanochat",)
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
@@ -69,7 +71,7 @@ _PARTS = {
             "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2",
             "gemma3_text", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense", "hyperclovax",
             "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral",
-            "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss",
+            "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss",
             "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *OWN_HEADS, *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),

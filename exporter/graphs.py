@@ -208,7 +208,7 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
     owner_path = _path_of(model, parts.owner)
     if input_size(config):
         widen_embedding(parts.owner, bones.config, bones.shapes)
-    embed = trace_embed(parts)
+    embed = trace_embed(parts, final)
     head = trace_head(model, parts.owner, final, bones.hidden_size, bones.dtype)
     for graph, title in ((embed, "embed"), (head, "head")):
         clean_trace(graph)

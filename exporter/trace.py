@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentio
 
 from skipdecode.bindings import PAST, PAST_KEY, PAST_VALUE, past, present
 from skipdecode.exporter import per_layer_inputs
-from skipdecode.exporter.architectures import DecoderParts, expands_latents
+from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, expands_latents
 from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
 from skipdecode.graph_passes.stitch import LAYER_INDEX
@@ -44,14 +44,17 @@ class LayerArrays:
 class _Embed(torch.nn.Module):  # type: ignore[misc]
     """input_ids [B,S] int64, position_ids [B,S] int64 -> hidden [B,S,H]."""
 
-    def __init__(self, parts: DecoderParts) -> None:
+    def __init__(self, parts: DecoderParts, final: Sequence[torch.nn.Module]) -> None:
         super().__init__()
         self.owner = parts.owner
+        self.norms = torch.nn.ModuleList(final if parts.owner.config.model_type in NORM_ON_BOTH_ENDS else [])
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if per_layer_inputs.input_size(self.owner.config):
             return per_layer_inputs.embedded(self.owner, input_ids)
         hidden: torch.Tensor = self.owner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        for norm in self.norms:
+            hidden = norm(hidden)
         return hidden
 
 
@@ -165,10 +168,10 @@ def _as_they_come(_ids: object = None, inputs_embeds: torch.Tensor | None = None
     return out
 
 
-def trace_embed(parts: DecoderParts) -> ir.Model:
-    """The embedding's graph; `parts.owner` must have no layers left and identity final norms."""
+def trace_embed(parts: DecoderParts, final: Sequence[torch.nn.Module]) -> ir.Model:
+    """The embedding's graph; `parts.owner` must have no layers left and, in the place of the `final` norms, identities."""
     inputs = {name: torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for name in ("input_ids", "position_ids")}
-    return _export(_Embed(parts), inputs, {name: {0: "B", 1: "S"} for name in inputs}, ["hidden"])
+    return _export(_Embed(parts, final), inputs, {name: {0: "B", 1: "S"} for name in inputs}, ["hidden"])
 
 
 def trace_layer(

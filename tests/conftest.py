@@ -224,6 +224,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
     "mpt": {},
+    "nanochat": {},
     "nemotron": {"head_dim": 32},
     "nemotron_h": {
         **_ROUTED,
