@@ -13,7 +13,8 @@ unless the factor is 1. The older kernel is the quicker one for a key's second q
 A decode step in int4 at batch 1 among 100, 512 and 1900 positions, two bundles in one process taking turns (AMD EPYC with
 AVX-512, 2 cores): 16 layers of 1024, 16 query and 4 key heads of 64, 1.04x (32 positions), 1.09x, 1.18x as fast; 6 of 2048, 32
 and 8, 1.08x, 1.05x, 1.17x; 8 of 896, 14 and 2, 1.05x, 1.10x, 1.17x; 15 and 5 heads 0.99x, 0.99x, 1.12x; 12 and 12 0.96x, 0.99x,
-1.00x; heads of 128, 16 and 8, 1.00x, 0.93x, 0.75x. A scale of 1 alone, 64 and 8 heads of 64 with sinks: the operator 1.5x.
+1.00x; heads of 128, 16 and 8, 1.00x, 0.93x, 0.75x; of 128 read by 4 to 8 queries (32 and 8, 12 and 2, 28 and 4, 16 and 2) 0.97x
+to 1.01x, 1.00x to 1.03x, 0.99x to 1.05x. A scale of 1 alone, 64 and 8 heads of 64 with sinks: the operator 1.5x.
 """
 
 from __future__ import annotations

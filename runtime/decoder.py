@@ -39,7 +39,7 @@ class Decoder:
         prefill_chunk: prompt tokens a pass.
 
     Attributes:
-        logits: [B,V] float32, of the next tokens, on the host.
+        logits: [B,V] float32, of the next tokens, on the host; after `keep` of the rows that are left.
         bound: ids [B,1], positions [B,1], `seqlens_k` [B], `last` [B] and logits [B,V] as engines see them, by their names in
             `bindings`.
     """
@@ -60,6 +60,7 @@ class Decoder:
         self.slots = self.slots_for(max(prompt_lengths), new)
         self.kv = KVBuffer(model, rows, self.slots, memory)
         self._step, self._by_step = 0, schedule.anchor is Anchor.GENERATED
+        self._first = 0  # rows before it are gone
         self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
@@ -81,10 +82,7 @@ class Decoder:
         self.logits: FloatArray
         self._receive: Call | None
         self.logits, self.bound[names.LOGITS], self._receive = memory.result((rows, model.vocab_size), np.float32)
-        inputs = {name: self.bound[name] for name in (names.INPUT_IDS, names.POSITION_IDS)}
-        self._embed = engines.embed.bind(inputs, {names.HIDDEN: self._hidden})
-        top = {names.HIDDEN: self._hidden, names.LAST: self.bound[names.LAST]}
-        self._head = engines.head.bind(top, {names.LOGITS: self.bound[names.LOGITS]})
+        self._embed, self._head = self._ends()
         self._prefill = Prefill(engines, model, schedule, self.kv, prefill_chunk, self.bound)
         self._climbs: dict[tuple[int, int], Call] = {}
         self._routes: dict[int | bytes, Route] = {}
@@ -131,7 +129,7 @@ class Decoder:
         """
         route = self.route()
         ids, positions, seqlens_k, totals, lengths = self._views
-        for row, token in enumerate(tokens):
+        for row, token in enumerate(tokens, self._first):
             position = lengths[row]
             ids[row], positions[row], seqlens_k[row] = token, position, position
             totals[row] = lengths[row] = position + 1
@@ -143,6 +141,20 @@ class Decoder:
         if self._receive is not None:
             self._receive()
         return route.deepest
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with some rows alone, which move to the last places; for engines on the host.
+
+        Args:
+            rows: of those that there are, rising. What `decode_step` takes and `logits` holds is of these from here on.
+        """
+        first = len(self._ids) - len(rows)
+        for place, row in reversed([*zip(range(first, len(self._ids)), rows, strict=True)]):  # so none is written over unread
+            self.kv.move(self._first + row, place)
+        self.logits = self.logits[first - self._first :]
+        self._first = first
+        self._embed, self._head = self._ends()
+        self._routes.clear()
 
     def send_positions(self, positions: IntArray) -> None:
         """Tell a device's engines each row's position [B], which is the number of valid slots before it."""
@@ -164,17 +176,27 @@ class Decoder:
         """The next step's route, found once for each combination of layer counts: the search took half the loop's time."""
         if self._by_step:
             count = self.schedule.layers_at(self._step)
-            return self._routes.get(count) or self._new_route(count, np.full(len(self._ids), count))
-        counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths.tolist()])
+            return self._routes.get(count) or self._new_route(count, np.full(len(self._ids) - self._first, count))
+        counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths[self._first :].tolist()])
         key = counts.tobytes()
         return self._routes.get(key) or self._new_route(key, counts)
 
     def _new_route(self, key: int | bytes, counts: IntArray) -> Route:
         """`counts` [B]: how many layers each row computes in this step, never falling from row to row."""
-        starts = np.searchsorted(counts, self._needed).tolist()
-        climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(counts)]
+        starts = (self._first + np.searchsorted(counts, self._needed)).tolist()
+        climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(self._ids)]
         self._routes[key] = Route(calls=(self._embed, *climbs, self._head), deepest=int(counts[-1]))
         return self._routes[key]
+
+    def _ends(self) -> tuple[Call, Call]:
+        """Embedding and head on the rows that there are."""
+        rows = slice(self._first, None)
+        ids, positions, last, logits = (
+            self.bound[name][rows] for name in (names.INPUT_IDS, names.POSITION_IDS, names.LAST, names.LOGITS)
+        )
+        hidden = self._hidden[rows]
+        embed = self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: positions}, {names.HIDDEN: hidden})
+        return embed, self._engines.head.bind({names.HIDDEN: hidden, names.LAST: last}, {names.LOGITS: logits})
 
     def _climb(self, index: int, start: int) -> Call:
         """Segment `index` on rows `start ..`, bound when first needed."""

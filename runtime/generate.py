@@ -17,12 +17,15 @@ from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings
 from skipdecode.kv_buffer import IntArray
+from skipdecode.memory import HostMemory
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines
 from skipdecode.text import Tokenizer
 from skipdecode.trace import Trace, traced
+
+_Tokens = tuple[list[int], list[int], int | None]  # user's rows, a token of each, the step's layers; None: the prompts'
 
 
 class Generator:
@@ -120,9 +123,8 @@ class Generator:
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
         on_host = self.engines.turn_around is None or self._trace is not None  # a trace wants each step waited for
         tokens = self._host_tokens if on_host else self._device_tokens
-        places, left = order.tolist(), len(rows)
-        prompts = [rows[place].prompt_ids for place in places]
-        for found, layers in tokens(prompts, max_new_tokens, sampling, order, chosen, stop_ids):
+        left = len(rows)
+        for places, found, layers in tokens(rows, max_new_tokens, sampling, order, chosen, stop_ids):
             newest: list[int | None] = [None] * len(rows)
             for place, token in zip(places, found, strict=True):
                 if rows[place].finish_reason is None:
@@ -133,32 +135,40 @@ class Generator:
                 return
 
     def _host_tokens(
-        self, prompts: list[list[int]], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, _: Sequence[int]
-    ) -> Iterator[tuple[list[int], int | None]]:
-        """Each step's tokens, chosen on the host, and its layers; None: the prompts'."""
+        self, rows: list[Row], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, _: Sequence[int]
+    ) -> Iterator[_Tokens]:
+        """Tokens chosen on the host. Rows that have ended stay until half have, because those behind them move then."""
         started = time.perf_counter()
+        places = order.tolist()
+        prompts = [rows[place].prompt_ids for place in places]
         decoder = self.decoder([len(prompt) for prompt in prompts], new, schedule)
         traced(self._trace, "prefill", decoder.prefill)(prompts)
         self._prefill_s = time.perf_counter() - started
         decode_step = traced(self._trace, "decode step", decoder.decode_step, result="layers")
         choose = traced(self._trace, "choose tokens", choose_tokens)
         tokens = choose(decoder.logits, sampling, order, 0).tolist()
-        yield tokens, None
+        yield places, tokens, None
         for step in range(1, new):
+            if len(places) > 1 and isinstance(decoder.memory, HostMemory):
+                going = [index for index, place in enumerate(places) if rows[place].finish_reason is None]
+                if 2 * len(going) <= len(places):
+                    decoder.keep(going)
+                    places, tokens, order = [places[i] for i in going], [tokens[i] for i in going], order[going]
             layers = decode_step(tokens)
             tokens = choose(decoder.logits, sampling, order, step).tolist()
-            yield tokens, layers
+            yield places, tokens, layers
 
     def _device_tokens(
-        self, prompts: list[list[int]], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, stop_ids: Sequence[int]
-    ) -> Iterator[tuple[list[int], int | None]]:
-        """The same, chosen on the device."""
+        self, rows: list[Row], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, stop_ids: Sequence[int]
+    ) -> Iterator[_Tokens]:
+        """Tokens chosen on the device."""
         started = time.perf_counter()
+        prompts = [rows[place].prompt_ids for place in order.tolist()]
         loop = self._loop([len(prompt) for prompt in prompts], new, schedule)
         for tokens, layers in loop.tokens(prompts, new, sampling, order, stop_ids):
             if layers is None:
                 self._prefill_s = time.perf_counter() - started
-            yield tokens, layers
+            yield order.tolist(), tokens, layers
 
     def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
         """The last loop, with its buffers and graphs, where it has room for this; else a new one."""

@@ -109,9 +109,10 @@ class KVBuffer:
                 start, end = end, end + rows * math.prod(shape)
                 arrays[name] = block[start:end].reshape(rows, *shape)
         self._has = [count > 0 for count in slots]
-        self._constant = [
-            arrays[name] for layer, arrays in enumerate(self.layers) if arrays for name in constant_state(model, layer)
-        ]
+        constant = [constant_state(model, layer) for layer in range(len(slots))]
+        named = [(array, name in constant[layer]) for layer, arrays in enumerate(self.layers) for name, array in arrays.items()]
+        self._constant = [array for array, is_constant in named if is_constant]
+        self._with_slots = [array for array, is_constant in named if not is_constant]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:
@@ -126,6 +127,15 @@ class KVBuffer:
     def read(self, layers: Sequence[int], rows: slice) -> dict[str, Any]:
         """What `layers` read of others, by the names of their engine's inputs: keys and values with the new tokens' in them."""
         return {names.present(name): self.layers[source][name][rows] for source, name in keys_read(self._model, layers)}
+
+    def move(self, row: int, place: int) -> None:
+        """Let `row` lie at `place`, over the row that was there; on the host."""
+        length = int(self.lengths[row])
+        for array in self._constant:
+            array[place] = array[row]
+        for array in self._with_slots:
+            array[place, :, :length] = array[row, :, :length]
+        self.lengths[place] = length
 
     def clear(self) -> None:
         """Forget what states have summed up; keys and values are written before they are read."""

@@ -80,7 +80,7 @@ def main() -> None:
                 # what is drawn in int8 differs from processor to processor
                 hows = {"greedy": OPTIONS["greedy"]} if name.endswith("int8") else OPTIONS
                 for how, chosen in hows.items():
-                    # ended rows ride along in Python and are freed in C++: with absolute positions `layers` shows it
+                    # ended rows ride along in Python until half have: with absolute positions `layers` shows it
                     options = {**chosen, "ignore_eos": True} if "absolute" in name else chosen
                     case = {"bundle": name, "name": f"{name}, {asked}, {how}", "prompts": prompts, "options": options}
                     cases.append({**case, "expected": run(generator, prompts, options)})

@@ -55,7 +55,7 @@ def assert_gives_what_python_gives(driver: Driver, bundle: Path, lengths: list[i
     prompts, logits = clear_prompts(generator, lengths, 5e-3)
     asked = {"bundle": bundle, "prompts": prompts}
     for options in OPTIONS.values():
-        chosen = {**options, "ignore_eos": True}  # ended rows ride along in Python and are freed in C++
+        chosen = {**options, "ignore_eos": True}  # ended rows ride along in Python until half have, and are freed in C++
         assert driver.ask(command="generate", **asked, **chosen) == run(generator, prompts, chosen)
     found = driver.ask(command="logits", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
     np.testing.assert_allclose(np.array(found)[:, :16], logits, atol=1e-3, rtol=0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
 import skipdecode
+from skipdecode.decoder import Decoder
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.generate import Generator
 from skipdecode.schedule import Schedule
@@ -64,8 +68,6 @@ def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: 
     free = generator.generate(prompts, max_new_tokens=10, ignore_eos=True)
     stop = free.sequences[1].token_ids[3]
     model = generator.manifest.model
-    import dataclasses
-
     monkeypatch.setattr(
         generator, "manifest", dataclasses.replace(generator.manifest, model=dataclasses.replace(model, eos_token_ids=(stop,)))
     )
@@ -74,6 +76,23 @@ def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: 
             assert (row.token_ids, row.finish_reason) == (whole.token_ids[: whole.token_ids.index(stop) + 1], "stop")
         else:
             assert (row.token_ids, row.finish_reason) == (whole.token_ids, "length")
+
+
+def test_rows_go_on_alone_when_half_of_them_have_ended(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[5, 6], [9, 8, 7], [11], [40, 3, 9, 9]]
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True, "seed": 3, "temperature": 3.0}
+    free = [row.token_ids for row in generator.generate(prompts, ignore_eos=True, **how).sequences]
+    stops = (free[0][2], free[1][9], free[3][5])
+    expected = [ids[: next((at + 1 for at, token in enumerate(ids) if token in stops), 16)] for ids in free]
+    assert len({len(ids) for ids in expected}) == len(prompts)
+    kept: list[int] = []
+    keep = Decoder.keep
+    monkeypatch.setattr(Decoder, "keep", lambda decoder, rows: (kept.append(len(rows)), keep(decoder, rows)))
+    model = dataclasses.replace(generator.manifest.model, eos_token_ids=stops)
+    monkeypatch.setattr(generator, "manifest", dataclasses.replace(generator.manifest, model=model))
+    found = generator.generate(prompts, **how)
+    assert [row.token_ids for row in found.sequences] == expected
+    assert kept == [2, 1]
 
 
 def test_a_seed_repeats_and_another_differs(generator: Generator) -> None:
