@@ -10,11 +10,15 @@ Why: for one new token ONNX Runtime 1.32 has a kernel that reads each key by a d
 which it takes where there are sinks (one of -inf takes nothing). MLAS packs a matrix before it multiplies a single row by it,
 unless the factor is 1. The older kernel is the quicker one for a key's second query and those after it, not for the first.
 
-A decode step in int4 at batch 1 among 100, 512 and 1900 positions, two bundles in one process taking turns (AMD EPYC with
-AVX-512, 2 cores): 16 layers of 1024, 16 query and 4 key heads of 64, 1.04x (32 positions), 1.09x, 1.18x as fast; 6 of 2048, 32
-and 8, 1.08x, 1.05x, 1.17x; 8 of 896, 14 and 2, 1.05x, 1.10x, 1.17x; 15 and 5 heads 0.99x, 0.99x, 1.12x; 12 and 12 0.96x, 0.99x,
-1.00x; heads of 128, 16 and 8, 1.00x, 0.93x, 0.75x; of 128 read by 4 to 8 queries (32 and 8, 12 and 2, 28 and 4, 16 and 2) 0.97x
-to 1.01x, 1.00x to 1.03x, 0.99x to 1.05x. A scale of 1 alone, 64 and 8 heads of 64 with sinks: the operator 1.5x.
+A decode step in int4 at batch 1, 16 layers of 1024 with 16 query and 4 key heads of 64, in one segment, two pairs of bundles
+that were exported one after another, taking turns in one process (AMD EPYC with AVX-512, 2 cores): among 400, 700 and 1900
+positions 1.02x to 1.06x, 1.06x to 1.10x and 1.19x as fast; among 200 and 300, where both are the same, 0.99x to 1.01x; among 32
+the `If` costs 6 to 9 us a layer, 0.97x and 0.98x. (Bundles of different age differ by up to a tenth: the pages of their files
+lie differently.)
+
+The operator alone, 8 layers taking turns, among 100, 500 and 2000 positions: 16 and 4 heads of 64 1.5x, 2.2x, 1.6x; 32 and 8
+1.7x, 1.7x, 2.4x; of 128, 16 and 8 1.3x, 0.8x, 0.7x, 32 and 8 1.5x, 1.2x, 0.9x, 28 and 4 1.5x, 1.5x, 1.0x. A scale of 1 alone,
+64 and 8 heads of 64 with sinks: 1.5x.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from skipdecode.graph_passes.lower_attention import add_constant
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
-_WORTH = 40_960  # numbers of a query times positions from which the older kernel saves what the `If` takes
+_WORTH = 262_144  # numbers of a query times positions from which the older kernel is the quicker one in a step
 _SHARE = 8  # of the positions that the KV buffer may have, one in so many may be fewer than that
 _QUERIES, _HEAD_SIZE = 4, 64  # of a key at least, of a head at most
 _SINKS = 11  # the operator's input

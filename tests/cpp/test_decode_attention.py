@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.graph_passes import decode_attention
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import CONFIGS
 from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_gives
@@ -16,13 +17,15 @@ from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_g
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Queries of 256 numbers: the other kernel is taken from 160 positions on, between the two sets of prompts."""
+    """Queries of 256 numbers: the other kernel is taken from 160 positions on here, between the two sets of prompts."""
     folder = tmp_path_factory.mktemp("attention")
     config = CONFIGS["llama"]()
     config.num_attention_heads, config.num_key_value_heads, config.max_position_embeddings = 16, 2, 3 * LONG
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10)
-    export(ExportRequest(model=str(folder / "model"), out=folder / "bundle", schedule=schedule, max_batch=4, slim=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_attention, "_WORTH", 40_960)
+        export(ExportRequest(model=str(folder / "model"), out=folder / "bundle", schedule=schedule, max_batch=4, slim=True))
     return folder / "bundle"
 
 

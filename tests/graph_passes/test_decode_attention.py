@@ -11,8 +11,8 @@ import pytest
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from tests.graph_passes.running import Array, run_model
 
-HEADS, KV_HEADS, SIZE = 32, 8, 64  # 2048 wide: the other kernel pays from 20 positions on
-SLOTS, FEW, MANY = 160, 9, 100
+HEADS, KV_HEADS, SIZE = 32, 8, 64  # 2048 wide: the other kernel pays from 128 positions on
+SLOTS, FEW, MANY = 1024, 9, 300
 
 
 def _value(name: str, shape: list[Any], kind: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
