@@ -10,11 +10,10 @@ Why: for one new token ONNX Runtime 1.32 has a kernel that reads each key by a d
 which it takes where there are sinks (one of -inf takes nothing). MLAS packs a matrix before it multiplies a single row by it,
 unless the factor is 1. The older kernel is the quicker one for a key's second query and those after it, not for the first.
 
-A decode step in int4 at batch 1, 16 layers of 1024 with 16 query and 4 key heads of 64, in one segment, two pairs of bundles
-that were exported one after another, taking turns in one process (AMD EPYC with AVX-512, 2 cores): among 400, 700 and 1900
-positions 1.02x to 1.06x, 1.06x to 1.10x and 1.19x as fast; among 200 and 300, where both are the same, 0.99x to 1.01x; among 32
-the `If` costs 6 to 9 us a layer, 0.97x and 0.98x. (Bundles of different age differ by up to a tenth: the pages of their files
-lie differently.)
+A decode step in int4 at batch 1, 16 layers of 1024 with 16 query and 4 key heads of 64, in one segment, four pairs of bundles
+that were exported one after another, taking turns in one process (AMD EPYC with AVX-512, 2 cores): among 1900 positions 1.14x
+to 1.19x as fast, among 700 1.06x and 1.10x, among 400 and 500 0.99x to 1.06x; the `If` costs 6 to 20 us a layer, so that among
+32 and 100 it is 0.95x to 0.98x. (Bundles of different age differ by up to a tenth: the pages of their files lie differently.)
 
 The operator alone, 8 layers taking turns, among 100, 500 and 2000 positions: 16 and 4 heads of 64 1.5x, 2.2x, 1.6x; 32 and 8
 1.7x, 1.7x, 2.4x; of 128, 16 and 8 1.3x, 0.8x, 0.7x, 32 and 8 1.5x, 1.2x, 0.9x, 28 and 4 1.5x, 1.5x, 1.0x. A scale of 1 alone,
