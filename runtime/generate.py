@@ -163,12 +163,13 @@ class Generator:
     ) -> Iterator[_Tokens]:
         """Tokens chosen on the device."""
         started = time.perf_counter()
-        prompts = [rows[place].prompt_ids for place in order.tolist()]
+        places = order.tolist()
+        prompts = [rows[place].prompt_ids for place in places]
         loop = self._loop([len(prompt) for prompt in prompts], new, schedule)
         for tokens, layers in loop.tokens(prompts, new, sampling, order, stop_ids):
             if layers is None:
                 self._prefill_s = time.perf_counter() - started
-            yield order.tolist(), tokens, layers
+            yield places, tokens, layers
 
     def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
         """The last loop, with its buffers and graphs, where it has room for this; else a new one."""

@@ -103,16 +103,16 @@ class KVBuffer:
         self.layers: list[dict[str, Any]] = [{} for _ in slots]
         self._model = model
         block = memory.floats((rows * sum(math.prod(shape) for state in states for shape in state.values()),))
+        self._constant: list[Any] = []
+        self._with_slots: list[Any] = []
         end = 0  # in numbers
-        for arrays, state in zip(self.layers, states, strict=True):
+        for layer, (arrays, state) in enumerate(zip(self.layers, states, strict=True)):
+            constant = constant_state(model, layer)
             for name, shape in state.items():
                 start, end = end, end + rows * math.prod(shape)
                 arrays[name] = block[start:end].reshape(rows, *shape)
+                (self._constant if name in constant else self._with_slots).append(arrays[name])
         self._has = [count > 0 for count in slots]
-        constant = [constant_state(model, layer) for layer in range(len(slots))]
-        named = [(array, name in constant[layer]) for layer, arrays in enumerate(self.layers) for name, array in arrays.items()]
-        self._constant = [array for array, is_constant in named if is_constant]
-        self._with_slots = [array for array, is_constant in named if not is_constant]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:

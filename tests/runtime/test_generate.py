@@ -63,14 +63,16 @@ def test_threads_are_no_more_than_the_machine_has_cores(zoo: Zoo, threads: int) 
         skipdecode.load(zoo.bundle("llama"), threads=threads)
 
 
+def _end_at(generator: Generator, monkeypatch: pytest.MonkeyPatch, *stops: int) -> None:
+    model = dataclasses.replace(generator.manifest.model, eos_token_ids=stops)
+    monkeypatch.setattr(generator, "manifest", dataclasses.replace(generator.manifest, model=model))
+
+
 def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5, 6], [9, 8, 7], [11]]
     free = generator.generate(prompts, max_new_tokens=10, ignore_eos=True)
     stop = free.sequences[1].token_ids[3]
-    model = generator.manifest.model
-    monkeypatch.setattr(
-        generator, "manifest", dataclasses.replace(generator.manifest, model=dataclasses.replace(model, eos_token_ids=(stop,)))
-    )
+    _end_at(generator, monkeypatch, stop)
     for row, whole in zip(generator.generate(prompts, max_new_tokens=10).sequences, free.sequences, strict=True):
         if stop in whole.token_ids:
             assert (row.token_ids, row.finish_reason) == (whole.token_ids[: whole.token_ids.index(stop) + 1], "stop")
@@ -88,8 +90,7 @@ def test_rows_go_on_alone_when_half_of_them_have_ended(generator: Generator, mon
     kept: list[int] = []
     keep = Decoder.keep
     monkeypatch.setattr(Decoder, "keep", lambda decoder, rows: (kept.append(len(rows)), keep(decoder, rows)))
-    model = dataclasses.replace(generator.manifest.model, eos_token_ids=stops)
-    monkeypatch.setattr(generator, "manifest", dataclasses.replace(generator.manifest, model=model))
+    _end_at(generator, monkeypatch, *stops)
     found = generator.generate(prompts, **how)
     assert [row.token_ids for row in found.sequences] == expected
     assert kept == [2, 1]
