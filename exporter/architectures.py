@@ -11,7 +11,7 @@ import torch
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
-from skipdecode.manifest import Keys
+from skipdecode.model import Keys
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4 and Nemotron-H may have none
 MIXTURES = (

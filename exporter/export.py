@@ -32,6 +32,7 @@ from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.plan import Plan, plan_variants
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS, Quantization
 from skipdecode.graph_passes.stitch import stitch
+from skipdecode.model import Model, check_sources
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 
@@ -140,7 +141,7 @@ def _schedule(request: ExportRequest, config: Any) -> Schedule:
     sources = key_sources(config)
     warmup = max(request.schedule.warmup_layers, *(source + 1 for source in sources), 0)
     schedule = build_schedule(replace(request.schedule, warmup_layers=warmup), config.num_hidden_layers)
-    manifest.check_sources(sources, schedule)  # a table says its own
+    check_sources(sources, schedule)  # a table says its own
     return schedule
 
 
@@ -314,7 +315,7 @@ def _write_manifest(
     paths = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     result = manifest.Manifest(
         format_version=manifest.FORMAT_VERSION,
-        model=manifest.Model(
+        model=Model(
             name=Path(request.model).name,
             model_type=config.model_type,
             num_layers=config.num_hidden_layers,

@@ -37,7 +37,7 @@ from skipdecode.exporter.weights import WeightFile
 from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
-from skipdecode.manifest import Keys, StateLayers, kept
+from skipdecode.model import Keys, StateLayers, kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

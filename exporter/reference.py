@@ -14,7 +14,7 @@ import torch
 
 from skipdecode.errors import CapacityError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers, key_sources, returns_tuple
-from skipdecode.manifest import check_sources
+from skipdecode.model import check_sources
 from skipdecode.schedule import Anchor, Schedule
 
 

@@ -32,7 +32,7 @@ from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
-from skipdecode.manifest import kept
+from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
 # of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model

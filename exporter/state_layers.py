@@ -18,7 +18,7 @@ import transformers
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import key_source, layer_keys, layer_kind
 from skipdecode.exporter.attention import OPSET, ScatterCache
-from skipdecode.manifest import Keys, State, StateLayers
+from skipdecode.model import Keys, State, StateLayers
 
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"

@@ -25,7 +25,7 @@ from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, e
 from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
 from skipdecode.graph_passes.stitch import LAYER_INDEX
-from skipdecode.manifest import Keys, State
+from skipdecode.model import Keys, State
 
 IR_VERSION = 10
 _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a dimension of 0 or 1 dynamic

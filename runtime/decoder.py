@@ -13,8 +13,8 @@ from skipdecode.device import Call
 from skipdecode.engines import Engines, bind_segment
 from skipdecode.errors import CapacityError
 from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
-from skipdecode.manifest import Model
 from skipdecode.memory import Array, HostMemory
+from skipdecode.model import Model
 from skipdecode.prefill import PREFILL_CHUNK, Prefill
 from skipdecode.schedule import Anchor, Schedule
 

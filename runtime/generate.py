@@ -18,6 +18,7 @@ from skipdecode.errors import CapacityError
 from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings
 from skipdecode.kv_buffer import IntArray
 from skipdecode.memory import HostMemory
+from skipdecode.model import check_sources
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule import Schedule, full_depth
@@ -231,7 +232,7 @@ class Generator:
         )
         if not fits:
             raise CapacityError("the schedule cuts through a segment of this bundle", "export the model with it")
-        manifests.check_sources(self.manifest.model.key_sources, schedule)
+        check_sources(self.manifest.model.key_sources, schedule)
 
     def _check(self, rows: list[Row], max_new_tokens: int) -> None:
         limits, vocabulary = self.manifest.limits, self.manifest.model.vocab_size

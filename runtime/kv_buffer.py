@@ -14,8 +14,9 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
-from skipdecode.manifest import Manifest, Model, Target
+from skipdecode.manifest import Manifest, Target
 from skipdecode.memory import Memory
+from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
 # TensorRT-RTX 1.7.1 builds no two layers for prompts of at most 32 tokens a pass, and a pass has no more tokens than slots

@@ -6,94 +6,17 @@ import dataclasses
 import hashlib
 import json
 import reprlib
-import types
-import typing
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from skipdecode.errors import BundleError, ScheduleError, SkipDecodeError
-from skipdecode.schedule import Anchor, Schedule, active_layers
+from skipdecode.errors import BundleError, SkipDecodeError
+from skipdecode.model import Model, check_sources, sources_hold, states_hold
+from skipdecode.schedule import Schedule, active_layers
+from skipdecode.strict_json import MalformedError, decode
 
 FORMAT_VERSION = 4
 MANIFEST = "bundle.json"
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """Sizes of a layer's keys, and of its values."""
-
-    num_heads: int  # KVH
-    head_size: int  # D
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """An array that has one size whatever the length, zeros before a row's first token."""
-
-    name: str  # its engine reads past_{name}.{l} and writes present_{name}.{l}
-    shape: tuple[int, ...]  # of one row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateLayers:
-    """Layers that keep the same: keys and values, or those of another layer, and the states of linear attention and its like."""
-
-    layers: tuple[int, ...]  # rising
-    keys: Keys | None  # None: they have none of their own
-    keys_of: int | None  # a layer below, computed at every position, whose keys and values they read
-    states: tuple[State, ...]
-
-    @property
-    def anything(self) -> bool:
-        """Whether they keep anything of a row."""
-        return self.keys is not None or bool(self.states)
-
-
-def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
-    """The group that `layer` is in; where it is in none, one that has `keys`."""
-    own = next((group for group in groups if layer in group.layers), None)
-    return own or StateLayers(layers=(layer,), keys=keys, keys_of=None, states=())
-
-
-def check_sources(sources: Collection[int], schedule: Schedule) -> None:
-    """Raises ScheduleError where one of `sources`, whose keys and values others read, is not computed at every position."""
-    skipped = [layer for layer in sources if schedule.cap(layer) is not None]
-    if skipped:
-        raise ScheduleError(
-            f"skips layer {min(skipped)}, whose keys and values later layers read at every position",
-            f"give {max(sources) + 1} warm-up layers or more", where=f"{schedule.name} schedule",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Identity and dimensions of the exported model."""
-
-    name: str
-    model_type: str
-    num_layers: int  # L
-    hidden_size: int  # H, between layers
-    num_heads: int  # NH
-    num_kv_heads: int  # KVH, and
-    head_size: int  # D, of a layer in none of `state_layers`
-    vocab_size: int  # V
-    num_parameters: int  # tied weights once
-    state_layers: tuple[StateLayers, ...]  # every other layer has keys and values of those sizes, and nothing else
-    eos_token_ids: tuple[int, ...]  # empty: no token ends a row
-
-    def kept(self, layer: int) -> StateLayers:
-        """What `layer` keeps."""
-        keys = Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
-        return kept(self.state_layers, keys, layer)
-
-    @property
-    def key_sources(self) -> frozenset[int]:
-        """The layers whose keys and values others read."""
-        return frozenset(group.keys_of for group in self.state_layers if group.keys_of is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,20 +92,21 @@ class Manifest:
         depth = self.model.num_layers
         layers = [layer for segment in self.segments for layer in segment]
         # lengths are compared first: a depth of 10**9 is refused before anything of that size is made
+        covered = len(layers) == depth and layers == list(range(depth)) and all(self.segments)
         caps = tuple(map(self.schedule.cap, range(depth))) if len(self.kv_slots) == depth else None
         checks = (
             (self.format_version == FORMAT_VERSION, "format_version", "is another"),
             (self.dtype in ITEM_BYTES, "dtype", f"is none of {', '.join(ITEM_BYTES)}"),
             (self.schedule.num_layers == depth, "schedule.num_layers", f"differs from the model's {depth} layers"),
-            (len(layers) == depth and layers == list(range(depth)), "segments", "do not cover each layer once"),
+            (covered, "segments", "do not cover each layer once"),
             (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),
             ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one"),
             (len({v.num_layers for v in self.variants}) == len(self.variants), "variants", "are not distinct"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
-            (_states_hold(self.model), "model.state_layers", "have layers that are none, or twice, or states that are none"),
-            (_sources_hold(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
+            (states_hold(self.model), "model.state_layers", "have layers that are none, or twice, or states that are none"),
+            (sources_hold(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
             (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
@@ -224,9 +148,11 @@ def read(bundle: Path) -> Manifest:
     path = bundle / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise BundleError("there is no bundle.json here", "name the folder that skip-export wrote", where=str(bundle)) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"cannot be read ({error})", "export the model again", where=str(path)) from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
@@ -236,7 +162,9 @@ def read(bundle: Path) -> Manifest:
             where=str(path),
         )
     try:
-        manifest: Manifest = _decode(Manifest, data, "")
+        manifest: Manifest = decode(Manifest, data)
+    except MalformedError as error:
+        raise BundleError(str(error), "export the model again", where=MANIFEST) from error
     except BundleError:
         raise
     except SkipDecodeError as error:
@@ -300,64 +228,3 @@ def _weights_hold(target: Target) -> bool:
 def _sizes_hold(value: Model | Limits) -> bool:
     """Whether every number is one that a size can be: what divides by it or multiplies it is safe."""
     return all(0 < number < 2**63 for number in dataclasses.astuple(value) if isinstance(number, int))
-
-
-def _states_hold(model: Model) -> bool:
-    layers = [layer for group in model.state_layers for layer in group.layers]
-    rising = all(
-        before < after for group in model.state_layers for before, after in pairwise((-1, *group.layers, model.num_layers))
-    )
-    return rising and len({*layers}) == len(layers) and all(map(_kept_once, model.state_layers))
-
-
-def _kept_once(group: StateLayers) -> bool:
-    names = [*(("key", "value") if group.keys else ()), *(state.name for state in group.states)]
-    sizes = [size for state in group.states for size in state.shape]
-    sizes += dataclasses.astuple(group.keys) if group.keys else ()
-    shaped = all(state.shape for state in group.states)
-    return len({*names}) == len(names) and shaped and all(0 < size < 2**31 for size in sizes)
-
-
-def _sources_hold(model: Model) -> bool:
-    """Whether every layer whose keys others read is below those and has its own."""
-    readers = [(group, group.keys_of) for group in model.state_layers if group.keys_of is not None]
-    return all(
-        group.keys is None and 0 <= source < min(group.layers, default=0) and model.kept(source).keys for group, source in readers
-    )
-
-
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    """JSON to a value of the type that the dataclass field declares; strict about keys and types."""
-    if dataclasses.is_dataclass(kind):
-        return _decode_object(kind, data, where)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        if not isinstance(data, list):
-            raise _malformed(where, "a list", data)
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is types.UnionType:
-        return None if data is None else _decode(arguments[0], data, where)
-    if kind is Anchor:
-        if data not in [anchor.value for anchor in Anchor]:
-            raise _malformed(where, "generated or absolute", data)
-        return Anchor(data)
-    if type(data) is not kind:
-        raise _malformed(where, {int: "a whole number", str: "a string", bool: "true or false"}[kind], data)
-    return data
-
-
-def _decode_object(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise _malformed(where, "an object", data)
-    hints = typing.get_type_hints(kind)
-    odd = sorted(set(data) ^ set(hints))
-    if odd:
-        word = "unknown" if odd[0] in data else "missing"
-        key = reprlib.repr(odd[0])
-        raise BundleError(f"{where or 'the manifest'} has {word} key {key}", "export the model again", where=MANIFEST)
-    return kind(**{name: _decode(hint, data[name], f"{where}.{name}".lstrip(".")) for name, hint in hints.items()})
-
-
-def _malformed(where: str, wanted: str, data: Any) -> BundleError:
-    shown = reprlib.repr(data)  # short, and safe on deeply nested data
-    return BundleError(f"{where or 'the manifest'} is {shown}, not {wanted}", "export the model again", where=MANIFEST)

@@ -11,8 +11,8 @@ import numpy as np
 from skipdecode import bindings as names
 from skipdecode.engines import Engines, bind_segment
 from skipdecode.kv_buffer import IntArray, KVBuffer, layer_state
-from skipdecode.manifest import Model
 from skipdecode.memory import Array
+from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
 PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt

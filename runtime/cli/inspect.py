@@ -18,7 +18,8 @@ from typing import Any
 from skipdecode import manifest as manifests
 from skipdecode.cli import Parser, guarded
 from skipdecode.kv_buffer import slots_per_layer, state_numbers, static_slots
-from skipdecode.manifest import Manifest, StateLayers, Target, Variant
+from skipdecode.manifest import Manifest, Target, Variant
+from skipdecode.model import StateLayers
 from skipdecode.schedule import Schedule, full_depth
 
 _COLUMNS = 64

@@ -14,7 +14,7 @@ from skipdecode import bindings as names
 from skipdecode.engines.ort import OrtEngine, Tensor
 from skipdecode.errors import BundleError
 from skipdecode.kv_buffer import keys_read, layer_state
-from skipdecode.manifest import Model
+from skipdecode.model import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
 _SLOTS = -1  # stands for that number of slots in a layer's shapes

@@ -17,8 +17,8 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import Engine, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
-from skipdecode.manifest import Model
 from skipdecode.memory import Array, DeviceMemory
+from skipdecode.model import Model
 
 TOLERANCE = 0.02  # of an output's largest value: fp16 summed in another order
 _PROMPT = 24  # tokens

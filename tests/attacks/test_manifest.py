@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError, SkipDecodeError
 from skipdecode.graph_passes.plan import plan_variants
+from skipdecode.model import Model
 from skipdecode.schedule import Schedule
 
 DEPTH = 6
@@ -31,7 +32,7 @@ def make_manifest(schedule: Schedule, folder: Path) -> manifests.Manifest:
         (folder / name).write_bytes(name.encode())
     return manifests.Manifest(
         format_version=manifests.FORMAT_VERSION,
-        model=manifests.Model(
+        model=Model(
             name="m", model_type="opt", num_layers=schedule.num_layers, hidden_size=8, num_heads=2, num_kv_heads=2, head_size=4,
             vocab_size=9, num_parameters=100, state_layers=(), eos_token_ids=(2,),
         ),
@@ -100,6 +101,8 @@ def test_a_manifest_that_is_not_a_json_object_is_refused(bundle: Path, text: str
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
     _refused(tmp_path, "there is no bundle.json here")
     _refused(tmp_path / "nowhere", "there is no bundle.json here")
+    (tmp_path / "file").touch()
+    _refused(tmp_path / "file", "there is no bundle.json here")
 
 
 def test_a_newer_format_is_named(attack: Any) -> None:
@@ -169,6 +172,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "segment_missing_a_layer": (lambda d: d["segments"][-1].pop(), "do not cover each layer once"),
     "overlapping_segments": (lambda d: d["segments"][1].insert(0, 0), "do not cover each layer once"),
+    "segment_of_no_layers": (lambda d: d["segments"].append([]), "do not cover each layer once"),
     "kv_slots_of_another_schedule": (lambda d: d["kv_slots"].__setitem__(1, 3), "kv_slots do not follow"),
     "variant_missing": (lambda d: d["variants"].pop(), "variants lack one"),
     "variant_that_climbs_other_layers": (lambda d: d["variants"][-1]["segments"].reverse(), "does not climb its layers"),

@@ -16,7 +16,7 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
 from skipdecode.errors import BundleError
-from skipdecode.manifest import Keys, State, StateLayers
+from skipdecode.model import Keys, State, StateLayers
 from skipdecode.schedule import Schedule, full_depth
 from tests.attacks.test_manifest import make_manifest
 from tests.conftest import LAYERS, Zoo

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from skipdecode.device import ALIGNMENT
 from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, keys_read, slots_per_layer, static_slots
-from skipdecode.manifest import Keys, Model, State, StateLayers
 from skipdecode.memory import HostMemory
+from skipdecode.model import Keys, Model, State, StateLayers
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
 
