@@ -66,8 +66,7 @@ class CudaDevice:
             raise CapacityError(what, _ASK_FOR_LESS) from error
         block = Block(pointer=int(pointer), nbytes=nbytes, keeper=_Owned())
         weakref.finalize(block.keeper, _free, driver, self._context, driver.cuMemFree, pointer)
-        if nbytes:
-            self._call(driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)
+        self.clear(block.pointer, nbytes)
         return block
 
     def send(self, pointer: int, array: HostArray) -> None:
@@ -104,6 +103,11 @@ class CudaDevice:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """As `Device.copy`."""
         self._call(self._driver.cuMemcpyDtoDAsync, target, source, nbytes, self._stream)
+
+    def clear(self, pointer: int, nbytes: int) -> None:
+        """As `Device.clear`."""
+        if nbytes:
+            self._call(self._driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)
 
     def captured(self, calls: Call) -> Call:
         """As `Device.captured`: a CUDA graph.

@@ -34,7 +34,7 @@ class Device(Protocol):
     capturing: bool  # whether what is asked now is for `captured`
 
     def allocate(self, nbytes: int) -> Block:
-        """Zeros.
+        """`nbytes` of zeros.
 
         Raises:
             CapacityError: not this much memory is left.
@@ -47,7 +47,7 @@ class Device(Protocol):
         """Zeros on the host, at an address that is also the device's to read and write."""
 
     def fetch(self, pointer: int, array: HostArray) -> Call:
-        """To an array of `mirror`; returns what waits for it."""
+        """Start a copy to an array of `mirror`; the returned call waits for it."""
 
     def mark(self) -> Call:
         """What waits until everything that was asked so far is done."""
@@ -55,8 +55,14 @@ class Device(Protocol):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Within the device."""
 
+    def clear(self, pointer: int, nbytes: int) -> None:
+        """Write zeros."""
+
     def captured(self, calls: Call) -> Call:
-        """What `calls` asks of the device, to be asked again in one go; not done now. The caller keeps what they refer to."""
+        """Record what `calls` ask of the device, without doing it; the returned call does all of it, any number of times.
+
+        The caller keeps the memory that they refer to.
+        """
 
 
 class HostDevice:
@@ -89,6 +95,10 @@ class HostDevice:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """As `Device.copy`."""
         ctypes.memmove(target, source, nbytes)
+
+    def clear(self, pointer: int, nbytes: int) -> None:
+        """As `Device.clear`."""
+        ctypes.memset(pointer, 0, nbytes)
 
     def captured(self, calls: Call) -> Call:
         """As `Device.captured`."""

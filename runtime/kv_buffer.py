@@ -42,7 +42,7 @@ def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[
     A layer that no decode step computes has buffers too, which a prompt's keys and values pass through.
 
     Args:
-        slot_bytes: of a slot's keys, KVH x D. There may be some slots more, so that each row's begin at an aligned address.
+        slot_bytes: of a slot's keys, KVH x D. Counts are rounded up so that each row's slots begin at an aligned address.
 
     Returns:
         At least LEAST_SLOTS each.
@@ -69,7 +69,7 @@ def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ..
 
 
 def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
-    """The part of it that has no slots, and is zeros before a row's first token."""
+    """The part of `layer_state` whose size does not depend on `slots`; zeros before a row's first token."""
     return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
 
 
@@ -82,14 +82,14 @@ def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...
 
 
 def state_numbers(model: Model, layer: int, slots: int) -> int:
-    """How many numbers that is."""
+    """Elements of `layer_state`, per row."""
     return sum(map(math.prod, layer_state(model, layer, slots).values()))
 
 
 class KVBuffer:
     """Memory and lengths, nothing else.
 
-    All of it is one block: numpy asks for huge pages for large arrays alone, and a decode step reads every valid slot.
+    One allocation: numpy asks for huge pages only for large arrays, and each decode step reads every valid slot.
 
     Args:
         slots: C, of each layer; 0: it needs none, nor any other state.
@@ -102,8 +102,8 @@ class KVBuffer:
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
         states = [layer_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
         self.layers: list[dict[str, Any]] = [{} for _ in slots]
-        self._model = model
-        block = memory.floats((rows * sum(math.prod(shape) for state in states for shape in state.values()),))
+        self._model, self._memory = model, memory
+        self._block = block = memory.floats((rows * sum(math.prod(shape) for state in states for shape in state.values()),))
         self._constant: list[Any] = []
         self._with_slots: list[Any] = []
         end = 0  # in numbers
@@ -138,12 +138,11 @@ class KVBuffer:
             array[place, :, :length] = array[row, :, :length]
         self.lengths[place] = length
 
-    def clear(self) -> None:
-        """Forget what states have summed up; keys and values are written before they are read."""
-        for array in self._constant:
-            array[:] = 0
+    def clear(self, *, slots: bool) -> None:
+        """Forget what states have summed up.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for arrays in self.layers for array in arrays.values())
+        Args:
+            slots: keys and values too. Most engines read no slot before it is written.
+        """
+        for array in [self._block] if slots else self._constant:
+            self._memory.clear(array)

@@ -71,13 +71,17 @@ class HostMemory:
         return np.zeros(shape, dtype=np.float32)
 
     def twin(self, array: HostArray) -> tuple[Any, Call | None]:
-        """`array` as engines see it, and what makes them see what was written to it since; None where nothing need be done."""
+        """`array` as engines see it, and the call that shows them what the host writes later; None: they see it at once."""
         return array, None
 
     def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, Any, Call | None]:
         """An array that an engine writes: as the host sees it, as engines do, and what brings it to the host."""
         array: HostArray = np.zeros(shape, dtype)
         return array, array, None
+
+    def clear(self, array: Any) -> None:
+        """Write zeros to an array of `floats`, or to a part of one."""
+        array[...] = 0
 
     def to_host(self, array: Any) -> HostArray:
         """An array of `floats`, in fp32."""
@@ -118,6 +122,10 @@ class DeviceMemory:
         array = self.device.mirror(shape, dtype)
         twin = self._array(shape, dtype, array.itemsize)
         return array, twin, lambda: self.device.fetch(twin.pointer, array)()
+
+    def clear(self, array: DeviceArray) -> None:
+        """As `HostMemory.clear`."""
+        self.device.clear(array.pointer, array.nbytes)
 
     def to_host(self, array: DeviceArray) -> HostArray:
         """An array of `floats`, in fp32."""

@@ -16,7 +16,7 @@ from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
 PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
-_PADDING = 4  # tokens that a row may be padded by: a pass of its own costs as much as 3 (int4) to 10 (fp32) tokens on 2 cores
+_PADDING = 4  # tokens a row is padded by at most: a pass of its own costs as much as 3 (int4) to 10 (fp32) tokens on 2 cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ class Prefill:
     def run(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run every row's prompt; never longer than the row before."""
         lengths = [len(prompt) for prompt in prompts]
-        self._kv.clear()
+        # engines of fixed buffers weigh every slot, by 0 where it is not valid: of a NaN that an earlier run left there, a NaN
+        self._kv.clear(slots=self._engines.slots is not None)
         for rows in _passes(lengths, self._chunk if self._shares_passes(lengths[0]) else 1, self._padding):
             self._rows(rows, prompts[rows])
 

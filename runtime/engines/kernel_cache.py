@@ -35,7 +35,8 @@ class KernelCache:
                 logger.info("%s does not fit this machine, and will be written anew", self._path)
                 known = b""
             weakref.finalize(self, _save, self._cache, known, self._path)
-        config.set_runtime_cache(self._cache)
+        if not config.set_runtime_cache(self._cache):
+            logger.warning("TensorRT-RTX takes no kernels from %s: each start compiles its own", self._path)
 
 
 def _read(path: Path) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT, Block, Call, Device
 from skipdecode.engines.kernel_cache import KernelCache
-from skipdecode.errors import BundleError, TargetError
+from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.memory import Array, DeviceArray
 
 LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
+_NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
 
 
 def library(target: str) -> Any:
@@ -70,9 +72,10 @@ def log_of(trt: Any, *, verbose: bool) -> Any:
                 (self.warnings if severity == severities.WARNING else self.verbose).append(message)
 
         def first_error(self) -> str:
-            # without a GPU every error is followed by one of the driver, which is not the reason
+            # without a GPU every error is followed by one of the driver, which is not the reason; where memory ran out, it is
+            memory = [message for message in self.errors if _NO_MEMORY.search(message)]
             reasons = [message for message in self.errors if "Cuda Runtime" not in message]
-            first = (reasons or self.errors or ["no reason given"])[0][:300]
+            first = [*memory, *reasons, *self.errors, "no reason given"][0][:300]
             self.errors.clear()
             return first
 
@@ -84,9 +87,9 @@ class PlanRuntime:
 
     def __init__(self, target: str, device: Device, kernels: KernelCache | None = None) -> None:
         self.trt = library(target)
-        self.kernels = kernels
         self.log = log_of(self.trt, verbose=False)
         self.runtime = self.trt.Runtime(self.log)
+        self.kernels = kernels
         self.device = device
         self.scratch_bytes = 0  # of the engine that takes most
         self._scratch: Block | None = None
@@ -105,9 +108,23 @@ class PlanRuntime:
             known = self._apart[name] = self.device.allocate(nbytes)
         return known
 
-    def refused(self, remedy: str) -> TargetError:
-        """The error to raise when the library says no."""
-        return TargetError(f"{self.trt.__name__} cannot run a plan ({self.log.first_error()})", remedy)
+    def refused(self, remedy: str) -> SkipDecodeError:
+        """The error to raise when the library says no to a run."""
+        reason = self.log.first_error()
+        if _NO_MEMORY.search(reason):
+            return CapacityError(
+                f"no memory is left to run a plan ({reason})", "send fewer rows or shorter prompts, or free some"
+            )
+        return TargetError(f"{self.trt.__name__} cannot run a plan ({reason})", remedy)
+
+    def unloadable(self, path: Path) -> SkipDecodeError:
+        """The error to raise when the library refuses a file."""
+        reason, where = self.log.first_error(), str(path)
+        if _NO_MEMORY.search(reason):
+            return CapacityError(f"no memory is left for it ({reason})", "free some, or export a smaller model", where=where)
+        if "does not support this compute capability" in reason:  # portable plans, too, leave out some GPUs (H100, H200)
+            return TargetError(f"{self.trt.__name__} does not serve this GPU ({reason})", "export with --target cuda")
+        return BundleError(f"cannot be loaded ({reason})", "export the model again with the same --target", where=where)
 
 
 class TensorRTEngine:
@@ -115,19 +132,20 @@ class TensorRTEngine:
 
     Raises:
         TargetError: the library does not serve the GPU.
+        CapacityError: it does not fit in memory.
         BundleError: the library refuses the file, or it is not as this version exports it: KV buffers in place, logits in fp32.
     """
 
     def __init__(self, path: Path, shared: PlanRuntime) -> None:
-        self._shared, self._path = shared, path
+        shared.log.errors.clear()  # of what came before
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
-            self._engine = shared.runtime.deserialize_cuda_engine(plan)
-        if self._engine is None:
-            reason = shared.log.first_error()
-            if "does not support this compute capability" in reason:  # portable plans, too, leave out some GPUs (H100, H200)
-                raise TargetError(f"{shared.trt.__name__} does not serve this GPU ({reason})", "export with --target cuda")
-            raise BundleError(f"cannot be loaded ({reason})", "export the model again with the same --target", where=str(path))
-        engine, modes = self._engine, shared.trt.TensorIOMode
+            engine = shared.runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise shared.unloadable(path)
+        # an object's attributes go in this order, and what serves others has to go after them
+        self._contexts: dict[Any, _Context] = {}
+        self._engine, self._shared, self._path = engine, shared, path
+        modes = shared.trt.TensorIOMode
         found = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)
         for name in set(found) - self.input_names:
@@ -140,7 +158,6 @@ class TensorRTEngine:
         needs = [engine.get_device_memory_size_for_profile_v2(profile) for profile in profiles]
         shared.scratch_bytes = max(shared.scratch_bytes, *needs)
         self._ranges = [{name: _range(engine, name, profile) for name in self.input_names} for profile in profiles]
-        self._contexts: dict[Any, _Context] = {}
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
         """As `Engine.bind`; what is bound lies on the device.
@@ -199,12 +216,13 @@ class _Context:
     """An execution context, and what it was told last.
 
     Args:
-        steady: the shapes of all its runs, which a graph may hold: to tell shapes asks the GPU for work, which a graph must not
-            catch, and one token of a prompt is run in between. None: each run tells its own.
+        steady: the shapes of all its runs, told once: telling shapes puts work on the stream, which a graph must not record, and
+            the pass over a prompt of one token takes turns with steps. None: each run tells its own.
     """
 
     def __init__(self, engine: Any, shared: PlanRuntime, profile: int, steady: Mapping[str, tuple[int, ...]] | None) -> None:
-        trt, self._shared, self._steady = shared.trt, shared, steady is not None
+        trt = shared.trt
+        shared.log.errors.clear()  # of what came before
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX, which compiles kernels here
@@ -212,15 +230,16 @@ class _Context:
                 config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             if shared.kernels is not None:
                 shared.kernels.attach(config)
-        self._context = engine.create_execution_context(config)
-        if self._context is None:
+        context = engine.create_execution_context(config)
+        if context is None or not context.set_optimization_profile_async(profile, shared.device.stream):
             raise shared.refused("free its memory, or send fewer rows")
-        self._context.set_optimization_profile_async(profile, shared.device.stream)
+        # an object's attributes go in this order: the context before its engine, and both before the kernels that it uses
+        self._context, self._engine, self._shared, self._steady = context, engine, shared, steady is not None
         scratch = shared.scratch()
-        self._context.set_device_memory(scratch.pointer, shared.scratch_bytes)
+        context.set_device_memory(scratch.pointer, shared.scratch_bytes)
         self._told: Mapping[str, DeviceArray] | None = None
         self._capturable = False  # before its first run
-        if steady is not None and not all(self._context.set_input_shape(name, shape) for name, shape in steady.items()):
+        if steady is not None and not all(context.set_input_shape(name, shape) for name, shape in steady.items()):
             raise shared.refused("export the model again")
 
     def run(self, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -229,6 +248,7 @@ class _Context:
             raise TargetError("a plan allocates memory while it runs", "export the model again")
         new = self._told is not places
         if new:
+            self._shared.log.errors.clear()  # of what came before
             accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
             accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
             self._told = places if all(accepted) else None

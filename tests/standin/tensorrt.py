@@ -108,7 +108,7 @@ class Engine:
     def create_runtime_config(self) -> Any:
         return SimpleNamespace(
             set_execution_context_allocation_strategy=lambda strategy: None, create_runtime_cache=Kernels,
-            dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=lambda kernels: kernels.used.append(self.name),
+            dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=lambda kernels: kernels.used.append(self.name) or True,
         )  # fmt: skip
 
     def create_execution_context(self, config: Any) -> Context:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -69,6 +70,82 @@ def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeyp
     plan.write_bytes(b"no plan")
     with pytest.raises(BundleError, match=r"head\.plan: cannot be loaded \(the plan is damaged\); export the model again"):
         tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
+
+
+def test_no_memory_for_a_plan_is_told_as_that(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "[defaultAllocator.cpp::allocate::31] Error Code 1: Cuda Runtime (out of memory)"
+    stands_in = library(gpu_bundle(Anchor.GENERATED), lambda stream, work: work())
+    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
+    shared.log.errors.append("what an earlier call left behind")
+    plan = tmp_path / "head.plan"
+    plan.write_bytes(b"a plan")
+
+    def deserialize(data: object) -> None:
+        for message in ("the plan is not loaded", said):
+            shared.log.log(stands_in.ILogger.Severity.ERROR, message)
+
+    monkeypatch.setattr(shared.runtime, "deserialize_cuda_engine", deserialize)
+    with pytest.raises(CapacityError, match=r"head\.plan: no memory is left for it \(.*\(out of memory\)\); free some, or"):
+        tensorrt.TensorRTEngine(plan, shared)
+    shared.log.errors += ["a run failed", said]
+    assert str(shared.refused("start again")).startswith("no memory is left to run a plan ([defaultAllocator")
+
+
+def test_the_stand_in_has_no_call_that_the_library_has_not() -> None:
+    import tensorrt_rtx as trt
+
+    pairs = {
+        standin.Engine: trt.ICudaEngine, standin.Context: trt.IExecutionContext, standin.Kernels: trt.IRuntimeCache,
+    }  # fmt: skip
+    for stands_in, real in pairs.items():
+        calls = [name for name, value in vars(stands_in).items() if callable(value) and not name.startswith("_")]
+        assert calls and [name for name in calls if not hasattr(real, name)] == []
+    config = standin.Engine.create_runtime_config(object())  # type: ignore[arg-type]
+    assert [name for name in vars(config) if not hasattr(trt.IRuntimeConfig, name)] == []
+
+
+def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(
+    gpu_bundle: Bundles, turnaround_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention over a fixed buffer weighs every slot; 0 x NaN is NaN, and one overflow would be every later run's."""
+    generator = device.load(
+        gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", device.turn_around(turnaround_library), monkeypatch
+    )  # fmt: skip
+    first = generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    kept = generator._kept_loop
+    assert kept is not None
+    for arrays in kept.decoder.kv.layers:
+        for array in arrays.values():
+            ctypes.memset(array.pointer, 0xFF, array.nbytes)  # NaN in fp16
+    assert generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True).sequences == first.sequences
+    assert generator._kept_loop is kept
+
+
+def test_kernels_are_let_go_after_every_context_that_uses_them(
+    gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[str] = []
+    for kind in (standin.Context, standin.Engine, standin.Kernels):
+        monkeypatch.setattr(kind, "__del__", lambda self: gone.append(type(self).__name__), raising=False)
+    bundle = gpu_bundle(Anchor.GENERATED)
+    stands_in = library(bundle, lambda stream, work: work())
+    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    made = skipdecode.manifest.read(bundle)
+
+    def run() -> None:
+        shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice(), KernelCache(tmp_path / "kernels.bin"))
+        engines = targets.plan_engines(
+            made, bundle, made.targets[1], shared.device, None, lambda path: tensorrt.TensorRTEngine(path, shared)
+        )
+        decoder = Decoder(engines, made.model, made.schedule, [2], NEW)
+        decoder.prefill([[5, 6]])
+        decoder.decode_step([3])
+
+    run()
+    gc.collect()
+    assert gone[-1] == "Kernels" and gone.count("Context") > gone.count("Engine") > 0
+    assert [each for each in gone if each != "Kernels"][-1] == "Engine"
 
 
 def test_a_gpu_that_the_library_does_not_serve_is_one_line(
