@@ -212,7 +212,7 @@ def check_cuda() -> None:
     if _CUDA not in ort.get_available_providers():
         raise TargetError(
             f"the installed onnxruntime {ort.__version__} has no cuda in it",
-            "pip uninstall onnxruntime, then pip install onnxruntime-gpu", where="--target",
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu", where="--target",
         )  # fmt: skip
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
