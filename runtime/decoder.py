@@ -12,7 +12,7 @@ from skipdecode import bindings as names
 from skipdecode.device import Call
 from skipdecode.engines import Engines, bind_segment
 from skipdecode.errors import CapacityError
-from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, slots_per_layer
+from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, fixed_slots, slots_per_layer
 from skipdecode.memory import Array, HostMemory
 from skipdecode.model import Model
 from skipdecode.prefill import PREFILL_CHUNK, Prefill
@@ -69,6 +69,7 @@ class Decoder:
         # a step writes through these: each call of numpy costs 20 us where an engine has emptied the caches
         told = (self._ids, self._positions, self._seqlens_k, self._totals, self.kv.lengths)
         self._views = [array.reshape(-1).data for array in told]
+        self._room = max(self.slots)
         self._most_totals = [np.array([self.slots[layers[0]]], dtype=np.int32) for layers, _ in engines.segments]
         self._hidden = memory.floats((rows, 1, model.hidden_size))
         self.bound: dict[str, Array] = {}
@@ -101,7 +102,7 @@ class Decoder:
                 f"the plans' KV buffers have {', '.join(map(str, sorted({*fixed})))} slots, this run takes {max(needed)}",
                 "ask for fewer tokens, or export the model with that schedule",
             )
-        return tuple(count and most for count, most in zip(needed, fixed, strict=True))
+        return fixed_slots(needed, fixed)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run every row's prompt: its keys and values are in the KV buffer then, and the next tokens' logits in `logits`.
@@ -126,9 +127,14 @@ class Decoder:
 
         Returns:
             How many layers the deepest row computed.
+
+        Raises:
+            CapacityError: more steps than the decoder was made for.
         """
         route = self.route()
         ids, positions, seqlens_k, totals, lengths = self._views
+        if lengths[self._first] >= self._room:  # the longest row
+            raise CapacityError(f"the KV buffer's {self._room} slots are full", "make the decoder for more steps")
         for row, token in enumerate(tokens, self._first):
             position = lengths[row]
             ids[row], positions[row], seqlens_k[row] = token, position, position
@@ -150,7 +156,8 @@ class Decoder:
         """
         first = len(self._ids) - len(rows)
         for place, row in reversed([*zip(range(first, len(self._ids)), rows, strict=True)]):  # so none is written over unread
-            self.kv.move(self._first + row, place)
+            if self._first + row != place:
+                self.kv.move(self._first + row, place)
         self.logits = self.logits[first - self._first :]
         self._first = first
         self._embed, self._head = self._ends()
@@ -163,7 +170,7 @@ class Decoder:
             send()
 
     def advance(self) -> None:
-        """Count the step that `route` told, of which the device counts the positions."""
+        """Count the step that `route` told; the device counts its own positions."""
         self.kv.lengths += 1
         self._step += 1
 
@@ -203,7 +210,7 @@ class Decoder:
         if (index, start) not in self._climbs:
             layers, engine = self._engines.segments[index]
             hidden = self._hidden[start:]
-            # of the suffix's longest row, always on the host; a device's step must not wait for the host, so there it is the most
+            # of the suffix's longest row, read on the host; a captured step keeps the value that it was recorded with: the most
             total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._most_totals[index]
             inputs: dict[str, Array] = {
                 names.HIDDEN: hidden,

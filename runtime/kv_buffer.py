@@ -53,6 +53,11 @@ def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[
     return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in needed)
 
 
+def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
+    """Slots of each layer where buffers are of a `fixed` size: none where none are `needed`, else all."""
+    return tuple(most if count else 0 for count, most in zip(needed, fixed, strict=True))
+
+
 def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
     """`static_slots` of a bundle's plans."""
     model = manifest.model

@@ -55,6 +55,11 @@ class Target:
     head_weight_bytes: int
 
     @property
+    def fixed_kv_buffer(self) -> bool:
+        """Whether engines are compiled for one number of slots: TensorRT updates a cache in place only then."""
+        return self.library != "onnxruntime"
+
+    @property
     def float_bytes(self) -> int:
         """Of a number in hidden states, keys and values: fp32 on cpu, fp16 or bf16 on GPUs."""
         return 4 if self.name == "cpu" else 2

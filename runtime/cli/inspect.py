@@ -9,18 +9,17 @@ exit status: 0 done, 2 bad input (one line: what, where, what to do)
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from skipdecode import manifest as manifests
+from skipdecode.bundle_facts import facts
 from skipdecode.cli import Parser, guarded
-from skipdecode.kv_buffer import slots_per_layer, state_numbers, static_slots
-from skipdecode.manifest import Manifest, Target, Variant
+from skipdecode.manifest import Manifest
 from skipdecode.model import StateLayers
-from skipdecode.schedule import Schedule, full_depth
+from skipdecode.schedule import Schedule
 
 _COLUMNS = 64
 _WARM_UP, _ACTIVE, _SKIPPED = _MARKS = "▓█·"
@@ -55,77 +54,6 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def facts(manifest: Manifest) -> dict[str, Any]:
-    """Everything the page shows, as plain JSON values with units in the keys."""
-    model, schedule = manifest.model, manifest.schedule
-    sizes = {file.path: file.size for file in manifest.files}
-    return {
-        "format_version": manifest.format_version,
-        "model": {"name": model.name, "type": model.model_type, "layers": model.num_layers, "hidden_size": model.hidden_size,
-                  "heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_size": model.head_size,
-                  "vocabulary": model.vocab_size, "parameters": model.num_parameters,
-                  "state_layers": [dataclasses.asdict(group) for group in model.state_layers]},
-        "dtype": manifest.dtype,
-        "limits": {"length_tokens": manifest.limits.max_length, "batch_rows": manifest.limits.max_batch},
-        "schedule": {"name": schedule.name, "anchor": schedule.anchor.value, "warmup_layers": schedule.warmup_layers,
-                     "layers": list(schedule.layers), "mean_layers": schedule.mean_layers,
-                     "speedup": schedule.num_layers / schedule.mean_layers},
-        "variants": [
-            {"name": v.name, "layers": v.num_layers, "segments": list(v.segments), "positions": _positions(schedule, v)}
-            for v in manifest.variants
-        ],
-        "segments": [{"layers": list(layers)} for layers in manifest.segments],
-        "weights_bytes": manifests.ITEM_BYTES[manifest.dtype] * model.num_parameters,
-        "kv_prompt_tokens": manifest.limits.max_length // 2,
-        "kv_bytes_per_row": kv_bytes(manifest, schedule),
-        "kv_bytes_per_row_without_skipping": kv_bytes(manifest, full_depth(model.num_layers)),
-        "targets": [_target_facts(target, manifest, sizes) for target in manifest.targets],
-        "bundle_bytes": sum(sizes.values()),
-    }  # fmt: skip
-
-
-def _target_facts(target: Target, manifest: Manifest, sizes: dict[str, int]) -> dict[str, Any]:
-    return {
-        "name": target.name, "weights": target.weights, "library": target.library,
-        "library_version": target.library_version, "machine": target.machine,
-        "cpu_features": list(target.cpu_features),
-        "embed_bytes": engine_bytes(target.embed, sizes),
-        "segment_bytes": [engine_bytes(path, sizes) for path in target.segments],
-        "head_bytes": engine_bytes(target.head, sizes),
-        "segment_weight_bytes": list(target.segment_weight_bytes),
-        "head_weight_bytes": target.head_weight_bytes,
-        "kv_bytes_per_row": kv_bytes(manifest, manifest.schedule, target),
-    }  # fmt: skip
-
-
-def engine_bytes(engine: str, sizes: dict[str, int]) -> int:
-    """Bytes of an engine with its weights, which lie beside it."""
-    return sizes[engine] + sizes.get(engine.removesuffix(".onnx") + ".bin", 0)
-
-
-def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = None) -> int:
-    """Bytes of one row's KV buffer where half of the longest run is the prompt; None: on cpu.
-
-    A target with static buffers (TensorRT) has the longest run's slots, whatever the prompt, in the dtype of its weights.
-    """
-    model, longest = manifest.model, manifest.limits.max_length
-    static = target is not None and target.name.startswith("tensorrt")
-    float_bytes = target.float_bytes if target else 4
-    slots = slots_per_layer(schedule, longest // 2, longest - longest // 2)
-    if static:
-        slots = static_slots(schedule, longest, model.num_kv_heads * model.head_size * float_bytes)
-    return sum(state_numbers(model, layer, count) for layer, count in enumerate(slots) if count) * float_bytes
-
-
-def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:
-    """[first, last] position that uses `variant`; last None: without end; None: no decode step does."""
-    count = variant.num_layers
-    used = [t for t, layers in enumerate(schedule.layers) if layers == count]
-    if not used:
-        return None
-    return [used[0], None if schedule.layers[-1] == count else used[-1]]
-
-
 def picture(schedule: Schedule) -> list[str]:
     """Layers (top layer first) against positions, a character a position or a few of them."""
     width = min(_COLUMNS, schedule.span)
@@ -141,7 +69,6 @@ def picture(schedule: Schedule) -> list[str]:
 
 def _page(manifest: Manifest) -> list[str]:
     data, model, schedule = facts(manifest), manifest.model, manifest.schedule
-    whole = data["kv_bytes_per_row_without_skipping"]
     return [
         f"{model.name}: {model.model_type}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads "
         f"({model.num_kv_heads} key/value) of {model.head_size}, vocabulary {model.vocab_size}, "
@@ -160,7 +87,7 @@ def _page(manifest: Manifest) -> list[str]:
             for v in data["variants"]
         ),
         "",
-        *(line for target in data["targets"] for line in _target_lines(target, manifest, whole)),
+        *(line for target in data["targets"] for line in _target_lines(target, manifest)),
         f"bundle     {_mib(data['bundle_bytes'])} on disk",
     ]
 
@@ -178,7 +105,7 @@ def _states_line(group: StateLayers) -> str:
     return f"{who} keep{s} {beside}{group.keys.num_heads} key/value heads of {group.keys.head_size}"
 
 
-def _target_lines(target: dict[str, Any], manifest: Manifest, whole: int) -> list[str]:
+def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
     lines = [
         "target {name}: {weights}, {library} {library_version}, {machine} ".format(**target) + " ".join(target["cpu_features"])
     ]
@@ -186,11 +113,11 @@ def _target_lines(target: dict[str, Any], manifest: Manifest, whole: int) -> lis
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         lines.append(f"  segment {index:<3} layers {name:<7} {_mib(size)}")
     weights = sum(target["segment_weight_bytes"]) + target["head_weight_bytes"]
-    kv = target["kv_bytes_per_row"]
-    if target["name"] == "cpu":
-        of_run = f"{manifest.limits.max_length} tokens (half prompt), {_mib(whole)} without skipping: {kv / whole:.0%}"
-    else:
+    kv, whole = target["kv_bytes_per_row"], target["kv_bytes_per_row_without_skipping"]
+    if target["fixed_kv_buffer"]:
         of_run = f"at most {manifest.limits.max_length} tokens"
+    else:
+        of_run = f"{manifest.limits.max_length} tokens (half prompt), {_mib(whole)} without skipping: {kv / whole:.0%}"
     return [
         *lines,
         f"  weights {_mib(weights)} a step at full depth, once for all {len(manifest.variants)} variants",

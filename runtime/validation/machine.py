@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from skipdecode.cpu import usable_cores
 from skipdecode.device import Device
 
 _COPIES = 10
@@ -25,7 +26,7 @@ def machine_facts(libraries: Sequence[str]) -> dict[str, Any]:
     models = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
     return {
         "cpu": models[0].strip() if models else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

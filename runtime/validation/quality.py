@@ -47,7 +47,9 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def schedule_for(manifest: Manifest, speedup: float) -> Schedule:
-    """The bundle's kind of schedule at another speedup, its counts rounded up to variants that the bundle has.
+    """The bundle's kind of schedule (linear where that is full or a table) at another speedup.
+
+    Its counts are rounded up to variants that the bundle has.
 
     Raises:
         ScheduleError: a speedup that the model cannot reach.
@@ -55,7 +57,8 @@ def schedule_for(manifest: Manifest, speedup: float) -> Schedule:
     own = manifest.schedule
     if speedup == 1:
         return full_depth(own.num_layers)
-    request = ScheduleRequest(speedup=speedup, warmup_layers=own.warmup_layers, span=own.span, anchor=own.anchor)
+    kind = own.name if own.name in ("power", "step") else "linear"
+    request = ScheduleRequest(name=kind, speedup=speedup, warmup_layers=own.warmup_layers, span=own.span, anchor=own.anchor)
     wanted = build_schedule(request, own.num_layers)
     counts = sorted(variant.num_layers for variant in manifest.variants)
     rounded = tuple(next(count for count in counts if count >= k) for k in wanted.layers)

@@ -21,8 +21,8 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     page = Template(_asset("report.html")).substitute(
         title=html.escape(f"{result['bundle']['model']['name']}: skip-validate"),
         style=_asset("report.css"),
-        # inside a script element only "</" ends it
-        data=json.dumps(_without_texts(result)).replace("</", "<\\/"),
+        # "</script" would end the element, and "<!--" change what ends it
+        data=json.dumps(_without_texts(result)).replace("<", "\\u003c"),
         libraries=_asset("d3.min.js") + "\n" + _asset("plot.umd.min.js"),
         script=_asset("report.js"),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode import manifest as manifests
-from skipdecode.cli.inspect import facts
+from skipdecode.bundle_facts import facts
+from skipdecode.cpu import usable_cores
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.generate import Generator
 from skipdecode.memory import DeviceMemory
@@ -46,7 +46,7 @@ class ValidateRequest:
     contexts: tuple[int, ...] | None = None  # valid tokens a row; None: 32 and 512
     requests: tuple[Request, ...] | None = None  # the workload; None: `prompt_tokens` and `new_tokens`, once a row
     prompt_tokens: int | None = None  # None: 64, or half of the bundle's length
-    new_tokens: int | None = None  # None: the schedule's span
+    new_tokens: int | None = None  # None: one more than the schedule's span, so that a step is at its end
     examples: tuple[Example, ...] | None = None  # of --eval
     examples_path: Path | None = None
     speedups: tuple[float, ...] = ()  # of --eval, beside full depth and the bundle's own schedule
@@ -61,7 +61,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
         SkipDecodeError: bad input, before anything long starts.
     """
     manifest = manifests.read(request.bundle)
-    generators = _load(request, manifest)
+    generators, resident = _load(request, manifest)
     loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
     request = _filled(request, manifest, min(map(most_context, loaded)))
     _check(request, manifest, loaded[0])
@@ -77,7 +77,10 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
         "settings": _settings(request),
         "integrity": _integrity(manifest, request.bundle, progress),  # not from the journal: nothing keeps files from changing
     }
-    result["targets"] = [_measure_target(name, generator, request, journal, progress) for name, generator in generators.items()]
+    result["targets"] = [
+        _measure_target(name, generator, resident.get(name, 0), request, journal, progress)
+        for name, generator in generators.items()
+    ]
     ran = [target for target in result["targets"] if target["runs"]]
     result["slo"] = [{"target": target["name"], **row} for target in ran for row in judge(list(request.slos), target)]
     result["baseline"] = compare(result, request.baseline) if request.baseline else None
@@ -91,6 +94,11 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
 def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -> ValidateRequest:
     """Defaults that fit the bundle; what was given is checked against it. `most`: valid tokens of a context."""
     limits, span = manifest.limits, manifest.schedule.span
+    if most < 1:
+        raise CapacityError(
+            f"a length of {limits.max_length} leaves no room to measure {len(manifest.variants)} variants",
+            "export with a larger --max-length", where=str(request.bundle),
+        )  # fmt: skip
     batches = request.batches or tuple(sorted({min(batch, limits.max_batch) for batch in (1, 4)}))
     contexts = request.contexts or tuple(sorted({max(1, min(context, most)) for context in (32, 512)}))
     for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, most)):
@@ -102,20 +110,26 @@ def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -
     return dataclasses.replace(request, batches=batches, contexts=contexts, prompt_tokens=prompt, new_tokens=new)
 
 
-def _load(request: ValidateRequest, manifest: manifests.Manifest) -> dict[str, Generator | str]:
-    """By target: loaded, or why it does not run here. At least one does."""
+def _load(request: ValidateRequest, manifest: manifests.Manifest) -> tuple[dict[str, Generator | str], dict[str, int]]:
+    """By target: loaded, or why it does not run here, which at least one does; and bytes resident with it alone."""
     names = [request.target] if request.target else [target.name for target in manifest.targets]
     loaded: dict[str, Generator | str] = {}
+    resident: dict[str, int] = {}
     failed: TargetError | None = None
+    others = 0  # bytes of the targets that were loaded before
     for name in names:
+        before = resident_bytes()
         try:
             loaded[name] = Generator(request.bundle, target=name, threads=request.threads)
+            after = resident_bytes()
+            resident[name] = after - others
+            others += after - before
         except TargetError as error:
             failed = error
             loaded[name] = str(error)
     if failed is not None and all(isinstance(value, str) for value in loaded.values()):
         raise failed
-    return loaded
+    return loaded, resident
 
 
 def _check(request: ValidateRequest, manifest: manifests.Manifest, generator: Generator) -> None:
@@ -147,7 +161,7 @@ def _integrity(manifest: manifests.Manifest, bundle: Path, progress: Progress) -
 
 
 def _measure_target(
-    name: str, generator: Generator | str, request: ValidateRequest, journal: Journal, progress: Progress
+    name: str, generator: Generator | str, resident: int, request: ValidateRequest, journal: Journal, progress: Progress
 ) -> dict[str, Any]:
     if isinstance(generator, str):
         return {"name": name, "runs": False, "why": generator}
@@ -158,10 +172,10 @@ def _measure_target(
 
     assert request.batches and request.contexts
     step_bytes = StepBytes(manifest=generator.manifest, target=generator.target)
-    memory = once("memory", lambda: {"resident_bytes": resident_bytes(), "load_s": generator.load_s})
+    memory = once("memory", lambda: {"resident_bytes": resident, "load_s": generator.load_s})
     parity = once("parity", lambda: measure_parity(generator, request.reference or "")) if request.reference else None
     plans = once("plans", lambda: measure_plans(generator)) if generator.engines.slots else None
-    threads = request.threads or len(os.sched_getaffinity(0))
+    threads = request.threads or usable_cores()
     gb_per_s = once("memory bandwidth", lambda: _gb_per_s(generator, threads))
     latency = [
         once(f"batch {rows}, context {context}", partial(measure_cell, generator, step_bytes, rows, context, gb_per_s))

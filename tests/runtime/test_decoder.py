@@ -1,4 +1,4 @@
-"""A decoder that goes on with some of its rows."""
+"""A decoder, step by step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import skipdecode
+from skipdecode.errors import CapacityError, TargetError
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.conftest import LAYERS, Zoo
@@ -36,3 +37,16 @@ def test_rows_that_are_kept_go_on_as_they_would_among_all(name: str, anchor: Anc
         assert alone.logits.shape[0] == len(rows)
         np.testing.assert_allclose(alone.logits, among_all.logits[rows], rtol=1e-4, atol=1e-5)
     assert rows == [2]
+
+
+def test_steps_beyond_those_there_is_room_for_are_refused(zoo: Zoo) -> None:
+    decoder = skipdecode.load(zoo.bundle("llama")).decoder([2, 1], 2)
+    decoder.prefill([[5, 6], [7]])
+    for _ in range(2):
+        decoder.decode_step([8, 9])
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="the KV buffer's 4 slots are full; make the decoder for more steps"):
+            decoder.decode_step([8, 9])
+    decoder._room += 1  # what ONNX Runtime says where nobody asked before
+    with pytest.raises(TargetError, match=r"^ONNX Runtime stopped \(.*GroupQueryAttention.*\); see with --debug where it was$"):
+        decoder.decode_step([8, 9])

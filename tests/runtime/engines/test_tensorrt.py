@@ -16,6 +16,7 @@ import pytest
 import skipdecode
 from skipdecode import bindings as names
 from skipdecode import targets
+from skipdecode.bundle_facts import kv_bytes
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt
@@ -24,7 +25,7 @@ from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import LAYERS, Zoo
+from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
 from tests.standin.tensorrt import library
@@ -120,6 +121,19 @@ def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(
             ctypes.memset(array.pointer, 0xFF, array.nbytes)  # NaN in fp16
     assert generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True).sequences == first.sequences
     assert generator._kept_loop is kept
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx"])
+def test_the_bytes_that_inspect_tells_of_a_row_are_those_that_it_takes(
+    target: str, gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = device.load(gpu_bundle(Anchor.GENERATED), target, None, monkeypatch)
+    made = generator.manifest
+    shallow = dataclasses.replace(made.schedule, layers=made.schedule.layers[-1:])  # most layers are in no decode step
+    for schedule in (made.schedule, shallow):
+        decoder = generator.decoder([MAX_LENGTH // 2], MAX_LENGTH - MAX_LENGTH // 2, schedule)
+        taken = sum(array.nbytes for layer in decoder.kv.layers for array in layer.values())
+        assert taken == kv_bytes(made, schedule, generator.target) > 0
 
 
 def test_kernels_are_let_go_after_every_context_that_uses_them(

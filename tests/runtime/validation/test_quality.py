@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sacrebleu
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import CapacityError
+from skipdecode.schedule import Schedule
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.quality import Example, read_examples, schedule_for, score
 from tests.conftest import LAYERS, Zoo
 
@@ -47,6 +51,16 @@ def test_another_speedup_is_rounded_up_to_the_variants_that_the_bundle_has(zoo: 
     assert set(schedule.layers) <= counts
     assert schedule.mean_layers >= LAYERS / 2
     assert schedule_for(manifest, 1).layers == (LAYERS,)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("power", "power"), ("step", "step"), ("linear", "linear"), ("table", "linear")])
+def test_another_speedup_is_of_the_bundles_own_kind(name: str, kind: str, zoo: Zoo) -> None:
+    made = manifests.read(zoo.bundle("opt"))
+    every = tuple(dataclasses.replace(made.variants[0], name=f"v{count}", num_layers=count) for count in range(2, LAYERS + 1))
+    own = Schedule(name=name, num_layers=LAYERS, warmup_layers=1, layers=tuple([LAYERS] * 6 + [3] * 6))
+    manifest = SimpleNamespace(schedule=own, variants=every)
+    wanted = build_schedule(ScheduleRequest(name=kind, speedup=1.5, span=12), LAYERS)
+    assert schedule_for(manifest, 1.5).layers == wanted.layers  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

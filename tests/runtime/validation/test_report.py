@@ -41,7 +41,9 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything measured, an objective missed, and compared with an earlier run."""
     folder = tmp_path_factory.mktemp("report")
     examples, path = folder / "eval.jsonl", folder / "report.html"
-    examples.write_text(json.dumps({"prompt": "name[The Mill] =>", "references": ["</script><b>The Mill", "A mill."]}))
+    examples.write_text(
+        json.dumps({"prompt": "name[The Mill] =>", "references": ["</script><!--<script><b>The Mill", "A mill."]})
+    )
     (folder / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
     sizes = ["--workload", str(folder / "lengths.jsonl"), "--batch", "1,2", "--context", "8,16", "--new-tokens", "24", "--quiet"]
     with (folder / "old.json").open("w") as out, contextlib.redirect_stdout(out):

@@ -109,13 +109,13 @@ def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(validation, "measure_cell", killed)
-    monkeypatch.setattr(validation, "resident_bytes", lambda: measured.append("memory") or 1)
+    monkeypatch.setattr(validation, "_gb_per_s", lambda *_: measured.append("bandwidth") or 1.0)
     assert main([str(bundle), *QUICK]) == 130
     assert main([str(bundle), *QUICK]) == 130
-    assert measured == ["memory", "cell", "cell"]  # the same files: on from the journal
+    assert measured == ["bandwidth", "cell", "cell"]  # the same files: on from the journal
     (bundle / "config.json").write_text((bundle / "config.json").read_text().replace("0", "1", 1))
     assert main([str(bundle), *QUICK]) == 130
-    assert measured[3:] == ["memory", "cell"]
+    assert measured[3:] == ["bandwidth", "cell"]
 
 
 def test_damage_while_a_run_was_stopped_does_not_hold(
@@ -169,6 +169,14 @@ def test_bad_input_is_one_line_and_exit_2_before_any_long_work(
         status = int(stopped.code or 0)
     (line,) = capsys.readouterr().err.splitlines()
     assert status == 2 and says in line
+
+
+def test_a_bundle_too_short_to_measure_its_variants_is_told_so(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(validation, "most_context", lambda generator: 0)
+    assert main([str(trained)]) == 2
+    assert "a length of 128 leaves no room to measure" in capsys.readouterr().err
 
 
 def test_a_reference_of_another_shape_is_refused_at_once(trained: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
