@@ -1,7 +1,8 @@
-"""Which instruction sets this CPU has: prepacked weights are laid out for them."""
+"""What this process may use of the CPU: its cores, and the instruction sets that prepacked weights are laid out for."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 # those that choose another matrix kernel in ONNX Runtime's MLAS
@@ -20,6 +21,11 @@ _KERNELS = (
     "i8mm",
     "sve",
 )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_features() -> tuple[str, ...]:

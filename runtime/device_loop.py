@@ -17,6 +17,7 @@ import numpy as np
 from skipdecode import bindings as names
 from skipdecode.decoder import Decoder, Route
 from skipdecode.device import Call, HostArray
+from skipdecode.errors import CapacityError
 from skipdecode.kv_buffer import IntArray
 from skipdecode.memory import DeviceArray, DeviceMemory
 from skipdecode.plugins import turnaround
@@ -60,6 +61,7 @@ class DeviceLoop:
         )  # fmt: skip
         self._taken: set[int] = set()  # routes, by their ids; the decoder keeps them
         self._graphs: dict[int, Call] = {}
+        self._generations = 0  # begun so far
 
     def tokens(
         self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]
@@ -70,10 +72,16 @@ class DeviceLoop:
             prompts: as `Decoder.prefill`'s.
             new: tokens a row, at most `max_steps`.
             row_ids: [B] int64, the user's row numbers.
+
+        Raises:
+            CapacityError: another generation has begun meanwhile, which has taken the rows' place.
         """
         self.begin(prompts, sampling, row_ids, stop_ids)
+        generation = self._generations
         under_way: deque[tuple[int | None, Call]] = deque([(None, self._device.mark())])
         for step in range(new):
+            if generation != self._generations:
+                raise CapacityError("another generation has begun on the same buffers", "end one before the next, or load twice")
             while len(under_way) <= AHEAD and step + len(under_way) < new:
                 under_way.append((self.step(), self._device.mark()))
             layers, wait = under_way.popleft()
@@ -82,6 +90,7 @@ class DeviceLoop:
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
         """Put the prompts and the choice of their tokens on the device's stream; arguments as `tokens`'."""
+        self._generations += 1
         self._row_ids[:] = row_ids
         self._stop_ids[:] = [*stop_ids, *[_NO_TOKEN] * (len(self._stop_ids) - len(stop_ids))]
         self._sampling[:] = np.frombuffer(bytes(turnaround.Sampling.of(sampling)), dtype=np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from operator import ge
+from operator import ge, index
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,20 @@ from skipdecode import manifest as manifests
 from skipdecode.decoder import Decoder
 from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
-from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings
-from skipdecode.kv_buffer import IntArray
-from skipdecode.memory import HostMemory
+from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings, check_rows
+from skipdecode.host_loop import host_tokens
 from skipdecode.model import check_sources
 from skipdecode.prefill import PREFILL_CHUNK
-from skipdecode.sampling import Sampling, choose_tokens
+from skipdecode.sampling import Sampling
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines
 from skipdecode.text import Tokenizer
-from skipdecode.trace import Trace, traced
-
-_Tokens = tuple[list[int], list[int], int | None]  # user's rows, a token of each, the step's layers; None: the prompts'
+from skipdecode.trace import Trace
 
 
 class Generator:
-    """A bundle loaded on one target; calls may follow each other, not overlap.
+    """A bundle loaded on one target. Calls may follow each other, not overlap: none from several threads at once, and of two
+    streams on a device the first is ended by the second.
 
     Raises:
         BundleError, TargetError: see `load`.
@@ -83,11 +81,14 @@ class Generator:
             max_new_tokens: tokens a row, 1 or more.
             do_sample: False: greedy. Otherwise `temperature`, `top_k`, `top_p` and `seed` as in `Sampling`.
             schedule: None: the bundle's; "full": every layer at every position, the baseline.
-            streamer: `put` gets each step's tokens [B] int64 (rows that ended: -1 is never given, they repeat their last token).
+            streamer: `put` gets each step's tokens [B] int64, never the prompt's; rows that have ended repeat their last token.
             ignore_eos: go on after an end-of-sequence token (for measuring).
 
         Raises:
-            CapacityError: an empty prompt, an id outside the vocabulary, too many rows or tokens; the generator stays usable.
+            CapacityError: an empty prompt, an id outside the vocabulary, too many rows or tokens, or more than memory holds.
+            ScheduleError: a schedule that skips layers whose keys and values others read.
+            TargetError: the device or its library failed.
+            The generator stays usable, unless the device does not.
         """
         sampling = Sampling(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         rows = [Row(prompt_ids=ids) for ids in self.encode(prompts)]
@@ -117,60 +118,39 @@ class Generator:
         schedule: Schedule | str | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Step]:
-        """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come."""
+        """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come.
+
+        Raises:
+            CapacityError: as `generate`, at the first token; or, on a device, where another generation has begun meanwhile.
+        """
         chosen = self._schedule(schedule)
-        self._check(rows, max_new_tokens)
+        check_rows(rows, max_new_tokens, self.manifest)
+        started = time.perf_counter()
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
-        order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
-        on_host = self.engines.turn_around is None or self._trace is not None  # a trace wants each step waited for
-        tokens = self._host_tokens if on_host else self._device_tokens
         left = len(rows)
-        for places, found, layers in tokens(rows, max_new_tokens, sampling, order, chosen, stop_ids):
+        for places, found, layers in self._tokens(rows, max_new_tokens, sampling, chosen, stop_ids):
             newest: list[int | None] = [None] * len(rows)
             for place, token in zip(places, found, strict=True):
                 if rows[place].finish_reason is None:
                     newest[place] = token
                     left -= _append(rows[place], token, stop_ids, max_new_tokens)
+            if layers is None:
+                self._prefill_s = time.perf_counter() - started
             yield Step(tuple(newest), layers)
             if not left:
                 return
 
-    def _host_tokens(
-        self, rows: list[Row], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, _: Sequence[int]
-    ) -> Iterator[_Tokens]:
-        """Tokens chosen on the host. Rows that have ended stay until half have, because those behind them move then."""
-        started = time.perf_counter()
-        places = order.tolist()
-        prompts = [rows[place].prompt_ids for place in places]
-        decoder = self.decoder([len(prompt) for prompt in prompts], new, schedule)
-        traced(self._trace, "prefill", decoder.prefill)(prompts)
-        self._prefill_s = time.perf_counter() - started
-        decode_step = traced(self._trace, "decode step", decoder.decode_step, result="layers")
-        choose = traced(self._trace, "choose tokens", choose_tokens)
-        tokens = choose(decoder.logits, sampling, order, 0).tolist()
-        yield places, tokens, None
-        for step in range(1, new):
-            if len(places) > 1 and isinstance(decoder.memory, HostMemory):
-                going = [index for index, place in enumerate(places) if rows[place].finish_reason is None]
-                if 2 * len(going) <= len(places):
-                    decoder.keep(going)
-                    places, tokens, order = [places[i] for i in going], [tokens[i] for i in going], order[going]
-            layers = decode_step(tokens)
-            tokens = choose(decoder.logits, sampling, order, step).tolist()
-            yield places, tokens, layers
-
-    def _device_tokens(
-        self, rows: list[Row], new: int, sampling: Sampling, order: IntArray, schedule: Schedule, stop_ids: Sequence[int]
-    ) -> Iterator[_Tokens]:
-        """Tokens chosen on the device."""
-        started = time.perf_counter()
-        places = order.tolist()
-        prompts = [rows[place].prompt_ids for place in places]
-        loop = self._loop([len(prompt) for prompt in prompts], new, schedule)
-        for tokens, layers in loop.tokens(prompts, new, sampling, order, stop_ids):
-            if layers is None:
-                self._prefill_s = time.perf_counter() - started
-            yield places, tokens, layers
+    def _tokens(
+        self, rows: list[Row], new: int, sampling: Sampling, schedule: Schedule, stop_ids: Sequence[int]
+    ) -> Iterator[tuple[list[int], list[int], int | None]]:
+        """The rows that go on, a token of each, and the step's layers; the prompts' first (None)."""
+        order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
+        lengths = [len(rows[row].prompt_ids) for row in order]
+        if self.engines.turn_around is None or self._trace is not None:  # a trace wants each step waited for
+            return host_tokens(self.decoder(lengths, new, schedule), rows, new, sampling, order, self._trace)
+        prompts, places = [rows[row].prompt_ids for row in order], order.tolist()
+        steps = self._loop(lengths, new, schedule).tokens(prompts, new, sampling, order, stop_ids)
+        return ((places, tokens, layers) for tokens, layers in steps)
 
     def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
         """The last loop, with its buffers and graphs, where it has room for this; else a new one."""
@@ -210,7 +190,7 @@ class Generator:
         if not len(several):
             raise CapacityError("there is no prompt", "give at least one")
         if not isinstance(several[0], str):
-            return [[int(token) for token in prompt] for prompt in several]
+            return [[index(token) for token in prompt] for prompt in several]
         if self.tokenizer is None:
             raise CapacityError("the bundle has no tokenizer", "give token ids", where=str(self.path))
         return [self.tokenizer.encode(prompt) for prompt in several]
@@ -226,37 +206,12 @@ class Generator:
         return full_depth(self.manifest.model.num_layers)
 
     def _check_schedule(self, schedule: Schedule) -> None:
-        segments = self.manifest.segments
-        fits = schedule.num_layers == self.manifest.model.num_layers and all(
-            len({schedule.cap(layer) for layer in layers}) == 1 for layers in segments
-        )
-        if not fits:
+        depth = self.manifest.model.num_layers
+        if schedule.num_layers != depth:
+            raise CapacityError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "choose another")
+        if any(len({schedule.cap(layer) for layer in layers}) > 1 for layers in self.manifest.segments):
             raise CapacityError("the schedule cuts through a segment of this bundle", "export the model with it")
         check_sources(self.manifest.model.key_sources, schedule)
-
-    def _check(self, rows: list[Row], max_new_tokens: int) -> None:
-        limits, vocabulary = self.manifest.limits, self.manifest.model.vocab_size
-        if len(rows) > limits.max_batch:
-            raise CapacityError(
-                f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch"
-            )
-        if max_new_tokens < 1:
-            raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
-        for index, row in enumerate(rows):
-            where, length = f"prompt {index}", len(row.prompt_ids)
-            if not length:
-                raise CapacityError("is empty", "give at least one token", where=where)
-            if length + max_new_tokens > limits.max_length:
-                raise CapacityError(
-                    f"{length} tokens and {max_new_tokens} new ones exceed the bundle's {limits.max_length}",
-                    "shorten the prompt, ask for fewer, or export with a larger --max-length",
-                    where=where,
-                )
-            outside = next((token for token in row.prompt_ids if not 0 <= token < vocabulary), None)
-            if outside is not None:
-                raise CapacityError(
-                    f"token id {outside} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where
-                )
 
 
 def load(
@@ -271,10 +226,13 @@ def load(
 ) -> Generator:
     """Load a bundle that `skip-export` wrote.
 
+    Target cuda sets variables of this process's environment that CUDA's libraries read (docs/cuda.md), unless they are set.
+
     Args:
         bundle: its folder.
         target: where its engines run: cpu, cuda, tensorrt-rtx, tensorrt; None: cpu, or where it has none, the bundle's first.
-        threads: of the process's one pool; None: one a core. The first load of a process decides.
+        threads: of the process's one pool; None: one for each usable core. The first load of a process decides; later ones
+            change nothing.
         check_hashes: also compare every file's SHA-256 (reads the whole bundle).
         prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.
         cuda_graphs: on a GPU, whether a step is replayed as one CUDA graph; False: its calls are made one by one.

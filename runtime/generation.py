@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from skipdecode.errors import CapacityError
+from skipdecode.manifest import Manifest
+
 
 class Streamer(Protocol):
-    """What transformers' streamers are: given tokens as they come."""
+    """As transformers' streamers, given tokens as they come; but not the prompt, so make one without `skip_prompt`."""
 
     def put(self, value: Any) -> None: ...
 
@@ -53,3 +56,31 @@ class Generation:
 
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+
+def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> None:
+    """Raises CapacityError where the bundle cannot run them: too many, too long, empty, an unknown id, or used before."""
+    limits, vocabulary = manifest.limits, manifest.model.vocab_size
+    if len(rows) > limits.max_batch:
+        raise CapacityError(
+            f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch"
+        )
+    if max_new_tokens < 1:
+        raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
+    for index, row in enumerate(rows):
+        where, length = f"prompt {index}", len(row.prompt_ids)
+        if not length:
+            raise CapacityError("is empty", "give at least one token", where=where)
+        if row.token_ids or row.finish_reason is not None:
+            raise CapacityError("has tokens of an earlier run", "make a new Row, its prompt with them", where=where)
+        if length + max_new_tokens > limits.max_length:
+            raise CapacityError(
+                f"{length} tokens and {max_new_tokens} new ones exceed the bundle's {limits.max_length}",
+                "shorten the prompt, ask for fewer, or export with a larger --max-length",
+                where=where,
+            )
+        outside = next((token for token in row.prompt_ids if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise CapacityError(
+                f"token id {outside} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where
+            )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from skipdecode.device import Block, Call, Device, HostArray
+from skipdecode.errors import CapacityError
 
 _BFLOAT16 = 16  # ONNX's number of it; numpy has no such dtype
 _FLOATS: dict[str, tuple[Any, Any]] = {  # dtype -> (as ONNX Runtime takes it, of the same size in numpy)
@@ -67,8 +68,12 @@ class HostMemory:
     """numpy arrays, floats in fp32: engines read and write what Python sees."""
 
     def floats(self, shape: tuple[int, ...]) -> Any:
-        """Zeros of the engines' float type."""
-        return np.zeros(shape, dtype=np.float32)
+        """Zeros of the engines' float type.
+
+        Raises:
+            CapacityError: the machine has not this much memory.
+        """
+        return _zeros(shape, np.float32)
 
     def twin(self, array: HostArray) -> tuple[Any, Call | None]:
         """`array` as engines see it, and the call that shows them what the host writes later; None: they see it at once."""
@@ -76,7 +81,7 @@ class HostMemory:
 
     def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, Any, Call | None]:
         """An array that an engine writes: as the host sees it, as engines do, and what brings it to the host."""
-        array: HostArray = np.zeros(shape, dtype)
+        array = _zeros(shape, dtype)
         return array, array, None
 
     def clear(self, array: Any) -> None:
@@ -143,3 +148,12 @@ class DeviceMemory:
 
 
 Memory = HostMemory | DeviceMemory
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> HostArray:
+    try:
+        return np.zeros(shape, dtype)
+    except MemoryError as error:
+        wanted = math.prod(shape) * np.dtype(dtype).itemsize
+        remedy = "send fewer rows or shorter prompts, or ask for fewer tokens"
+        raise CapacityError(f"no memory is left for {-(-wanted >> 20)} MiB", remedy) from error

@@ -28,6 +28,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not self.do_sample:
+            return
         checks = (
             (self.temperature > 0, "--temperature", self.temperature, "choose a number above 0"),
             (self.top_k >= 0, "--top-k", self.top_k, "choose 0 (all) or more"),

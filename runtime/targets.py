@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.cache_folder import cache_folder
-from skipdecode.cpu import cpu_features
+from skipdecode.cpu import cpu_features, usable_cores
 from skipdecode.cuda import CudaDevice
 from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, Sharing, tensorrt
@@ -56,7 +55,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         BundleError: an engine that cannot be loaded, or not in this memory.
     """
     if target.name in tensorrt.LIBRARIES:
-        return _load_plans(manifest, bundle, target)
+        return _load_plans(manifest, bundle, target, trace)
     if target.name == "cuda":
         check_cuda()
         use_threads(threads)
@@ -71,7 +70,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
     use_threads(threads)
     with loading(bundle):
         engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace))
-        embed, segments, head = _load(manifest, bundle, target, engine, threads=_cores())
+        embed, segments, head = _load(manifest, bundle, target, engine, threads=usable_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=HostMemory())
 
 
@@ -90,7 +89,7 @@ def load_device_engines(
 
     engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
     memory = DeviceMemory(device, manifest.dtype)
-    embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=_cores())
+    embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=usable_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=memory, turn_around=turn_around)
 
 
@@ -116,7 +115,7 @@ def _checked(
     return checked
 
 
-def _load_plans(manifest: Manifest, bundle: Path, target: Target) -> Engines:
+def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace | None) -> Engines:
     found = tensorrt.library(target.name).__version__
     rebuild = f"export the model again with --target {target.name} --force"
     if found != target.library_version:
@@ -131,7 +130,7 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target) -> Engines:
         )  # fmt: skip
     shared = tensorrt.PlanRuntime(target.name, device, KernelCache(_kernels_of(bundle)))
     run = device.turn_around()
-    return plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared))
+    return plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared, trace))
 
 
 def _kernels_of(bundle: Path) -> Path:
@@ -186,7 +185,3 @@ def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Pa
     except MemoryError as error:
         raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
     return embed, tuple(zip(manifest.segments, segments, strict=True)), head
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -16,7 +16,8 @@ from skipdecode.errors import TargetError
 
 SOURCE = Path(__file__).parent / "turnaround.cu"
 PTX = SOURCE.with_suffix(".ptx")  # written by `write_ptx`, for compute capability 7.5 and all later ones
-KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.h has them
+KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and choose.h have them
+_MOST = 2**31 - 1  # of a C int; no vocabulary is larger
 ARCHITECTURES = ("80", "89", "90")  # compute capabilities that `build` compiles the kernel for
 
 
@@ -34,7 +35,7 @@ class Sampling(ctypes.Structure):
     @classmethod
     def of(cls, how: sampling.Sampling) -> Sampling:
         """The same in C."""
-        return cls(how.do_sample, how.top_k, how.temperature, how.top_p, how.seed)
+        return cls(how.do_sample, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
 
 
 class TurnAround(ctypes.Structure):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from skipdecode.cpu import usable_cores
 from skipdecode.device import Device
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.memory import Array
@@ -25,8 +26,8 @@ _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _UNWANTED = ["GatherSliceToSplitFusion"]
 # What CUDA's libraries read from the environment, where the user has not said otherwise (measured on an H200).
 ENVIRONMENT = {
-    # ONNX Runtime's XQA kernels clear a counter before each attention. A captured graph that is not of kernels alone takes the
-    # host 32 us to launch and not 5; a step takes 1.01x to 1.12x (1 to 32 rows on 128 to 1024 positions; also where 4 heads
+    # ONNX Runtime's XQA kernels clear a counter before each attention, and the host launches a graph that has other nodes than
+    # kernels in 32 us, not in 5; a step takes 1.01x to 1.12x (1 to 32 rows on 128 to 1024 positions; also where 4 heads
     # share a key).
     "ORT_ENABLE_XQA": "0",
     # Without a workspace cuBLAS sums a product of few rows in one kernel: in a graph a workspace is an allocation and a sum of
@@ -36,8 +37,9 @@ ENVIRONMENT = {
     # experts: 2654 MiB and not 1884, the first prompt after 1.6 s and not 0.3), and then sum in any order; a step is no faster.
     "ORT_FORCE_DETERMINISTIC_MOE": "1",
 }
-# What its arena, CUDA and cuBLAS say.
-_NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|out of memory|ALLOC_FAILED")
+# What its arena, C++, CUDA and cuBLAS say.
+_NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
+_TOO_LATE = "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool"
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +52,16 @@ _pool_made = False  # ONNX Runtime's environment is one a process, and so are it
 def use_threads(threads: int | None) -> None:
     """Make the process's one thread pool and one arena, which all engines share.
 
-    A pool an engine costs 8x (120 ms a step against 16); an arena an engine keeps each one's share of the longest prompt (25
-    engines of OPT-1.3B's shape on 400 tokens: 590 MiB more). The first call in a process decides the pool's size; ONNX Runtime
-    cannot resize it.
+    With one pool per engine a step takes 8x as long (120 ms against 16); with one arena per engine each keeps its peak of the
+    longest prompt (25 engines of OPT-1.3B's shape on 400 tokens: 590 MiB more). The first call in a process decides the pool's
+    size; ONNX Runtime cannot resize it.
 
     Args:
         threads: None: one a core that this process may use.
 
     Raises:
         CapacityError: fewer than one, or more than the machine has cores.
+        TargetError: another user of ONNX Runtime in this process was first.
     """
     global _pool_made
     most = os.cpu_count() or 1
@@ -66,7 +69,10 @@ def use_threads(threads: int | None) -> None:
         raise CapacityError(f"{threads}: this machine has {most} cores", f"choose 1..{most}", where="--threads")
     if not _pool_made:
         ort.set_default_logger_severity(3)
-        ort.set_global_thread_pool_sizes(threads or len(os.sched_getaffinity(0)), 1)
+        try:
+            ort.set_global_thread_pool_sizes(threads or usable_cores(), 1)
+        except Exception as error:  # somebody else has made the environment
+            raise TargetError(_TOO_LATE, "call skipdecode.load before that") from error
         host = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(host, None)
         _pool_made = True
@@ -124,18 +130,15 @@ class OrtEngine:
                 binding.bind_input(name, *_place(array))
         for name, array in outputs.items():
             binding.bind_output(name, *_place(array))
-        session, options = self.session, self._run_options
+        session, options, on_device = self.session, self._run_options, self._on_device
 
         def run() -> None:
-            session.run_with_iobinding(binding, options)
-
-        def run_on_device() -> None:
             try:
                 session.run_with_iobinding(binding, options)
-            except Exception as error:
-                raise _stopped(error) from error
+            except Exception as error:  # ORT's exceptions have no common base but this
+                raise _stopped(error, on_device=on_device) from error
 
-        return traced(self._trace, self._name, run_on_device if self._on_device else run, kind="engine")
+        return traced(self._trace, self._name, run, kind="engine")
 
 
 def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
@@ -150,10 +153,7 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
     """Why there is no session; ONNX Runtime says it in words alone."""
     said, where = str(error), str(path)
     if "thread pool" in said:
-        return TargetError(
-            "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
-            "call skipdecode.load before that",
-        )
+        return TargetError(_TOO_LATE, "call skipdecode.load before that")
     if _NO_MEMORY.search(said):
         return _no_memory(said, "free some, or export with --quantize int4", where)
     if "default CPU EP" in said or "CUDA" in said:
@@ -165,12 +165,13 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
     return BundleError(f"cannot be loaded ({_reason(said)})", "export the model again", where=where)
 
 
-def _stopped(error: Exception) -> SkipDecodeError:
-    """Why a run on a device ended."""
+def _stopped(error: Exception, *, on_device: bool) -> SkipDecodeError:
+    """Why a run ended."""
     said = str(error)
     if _NO_MEMORY.search(said):
         return _no_memory(said, "send fewer rows or shorter prompts, or choose a smaller --prefill-chunk", "")
-    return TargetError(f"ONNX Runtime stopped ({_reason(said)})", "check nvidia-smi, and start again")
+    remedy = "check nvidia-smi, and start again" if on_device else "see with --debug where it was"
+    return TargetError(f"ONNX Runtime stopped ({_reason(said)})", remedy)
 
 
 def _no_memory(said: str, remedy: str, where: str) -> CapacityError:

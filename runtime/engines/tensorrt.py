@@ -15,6 +15,7 @@ from skipdecode.device import ALIGNMENT, Block, Call, Device
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.memory import Array, DeviceArray
+from skipdecode.trace import Trace, traced
 
 LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
 _NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
@@ -130,13 +131,16 @@ class PlanRuntime:
 class TensorRTEngine:
     """A plan, ready to be bound.
 
+    Args:
+        trace: of what it runs, and for how long: each run is waited for then.
+
     Raises:
         TargetError: the library does not serve the GPU.
         CapacityError: it does not fit in memory.
         BundleError: the library refuses the file, or it is not as this version exports it: KV buffers in place, logits in fp32.
     """
 
-    def __init__(self, path: Path, shared: PlanRuntime) -> None:
+    def __init__(self, path: Path, shared: PlanRuntime, trace: Trace | None = None) -> None:
         shared.log.errors.clear()  # of what came before
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = shared.runtime.deserialize_cuda_engine(plan)
@@ -144,7 +148,7 @@ class TensorRTEngine:
             raise shared.unloadable(path)
         # an object's attributes go in this order, and what serves others has to go after them
         self._contexts: dict[Any, _Context] = {}
-        self._engine, self._shared, self._path = engine, shared, path
+        self._engine, self._shared, self._path, self._trace = engine, shared, path, trace
         modes = shared.trt.TensorIOMode
         found = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)
@@ -189,8 +193,10 @@ class TensorRTEngine:
             context.run(places, shapes)
             for call in after:
                 call()
+            if self._trace is not None:
+                device.mark()()
 
-        return run
+        return traced(self._trace, self._path.stem, run, kind="engine")
 
     def _aligned(self, name: str, array: DeviceArray, *, apart: bool = False) -> DeviceArray:
         if array.pointer % ALIGNMENT == 0 and not apart:

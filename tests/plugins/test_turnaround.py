@@ -82,6 +82,12 @@ def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int
         assert batch.tokens[step].tolist() == expected.tolist()
 
 
+def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
+    assert [turnaround.Sampling.of(Sampling(do_sample=True, top_k=top_k)).top_k for top_k in (5, 2**31, 2**32 + 1)] == [
+        5, 2**31 - 1, 2**31 - 1,
+    ]  # fmt: skip
+
+
 def test_it_makes_the_next_steps_inputs(host: ctypes.CDLL) -> None:
     batch = Batch(2, 5, max_steps=3)
     batch.turn(host, Sampling(), np.eye(2, 5, 3, dtype=np.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import pytest
 
 from skipdecode.device import Call, HostDevice
 from skipdecode.device_loop import AHEAD
+from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
-from skipdecode.generation import Generation
+from skipdecode.generation import Generation, Row, Step
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, full_depth
 from tests.conftest import LAYERS
@@ -138,3 +139,17 @@ def test_buffers_and_graphs_are_kept_for_requests_that_they_hold(load: Load) -> 
     assert fewer_rows is not kept
     generator.generate(PROMPTS[:2], max_new_tokens=NEW + 1, schedule="full")
     assert loop() is not fewer_rows
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_a_stream_ends_with_a_word_when_another_has_taken_its_buffers(load: Load) -> None:
+    generator = load(True)
+
+    def stream() -> Iterator[Step]:
+        return generator.stream([Row(prompt_ids=PROMPTS[0])], max_new_tokens=NEW, sampling=Sampling(), ignore_eos=True)
+
+    first, second = stream(), stream()
+    next(first), next(second)
+    with pytest.raises(CapacityError, match="another generation has begun on the same buffers; end one before the next"):
+        next(first)
+    assert len(list(second)) == NEW - 1

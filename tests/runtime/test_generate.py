@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import skipdecode
 from skipdecode.decoder import Decoder
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.generate import Generator
-from skipdecode.schedule import Schedule
+from skipdecode.generation import Row
+from skipdecode.sampling import Sampling
+from skipdecode.schedule import Schedule, full_depth
 from tests.conftest import LAYERS, MAX_LENGTH, VOCABULARY, Zoo
 
 PROMPT = [5, 6, 7, 20]
@@ -137,3 +141,37 @@ def test_a_schedule_that_cuts_through_a_segment_is_refused(zoo: Zoo, tmp_path_fa
     other = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(6, 3))
     with pytest.raises(CapacityError, match="export the model with it"):
         skipdecode.load(out).generate(PROMPT, schedule=other)
+    with pytest.raises(CapacityError, match=f"the schedule is for 12 layers, the model has {LAYERS}; choose another"):
+        skipdecode.load(out).generate(PROMPT, schedule=full_depth(12))
+
+
+def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
+    rows = [Row(prompt_ids=PROMPT), Row(prompt_ids=PROMPT)]
+    for _ in generator.stream(rows[:1], max_new_tokens=3, sampling=Sampling()):
+        pass
+    with pytest.raises(CapacityError, match="prompt 1: has tokens of an earlier run; make a new Row"):
+        next(generator.stream(rows[::-1], max_new_tokens=3, sampling=Sampling()))
+
+
+def test_token_ids_are_whole_numbers(generator: Generator) -> None:
+    with pytest.raises(TypeError, match="float"):
+        generator.generate([[3.7, 2]], max_new_tokens=3)  # type: ignore[list-item]
+
+
+def test_memory_that_the_machine_has_not_is_told_with_how_much(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = np.zeros
+
+    def none_left(shape: Any, dtype: Any = float) -> Any:
+        return zeros((1 << 40, *shape) if dtype == np.float32 else shape, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", none_left)
+        with pytest.raises(CapacityError, match=r"no memory is left for \d+ MiB; send fewer rows or shorter prompts"):
+            generator.generate(PROMPT, max_new_tokens=3)
+    assert generator.generate(PROMPT, max_new_tokens=3).sequences
+
+
+def test_a_process_that_made_a_pool_of_its_own_is_told_to_load_first(zoo: Zoo) -> None:
+    code = "import onnxruntime, skipdecode, sys; onnxruntime.set_global_thread_pool_sizes(1, 1); skipdecode.load(sys.argv[1])"
+    run = subprocess.run([sys.executable, "-c", code, str(zoo.bundle("llama"))], capture_output=True, text=True, check=False)
+    assert "TargetError: this process made an ONNX Runtime session of its own first" in run.stderr

@@ -89,3 +89,4 @@ def test_the_generator_gives_the_documented_numbers() -> None:
 def test_values_out_of_range_are_refused_in_one_line(bad: dict[str, float]) -> None:
     with pytest.raises(CapacityError, match="choose"):
         Sampling(do_sample=True, **bad)
+    Sampling(**bad)  # greedy reads none of them

@@ -1,0 +1,40 @@
+"""Decode steps whose tokens are chosen on the host: feed the tokens, climb, choose the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from skipdecode.decoder import Decoder
+from skipdecode.generation import Row
+from skipdecode.kv_buffer import IntArray
+from skipdecode.memory import HostMemory
+from skipdecode.sampling import Sampling, choose_tokens
+from skipdecode.trace import Trace, traced
+
+
+def host_tokens(
+    decoder: Decoder, rows: Sequence[Row], new: int, sampling: Sampling, order: IntArray, trace: Trace | None
+) -> Iterator[tuple[list[int], list[int], int | None]]:
+    """The rows that go on, a token of each, and the step's layers; the prompts' first (None).
+
+    Rows that have ended are left out once they are half of the batch, because the others' keys and values move then.
+
+    Args:
+        rows: the user's; who reads the tokens marks those that have ended.
+        order: [B] int64, the user's row numbers as the decoder has them, longest prompt first.
+    """
+    places = order.tolist()
+    traced(trace, "prefill", decoder.prefill)([rows[place].prompt_ids for place in places])
+    decode_step = traced(trace, "decode step", decoder.decode_step, result="layers")
+    choose = traced(trace, "choose tokens", choose_tokens)
+    tokens = choose(decoder.logits, sampling, order, 0).tolist()
+    yield places, tokens, None
+    for step in range(1, new):
+        if len(places) > 1 and isinstance(decoder.memory, HostMemory):
+            going = [index for index, place in enumerate(places) if rows[place].finish_reason is None]
+            if 2 * len(going) <= len(places):
+                decoder.keep(going)
+                places, tokens, order = [places[i] for i in going], [tokens[i] for i in going], order[going]
+        layers = decode_step(tokens)
+        tokens = choose(decoder.logits, sampling, order, step).tolist()
+        yield places, tokens, layers
