@@ -1,4 +1,4 @@
-"""What parity tests share: a decoder fed the torch reference's tokens gives its logits."""
+"""What parity tests share: a decoder fed the torch reference's tokens gives its logits, whatever lay in its buffers before."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from skipdecode.decoder import Decoder
 from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.generate import Generator
+from skipdecode.memory import DeviceMemory
 
 
 def assert_gives_the_references_logits(
@@ -45,3 +47,12 @@ def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int
         for row, (_, logits) in enumerate(expected):
             wanted = logits[step].numpy()
             yield (row, step), np.abs(decoder.logits[row] - wanted).max() / np.abs(wanted).max()
+
+
+def spoil(generator: Generator) -> None:
+    """NaN in every slot of the KV buffer that the generator kept of its last run on a device."""
+    loop = generator._kept_loop
+    assert loop is not None and isinstance(loop.decoder.memory, DeviceMemory)
+    for layer in loop.decoder.kv.layers:
+        for array in layer.values():
+            loop.decoder.memory.device.send(array.pointer, np.full(array.nbytes // 2, 0x7FFF, dtype=np.uint16))

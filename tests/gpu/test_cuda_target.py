@@ -20,7 +20,7 @@ from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
-from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
+from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits, spoil
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
@@ -146,6 +146,13 @@ def test_keys_and_values_are_updated_in_place(llama: Path) -> None:
     after = decoder.memory.to_host(decoder.kv.layers[layer][f"past_key.{layer}"])
     assert (after[:, :, :3] == before[:, :, :3]).all() and (after[:, :, 3] != before[:, :, 3]).any()
     assert (after[:, :, 4:] == before[:, :, 4:]).all()
+
+
+def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(llama: Path) -> None:
+    generator = skipdecode.load(llama, target="cuda")
+    first = generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    spoil(generator)
+    assert generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True).sequences == first.sequences
 
 
 def test_five_hundred_loops_leave_the_devices_memory_as_it_was(llama: Path) -> None:

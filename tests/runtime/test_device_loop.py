@@ -18,6 +18,7 @@ from skipdecode.generate import Generator
 from skipdecode.generation import Generation, Row, Step
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, full_depth
+from tests.agreement import spoil
 from tests.conftest import LAYERS
 from tests.runtime import device
 
@@ -139,6 +140,16 @@ def test_buffers_and_graphs_are_kept_for_requests_that_they_hold(load: Load) -> 
     assert fewer_rows is not kept
     generator.generate(PROMPTS[:2], max_new_tokens=NEW + 1, schedule="full")
     assert loop() is not fewer_rows
+
+
+def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(load: Load) -> None:
+    """TensorRT's attention weighs every slot: 0 x NaN is NaN, and one overflow would be every later run's."""
+    generator = load(True)
+    first = generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    kept = generator._kept_loop
+    spoil(generator)
+    assert generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True).sequences == first.sequences
+    assert generator._kept_loop is kept
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)

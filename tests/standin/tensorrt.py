@@ -106,9 +106,13 @@ class Engine:
         return SCRATCH * (profile + 1)
 
     def create_runtime_config(self) -> Any:
+        def set_runtime_cache(kernels: Kernels) -> bool:
+            kernels.used.append(self.name)
+            return True
+
         return SimpleNamespace(
             set_execution_context_allocation_strategy=lambda strategy: None, create_runtime_cache=Kernels,
-            dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=lambda kernels: kernels.used.append(self.name) or True,
+            dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=set_runtime_cache,
         )  # fmt: skip
 
     def create_execution_context(self, config: Any) -> Context:
