@@ -13,7 +13,7 @@ from skipdecode.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Sizes of a layer's keys, and of its values."""
+    """Sizes of a layer's keys, which are also those of its values."""
 
     num_heads: int  # KVH
     head_size: int  # D
@@ -29,7 +29,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayers:
-    """Layers that keep the same: keys and values, or those of another layer, and the states of linear attention and its like."""
+    """A group of layers that store the same things for a row: keys and values of their own or none, and recurrent states."""
 
     layers: tuple[int, ...]  # rising
     keys: Keys | None  # None: they have none of their own

@@ -57,7 +57,7 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
 
 
 def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
-    """What was asked and does not hold of `schedule`: a table, full depth and --alpha say all layer counts themselves."""
+    """Options that had no effect: a table, full depth and --alpha fix every layer count by themselves."""
     speedup, rounding = request.speedup, 1.0  # layers
     checks = (
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
@@ -218,8 +218,6 @@ def _limit_variants(schedule: Schedule, max_variants: int | None) -> Schedule:
     """Round `k(t)` up to at most `max_variants` levels, each standing for an equal share of the distinct counts."""
     if max_variants is None or len(schedule.variants) <= max_variants:
         return schedule
-    if max_variants < 1:
-        raise ScheduleError(f"--max-variants {max_variants} is not a positive count", "choose 1 or more")
     counts, rounded = schedule.variants, {}
     for i, count in enumerate(counts):
         group = i * max_variants // len(counts)

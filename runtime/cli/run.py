@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
     parser.add_argument("--target", metavar="T", help="where to run (cpu, or where there is none, the bundle's first)")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU: make a step's calls one by one")
-    parser.add_argument("--threads", type=int, metavar="N", help="one a core")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the process's pool (one for each usable core)")
     parser.add_argument(
         "--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N",
         help=f"prompt tokens a pass: lower takes less memory ({PREFILL_CHUNK})",

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--target", metavar="T", help="where to run (every target that this machine can)")
-    parser.add_argument("--threads", type=_count, metavar="N", help="one a core")
+    parser.add_argument("--threads", type=_count, metavar="N", help="of the process's pool (one for each usable core)")
     right = parser.add_argument_group("is it right")
     right.add_argument("--reference", metavar="MODEL", help="what was exported: compare every variant with it in torch")
     fast = parser.add_argument_group("is it fast enough")

@@ -57,7 +57,7 @@ def use_threads(threads: int | None) -> None:
     size; ONNX Runtime cannot resize it.
 
     Args:
-        threads: None: one a core that this process may use.
+        threads: None: one for each core that this process may use.
 
     Raises:
         CapacityError: fewer than one, or more than the machine has cores.

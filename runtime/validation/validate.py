@@ -40,7 +40,7 @@ class ValidateRequest:
 
     bundle: Path
     target: str | None = None  # None: every target of the bundle that this machine can run
-    threads: int | None = None  # None: one a core
+    threads: int | None = None  # None: one for each usable core
     reference: str | None = None  # local folder, hub id, or opt-SIZE
     batches: tuple[int, ...] | None = None  # rows; None: 1 and 4
     contexts: tuple[int, ...] | None = None  # valid tokens a row; None: 32 and 512
