@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skipdecode
-from skipdecode.device import HostDevice
+from skipdecode.device import Call, HostDevice
 from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
 from skipdecode.kv_buffer import layer_state
 from skipdecode.schedule import Anchor
-from skipdecode.validation import parity
+from skipdecode.validation import parity, workload
 from skipdecode.validation.latency import measure_cell, most_context
 from skipdecode.validation.machine import copy_gb_per_s
 from skipdecode.validation.parity import measure_parity
@@ -93,6 +94,30 @@ def test_a_workload_tells_every_position_with_its_layers(zoo: Zoo) -> None:
     assert [row["layers"] for row in load["positions"]] == [schedule.layers_at(t) for t in range(8)]
     assert all(row["promised_ms"] <= row["full_ms"] for row in load["positions"])
     assert load["own"]["token_ms"]["n"] % 8 == 0
+
+
+def test_on_a_device_no_step_of_a_measured_run_is_captured_in_it(
+    gpu_bundle: Callable[[Anchor], Path], turnaround_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[int] = []
+
+    class Counting(HostDevice):
+        def captured(self, calls: Call) -> Call:
+            captures[-1] += 1
+            return calls
+
+    monkeypatch.setattr(device, "HostDevice", Counting)
+    generator = device.load(gpu_bundle(Anchor.GENERATED), "cuda", device.turn_around(turnaround_library), monkeypatch)
+    run = workload._run
+
+    def counted(*given: Any) -> Any:
+        captures.append(0)
+        return run(*given)
+
+    monkeypatch.setattr(workload, "_run", counted)
+    measure_workload(generator, _step_bytes(generator), [Request(prompt_tokens=5, new_tokens=9)], batch=1)
+    assert sum(captures) > 0 and len(captures) % 3 == 0
+    assert sum(captures[2::3]) == 0, "two runs before each that is measured"
 
 
 def test_one_new_token_is_a_workload_without_decode_steps(zoo: Zoo) -> None:
