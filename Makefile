@@ -68,7 +68,8 @@ SECONDS_OF_FUZZING ?= 600
 fuzz: cpp
 	mkdir -p build/cpp/fuzz/found && $(BIN)/python -m zipfile -e tests/cpp/corpus.zip build/cpp/fuzz/corpus
 	clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I runtime/cpp/include -I runtime/cpp/src \
-	  tests/cpp/fuzz_manifest.cc runtime/cpp/src/manifest.cc runtime/cpp/src/schedule.cc runtime/cpp/src/error.cc -o build/cpp/fuzz/fuzz
+	  tests/cpp/fuzz_manifest.cc $(addprefix runtime/cpp/src/,error.cc manifest.cc manifest_check.cc schedule.cc strict_json.cc) \
+	  -o build/cpp/fuzz/fuzz
 	build/cpp/fuzz/fuzz -max_total_time=$(SECONDS_OF_FUZZING) -dict=tests/cpp/manifest.dict build/cpp/fuzz/found build/cpp/fuzz/corpus
 	build/cpp/fuzz/fuzz -merge=1 build/cpp/fuzz/corpus build/cpp/fuzz/found
 	rm tests/cpp/corpus.zip && $(BIN)/python -m zipfile -c tests/cpp/corpus.zip build/cpp/fuzz/corpus/*

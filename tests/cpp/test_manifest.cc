@@ -1,6 +1,10 @@
 // The manifest of SKD_TEST_BUNDLE, damaged field by field; the corpus and Python's attacks are replayed by pytest.
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <catch2/catch.hpp>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -84,6 +88,30 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
       REQUIRE_THROWS_AS(skd::ParseManifest(damaged.dump()), skd::Error);
     }
   }
+}
+
+TEST_CASE("a manifest that is there and cannot be read is not told to be missing") {
+  const auto whole = std::filesystem::path(std::getenv("SKD_TEST_BUNDLE"));
+  const auto folder = std::filesystem::temp_directory_path() / ("skd_unreadable_" + std::to_string(getpid()));
+  std::filesystem::create_directory(folder);
+  REQUIRE_THROWS_WITH(skd::ReadManifest(folder), Catch::Contains("there is no bundle.json here"));
+  // permissions would not stop root
+  std::filesystem::create_symlink("bundle.json", folder / "bundle.json");
+  REQUIRE_THROWS_WITH(skd::ReadManifest(folder), Catch::EndsWith("bundle.json: cannot be read (Too many levels of symbolic "
+                                                                 "links); check its name and permissions"));
+  std::filesystem::remove_all(folder);
+  rlimit files{};
+  REQUIRE(getrlimit(RLIMIT_NOFILE, &files) == 0);
+  const rlimit none{0, files.rlim_max};
+  REQUIRE(setrlimit(RLIMIT_NOFILE, &none) == 0);
+  std::string line;
+  try {
+    skd::ReadManifest(whole);
+  } catch (const skd::Error& error) {
+    line = error.what();
+  }
+  REQUIRE(setrlimit(RLIMIT_NOFILE, &files) == 0);
+  REQUIRE_THAT(line, Catch::EndsWith("bundle.json: cannot be read (Too many open files); check its name and permissions"));
 }
 
 TEST_CASE("layers read keys and values of layers below them that have their own and are computed at every position") {

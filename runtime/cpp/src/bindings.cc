@@ -23,9 +23,9 @@ Tensor Hidden(const Memory& memory, const Model& model, const char* name) {
   return memory.Floats(name, nullptr, {kAny, kAny, model.hidden_size});
 }
 
-// What a tied embedding and head share; as wide as the embedding, rows as bindings.tied_rows.
+// As wide as the embedding.
 Tensor TiedWeight(const Memory& memory, const Model& model) {
-  return memory.Floats("tied_weight", nullptr, {(model.vocab_size + 7) / 8 * 8, kAny});
+  return memory.Floats(names::kTiedWeight, nullptr, {TiedRows(model), kAny});
 }
 
 std::string NameOf(ONNXTensorElementDataType type) {
@@ -81,6 +81,8 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
 
 }  // namespace
 
+int64_t TiedRows(const Model& model) { return (model.vocab_size + 7) / 8 * 8; }
+
 void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
   std::vector<int64_t> shape = WithRows(array, rows);
   inputs.push_back(memory.Floats(array.past, data, shape));
@@ -92,14 +94,15 @@ void Bindings::AddRead(const Memory& memory, const StateArray& array, std::byte*
 }
 
 Bindings EmbedBindings(const Memory& memory, const Model& model) {
-  return {{Int64s(memory, "input_ids", {kAny, kAny}), Int64s(memory, "position_ids", {kAny, kAny}), TiedWeight(memory, model)},
-          {Hidden(memory, model, "hidden")}};
+  return {{Int64s(memory, names::kInputIds, {kAny, kAny}), Int64s(memory, names::kPositionIds, {kAny, kAny}),
+           TiedWeight(memory, model)},
+          {Hidden(memory, model, names::kHidden)}};
 }
 
 Bindings SegmentBindings(const Memory& memory, const Model& model, const std::vector<int64_t>& layers) {
-  Bindings bindings{{Hidden(memory, model, "hidden"), Int64s(memory, "position_ids", {kAny, kAny}), Int32s(memory, "seqlens_k"),
-                     Int32s(memory, "total_sequence_length")},
-                    {Hidden(memory, model, "hidden_out")}};
+  Bindings bindings{{Hidden(memory, model, names::kHidden), Int64s(memory, names::kPositionIds, {kAny, kAny}),
+                     Int32s(memory, names::kSeqlensK), Int32s(memory, names::kTotalSequenceLength)},
+                    {Hidden(memory, model, names::kHiddenOut)}};
   for (const int64_t layer : layers) {
     for (const StateArray& array : LayerState(model, layer, kAny)) bindings.AddInPlace(memory, array, nullptr, kAny);
   }
@@ -112,8 +115,8 @@ Bindings SegmentBindings(const Memory& memory, const Model& model, const std::ve
 }
 
 Bindings HeadBindings(const Memory& memory, const Model& model) {
-  return {{Hidden(memory, model, "hidden"), Int64s(memory, "last", {kAny}), TiedWeight(memory, model)},
-          {memory.Of("logits", nullptr, {kAny, model.vocab_size}, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)}};
+  return {{Hidden(memory, model, names::kHidden), Int64s(memory, names::kLast, {kAny}), TiedWeight(memory, model)},
+          {memory.Of(names::kLogits, nullptr, {kAny, model.vocab_size}, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)}};
 }
 
 void CheckBindings(const Engine& engine, const Bindings& wanted, const std::string& where) {

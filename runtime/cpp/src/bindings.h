@@ -13,6 +13,19 @@
 
 namespace skd {
 
+namespace names {
+
+constexpr char kInputIds[] = "input_ids", kPositionIds[] = "position_ids";
+constexpr char kHidden[] = "hidden", kHiddenOut[] = "hidden_out";
+constexpr char kSeqlensK[] = "seqlens_k", kTotalSequenceLength[] = "total_sequence_length";
+constexpr char kLast[] = "last", kLogits[] = "logits";
+constexpr char kTiedWeight[] = "tied_weight";
+
+}  // namespace names
+
+// Rows of what a tied embedding and head share: as bindings.tied_rows of Python.
+int64_t TiedRows(const Model& model);
+
 struct Bindings {
   std::vector<Tensor> inputs;  // that an engine may read; not each reads all
   std::vector<Tensor> outputs;

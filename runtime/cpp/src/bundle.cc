@@ -93,13 +93,13 @@ Block ReadWeight(const std::filesystem::path& path, const Memory& memory, size_t
 }
 
 // Gives both engines what they share, and returns its memory.
-Block ShareTiedWeight(const std::filesystem::path& path, int64_t vocabulary, const Memory& memory, Engine* embed, Engine* head) {
+Block ShareTiedWeight(const std::filesystem::path& path, const Model& model, const Memory& memory, Engine* embed, Engine* head) {
   const size_t bytes = std::filesystem::file_size(path);
-  const int64_t rows = (vocabulary + 7) / 8 * 8;  // as bindings.tied_rows
+  const int64_t rows = TiedRows(model);
   const size_t column = static_cast<size_t>(rows) * memory.float_size();
   if (bytes == 0 || bytes % column != 0) throw BundleError("has no whole rows", path.string());
   Block weight = ReadWeight(path, memory, bytes);
-  const Tensor shared = memory.Floats("tied_weight", weight.get(), {rows, static_cast<int64_t>(bytes / column)});
+  const Tensor shared = memory.Floats(names::kTiedWeight, weight.get(), {rows, static_cast<int64_t>(bytes / column)});
   embed->Share(shared);
   head->Share(shared);
   return weight;
@@ -133,7 +133,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   }
   Block tied_weight(nullptr, nullptr);
   if (!compiled && target.tied_weight) {
-    tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model.vocab_size, memory, &engines[0], &engines[1]);
+    tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model, memory, &engines[0], &engines[1]);
   }
   std::vector<SegmentEngine> segments;
   segments.reserve(target.segments.size());

@@ -30,7 +30,7 @@ struct Bundle {
 };
 
 // `cuda_graphs`: as Engine's. `device`: none: the target's own. Engines for a GPU run on a CPU too, where they can be checked.
-// Throws SKD_ERROR_BUNDLE, SKD_ERROR_TARGET.
+// Throws SKD_ERROR_BUNDLE, SKD_ERROR_TARGET, SKD_ERROR_CAPACITY.
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target, uint32_t threads,
                                          const std::string& onnxruntime_library, bool cuda_graphs = true,
                                          std::optional<Device> device = std::nullopt);

@@ -1,7 +1,6 @@
 // bundle.json, read as strictly as runtime/manifest.py reads it. The format: docs/bundle.md.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -80,9 +79,6 @@ struct Manifest {
   std::vector<Target> targets;
   std::vector<File> files;
 };
-
-// Throws SKD_ERROR_CAPACITY for an id outside the model's vocabulary.
-void CheckIds(const Model& model, const int64_t* ids, size_t count, const std::string& where = "");
 
 // Throws SKD_ERROR_BUNDLE: not JSON, another format version, unknown or missing keys, parts that contradict each other.
 Manifest ParseManifest(const std::string& text);

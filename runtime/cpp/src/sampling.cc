@@ -93,7 +93,8 @@ int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_o
     if (size == most) total = std::accumulate(mass_.begin(), mass_.end(), 0.0);
     double kept_mass = 0.0;
     size_t kept = 0;
-    for (double cumulated = 0.0; kept < size; ++kept) {  // compared as Python compares, to the last bit
+    // compared as Python compares, but for the last bits of the total, which numpy sums in pairs
+    for (double cumulated = 0.0; kept < size; ++kept) {
       cumulated += mass_[kept];
       if (!(cumulated - mass_[kept] < options.top_p * total)) break;
       kept_mass = cumulated;

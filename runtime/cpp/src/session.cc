@@ -7,6 +7,7 @@
 
 #include "elapsed.h"
 #include "error.h"
+#include "token_ids.h"
 
 namespace skd {
 namespace {

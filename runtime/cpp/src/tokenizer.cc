@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "library.h"
+#include "token_ids.h"
 
 namespace skd {
 

@@ -1,7 +1,9 @@
 /* skipdecode.h: load a bundle that skip-export wrote and generate with it. C99; no exception crosses this border.
  *
  * Errors: every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where, what to
- * do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails.
+ * do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails. After SKD_ERROR_CAPACITY a
+ * session is as it was; after any other error of skd_session_add, _step or _cancel destroy it: its rows may be half a step ahead.
+ * What is not named at a function below: INTERNAL, for arguments that are NULL or a struct_size that is wrong.
  *
  * Ownership: what a *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the
  * matching *_destroy or skd_free, which take NULL and may be called from any thread. A session and a tokenizer keep what they
@@ -38,10 +40,10 @@ typedef struct skd_tokenizer skd_tokenizer;
 typedef enum skd_code {
   SKD_OK = 0,
   SKD_ERROR_BUNDLE = 1,   /* a bundle that is missing, damaged, edited or of another format version */
-  SKD_ERROR_TARGET = 2,   /* a library, its version, a CPU that the engines do not fit, a GPU that is not there */
-  SKD_ERROR_CAPACITY = 3, /* more rows or tokens than there is room for, an id or a value out of range */
+  SKD_ERROR_TARGET = 2,   /* a library, its version, a CPU that the engines do not fit, a GPU that is not there or fails */
+  SKD_ERROR_CAPACITY = 3, /* more rows or tokens than there is room for, out of memory, an id or a value out of range */
   SKD_ERROR_SCHEDULE = 4, /* a schedule that cannot be */
-  SKD_ERROR_INTERNAL = 5  /* out of memory, or a mistake of this library's */
+  SKD_ERROR_INTERNAL = 5  /* a mistake: in how a function is called, or of this library's */
 } skd_code;
 
 typedef enum skd_finish {
@@ -54,7 +56,8 @@ typedef struct skd_load_options {
   size_t struct_size;
   const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
   uint32_t threads;   /* of the process's one pool, decided by the first load; up to 1024, 0: one a core */
-  const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this */
+  const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this.
+                                    * The process has one, decided by the first load; later ones do not read this */
   uint32_t no_cuda_graphs;         /* not 0: on a GPU every run of an engine is a call, none the launch of a CUDA graph (0) */
 } skd_load_options;
 
@@ -105,12 +108,12 @@ typedef struct skd_counters {
   uint64_t tokens; /* generated, of all rows */
   uint64_t prefill_ns;
   uint64_t decode_ns;        /* of all decode steps */
-  uint64_t decode_engine_ns; /* of it, from the first call of ONNX Runtime to the logits on the host */
+  uint64_t decode_engine_ns; /* the part of decode_ns from the first ONNX Runtime call until the logits are on the host */
   uint64_t kv_bytes;         /* of the KV buffer */
-  uint64_t graph_launches;   /* of the engines' runs in decode steps, those that were launches of a CUDA graph */
+  uint64_t graph_launches;   /* engine runs in decode steps that were CUDA graph launches */
 } skd_counters;
 
-/* Not 0 cancels the row of `event`. Called on the thread that called skd_generate. */
+/* Not 0 cancels the row of `event`, which is valid during this call only. Called on the thread that called skd_generate. */
 typedef int (*skd_callback)(void* user, const skd_event* event);
 
 /* "0.1.0"; static. */
@@ -125,46 +128,50 @@ SKD_API void skd_status_destroy(skd_status* status);
 SKD_API skd_load_options skd_load_options_default(void);
 /* Load a bundle's folder. Weights are mapped and shared by all sessions. Errors: BUNDLE, TARGET, CAPACITY. */
 SKD_API skd_status* skd_bundle_load(const char* path, const skd_load_options* options, skd_bundle** bundle);
-/* Fill `info`, whose struct_size the caller has set. */
+/* Fill `info`, whose struct_size the caller has set. Errors: INTERNAL. */
 SKD_API skd_status* skd_bundle_get_info(const skd_bundle* bundle, skd_bundle_info* info);
 SKD_API void skd_bundle_destroy(skd_bundle* bundle);
 
 SKD_API skd_session_options skd_session_options_default(void);
-/* Allocate a KV buffer and what else steps need; nothing is allocated later but bindings, once each. Errors: CAPACITY. */
+/* Allocate a KV buffer and what else steps need; nothing is allocated later but bindings, once each. Errors: CAPACITY; on
+ * a GPU TARGET. */
 SKD_API skd_status* skd_session_create(const skd_bundle* bundle, const skd_session_options* options, skd_session** session);
 SKD_API void skd_session_destroy(skd_session* session);
 
 SKD_API skd_row_options skd_row_options_default(void);
 /* Run a prompt and let its row join the next decode steps; other rows may be anywhere on their way. Its first token is delivered
- * by the next skd_session_step. Errors: CAPACITY, the session stays as it was. */
+ * by the next skd_session_step. Errors: CAPACITY; where an engine stops INTERNAL, on a GPU TARGET. */
 SKD_API skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
                                     uint64_t* row);
 /* Deliver the first tokens of rows that joined; where there are none, run one decode step of all rows and deliver one token a
  * row. `events` has room for max_rows; *count 0: no row is left. Rows that end are gone, their ids are not used again. Errors:
- * CAPACITY, the session stays as it was; after any other destroy it, its rows may have half of a step in their states. */
+ * CAPACITY where the step has not begun; INTERNAL or TARGET where an engine stops, for want of memory too. */
 SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count);
 /* End a row now and free its place. Errors: CAPACITY for a row that is not there (any more). */
 SKD_API skd_status* skd_session_cancel(skd_session* session, uint64_t row);
 /* The logits [V] float32 that the row's newest token was chosen from; valid until the session's next call. Of a row that has
  * ended: an error. Errors: CAPACITY. */
 SKD_API skd_status* skd_session_logits(const skd_session* session, uint64_t row, const float** logits);
-/* Fill `counters`, whose struct_size the caller has set. */
+/* Fill `counters`, whose struct_size the caller has set. Errors: INTERNAL. */
 SKD_API skd_status* skd_session_get_counters(const skd_session* session, skd_counters* counters);
 
 /* Generate for several prompts, one after another in `ids`, `lengths[i]` ids each; every token goes to `callback`. All prompts
- * are checked before anything runs. `options` may be NULL; row i samples as generator_row + i. Errors: CAPACITY. */
+ * are checked before anything runs. `options` may be NULL; row i samples as generator_row + i. Each call makes a session, with a
+ * KV buffer, for itself: keep a session where many prompts come one after another. Errors: as skd_session_create, _add, _step. */
 SKD_API skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const size_t* lengths, size_t rows,
                                  const skd_row_options* options, int full_depth, skd_callback callback, void* user);
 
-/* The bundle's tokenizer; texts are split by ONNX Runtime GenAI's library, which is loaded when this is first called.
- * genai_library: its path; NULL: found as the system finds libraries, or beside this one. Errors: BUNDLE (it has none), TARGET.
- */
+/* The bundle's tokenizer; texts are split by ONNX Runtime GenAI's library, which is loaded when this is first called and
+ * stays the process's one. genai_library: its path; NULL: found as the system finds libraries, or beside this one. Errors: BUNDLE
+ * (the bundle has none, or one that GenAI reads in another way), TARGET. */
 SKD_API skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer);
 SKD_API void skd_tokenizer_destroy(skd_tokenizer* tokenizer);
-/* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free. */
+/* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free.
+ * Errors: BUNDLE (the tokenizer failed), CAPACITY (out of memory). */
 SKD_API skd_status* skd_tokenizer_encode(skd_tokenizer* tokenizer, const char* text, int64_t** ids, size_t* count);
 /* Text of token ids as UTF-8, special tokens left out, U+FFFD for bytes that are no character; *text ends with NUL and goes back
- * through skd_free. *length: its bytes before that NUL, since a model may write NUL itself; may be NULL. */
+ * through skd_free. *length: its bytes before that NUL, since a model may write NUL itself; may be NULL.
+ * Errors: CAPACITY (an id outside the vocabulary, out of memory), BUNDLE (the tokenizer failed). */
 SKD_API skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text, size_t* length);
 SKD_API void skd_free(void* memory);
 

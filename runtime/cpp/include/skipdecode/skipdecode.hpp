@@ -83,14 +83,14 @@ class Bundle {
   internal::Owned<skd_bundle, skd_bundle_destroy> handle_;
 };
 
-// Rows that decode together; one thread at a time.
+// Rows that decode together; one thread at a time. Keeps the bundle alive.
 class Session {
  public:
-  explicit Session(const Bundle& bundle, const skd_session_options& options = SessionOptions()) {
+  explicit Session(const Bundle& bundle, const skd_session_options& options = SessionOptions()) : max_rows_(options.max_rows) {
     skd_session* handle = nullptr;
     internal::Check(skd_session_create(bundle.get(), &options, &handle));
     handle_.reset(handle);
-    events_.resize(options.max_rows);
+    events_.reserve(max_rows_);
   }
   // Run a prompt; returns the row's id.
   uint64_t Add(const std::vector<int64_t>& prompt, const skd_row_options& options = RowOptions()) {
@@ -101,7 +101,7 @@ class Session {
   // First tokens of rows that joined, or else one decode step of all rows; empty: no row is left. Valid until the next call.
   const std::vector<skd_event>& Step() {
     size_t count = 0;
-    events_.resize(events_.capacity());
+    events_.resize(max_rows_);
     internal::Check(skd_session_step(handle_.get(), events_.data(), events_.size(), &count));
     events_.resize(count);
     return events_;
@@ -122,6 +122,7 @@ class Session {
 
  private:
   internal::Owned<skd_session, skd_session_destroy> handle_;
+  size_t max_rows_;
   std::vector<skd_event> events_;
 };
 
@@ -155,7 +156,7 @@ inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t
   if (state.thrown) std::rethrow_exception(state.thrown);
 }
 
-// The bundle's tokenizer; may be shared by threads.
+// The bundle's tokenizer; may be shared by threads, whose calls take turns. Keeps the bundle alive.
 class Tokenizer {
  public:
   explicit Tokenizer(const Bundle& bundle, const char* genai_library = nullptr) {
@@ -163,7 +164,7 @@ class Tokenizer {
     internal::Check(skd_tokenizer_create(bundle.get(), genai_library, &handle));
     handle_.reset(handle);
   }
-  std::vector<int64_t> Encode(const std::string& text) {
+  std::vector<int64_t> Encode(const std::string& text) const {
     if (text.find('\0') != std::string::npos) {
       throw Error(SKD_ERROR_CAPACITY, "the text holds a NUL character, which would end it; leave it out");
     }
@@ -173,7 +174,7 @@ class Tokenizer {
     const std::unique_ptr<int64_t, void (*)(void*)> owner(ids, skd_free);
     return {ids, ids + count};
   }
-  std::string Decode(const int64_t* ids, size_t count) {
+  std::string Decode(const int64_t* ids, size_t count) const {
     char* text = nullptr;
     size_t length = 0;
     internal::Check(skd_tokenizer_decode(handle_.get(), ids, count, &text, &length));
@@ -187,9 +188,11 @@ class Tokenizer {
 
 // Text of tokens that come one by one: each call gives what is now whole characters, possibly nothing; `End`, what waited for
 // more. Text is decoded from the last given piece on, because what a token looks like depends on the one before it.
+// The tokenizer must outlive the stream, and must not be moved while there is one.
 class TextStream {
  public:
-  explicit TextStream(Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
+  explicit TextStream(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
+  explicit TextStream(const Tokenizer&& tokenizer) = delete;  // one that would be gone
   std::string Add(int64_t token) {
     ids_.push_back(token);
     std::string piece = Rest();
@@ -215,7 +218,7 @@ class TextStream {
     return {std::find_if(now.begin(), now.end(), [&given](char byte) { return Starts(byte) && given-- == 0; }), now.end()};
   }
 
-  Tokenizer* tokenizer_;
+  const Tokenizer* tokenizer_;
   std::vector<int64_t> ids_;  // of the last piece that was given, and those that came since
   size_t given_ = 0;          // how many of them are in that piece
 };

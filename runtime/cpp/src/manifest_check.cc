@@ -1,0 +1,191 @@
+#include "manifest_check.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <numeric>
+#include <set>
+#include <string>
+
+#include "strict_json.h"
+
+namespace skd {
+namespace {
+
+// Whether the layers of `group` keep arrays of sizes that are some, each under a name of its own.
+bool KeptOnce(const StateLayers& group) {
+  const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
+  std::set<std::string> names;
+  if (group.keys) {
+    if (!is_size(group.keys->num_heads) || !is_size(group.keys->head_size)) return false;
+    names = {"key", "value"};
+  }
+  return std::all_of(group.states.begin(), group.states.end(), [&](const State& state) {
+    return names.insert(state.name).second && !state.shape.empty() &&
+           std::all_of(state.shape.begin(), state.shape.end(), is_size);
+  });
+}
+
+void CheckStates(const Model& model) {
+  std::set<int64_t> seen;
+  const auto among_layers = [&](int64_t layer) { return layer >= 0 && layer < model.num_layers && seen.insert(layer).second; };
+  for (const StateLayers& group : model.state_layers) {
+    const auto& layers = group.layers;
+    const bool holds = std::is_sorted(layers.begin(), layers.end()) && std::all_of(layers.begin(), layers.end(), among_layers);
+    if (!holds || !KeptOnce(group)) {
+      throw Malformed("model.state_layers", "have layers that are none, or twice, or states that are none");
+    }
+  }
+}
+
+// Layers whose keys others read are below those, have their own, and are computed at every position.
+void CheckSources(const Manifest& manifest) {
+  for (const StateLayers& group : manifest.model.state_layers) {
+    if (!group.keys_of) continue;
+    const int64_t source = *group.keys_of;
+    const bool below = source >= 0 && !group.layers.empty() && source < group.layers.front();
+    if (group.keys || !below || !manifest.model.Kept(source).keys) {
+      throw Malformed("model.state_layers", "read keys of layers that have none, or are above");
+    }
+    if (manifest.schedule.Cap(source)) throw Malformed("the schedule", "skips layers whose keys and values later layers read");
+  }
+}
+
+// Of a row, with keys and values of `length` positions for each layer; in double, which no size overflows.
+double StateNumbers(const Model& model, int64_t length) {
+  const auto product = [](const std::vector<int64_t>& sizes) {
+    return std::accumulate(sizes.begin(), sizes.end(), 1.0, std::multiplies<>());
+  };
+  double numbers = product({2, model.num_layers, model.num_kv_heads, model.head_size, length});
+  for (const StateLayers& group : model.state_layers) {
+    const auto layers = static_cast<int64_t>(group.layers.size());
+    if (group.keys) numbers += product({2, layers, group.keys->num_heads, group.keys->head_size, length});
+    for (const State& state : group.states) numbers += static_cast<double>(layers) * product(state.shape);
+  }
+  return numbers;
+}
+
+void CheckSizes(const Manifest& manifest) {
+  const Model& m = manifest.model;
+  for (const int64_t size :
+       {m.num_layers, m.hidden_size, m.num_heads, m.num_kv_heads, m.head_size, m.vocab_size, m.num_parameters}) {
+    if (size <= 0) throw Malformed("model", "has sizes that are not positive numbers below 2**63");
+  }
+  if (manifest.limits.max_length <= 0 || manifest.limits.max_batch <= 0) {
+    throw Malformed("limits", "are not positive numbers below 2**63");
+  }
+  // what the runtime multiplies must not overflow: a KV buffer, logits, hidden states
+  const auto length = static_cast<double>(manifest.limits.max_length), rows = static_cast<double>(manifest.limits.max_batch);
+  const double state = StateNumbers(m, manifest.limits.max_length) * rows;
+  const double logits = static_cast<double>(m.vocab_size) * rows;
+  const double hidden = static_cast<double>(m.hidden_size) * std::max(length, rows);
+  if (4.0 * std::max({state, logits, hidden}) > 0x1p62) {
+    throw Malformed("model and limits", "are too large for any memory");
+  }
+}
+
+void CheckSegments(const Manifest& manifest) {
+  int64_t next = 0;
+  for (const auto& segment : manifest.segments) {
+    for (const int64_t layer : segment) {
+      if (layer != next++) throw Malformed("segments", "do not cover each layer once");
+    }
+    if (segment.empty()) throw Malformed("segments", "do not cover each layer once");
+  }
+  if (next != manifest.model.num_layers) throw Malformed("segments", "do not cover each layer once");
+  for (const auto& segment : manifest.segments) {
+    for (const int64_t layer : segment) {
+      if (manifest.schedule.Cap(layer) != manifest.schedule.Cap(segment.front())) {
+        throw Malformed("segments", "are cut through by the schedule");
+      }
+    }
+  }
+}
+
+void CheckVariants(const Manifest& manifest) {
+  const Schedule& schedule = manifest.schedule;
+  std::set<int64_t> seen;
+  std::set<int64_t> wanted(schedule.layers().begin(), schedule.layers().end());
+  wanted.insert(manifest.model.num_layers);
+  for (const Variant& variant : manifest.variants) {
+    const std::string wrong = variant.name + " does not climb its layers";
+    if (!seen.insert(variant.num_layers).second) throw Malformed("variants:", variant.name + " is there twice");
+    if (variant.num_layers < 1 || variant.num_layers > manifest.model.num_layers) throw Malformed("variants:", wrong);
+    std::vector<int64_t> layers;
+    for (const int64_t index : variant.segments) {
+      if (index < 0 || index >= static_cast<int64_t>(manifest.segments.size())) throw Malformed("variants:", wrong);
+      const auto& segment = manifest.segments[static_cast<size_t>(index)];
+      layers.insert(layers.end(), segment.begin(), segment.end());
+      if (layers.size() > static_cast<size_t>(manifest.model.num_layers)) throw Malformed("variants:", wrong);
+    }
+    if (layers != ActiveLayers(manifest.model.num_layers, schedule.warmup_layers(), variant.num_layers)) {
+      throw Malformed("variants:", wrong);
+    }
+    wanted.erase(variant.num_layers);
+  }
+  if (!wanted.empty()) throw Malformed("variants", "lack one");
+}
+
+void CheckTargets(const Manifest& manifest) {
+  for (const Target& target : manifest.targets) {
+    if (target.segments.size() != manifest.segments.size()) throw Malformed("targets", "lack an engine for a segment");
+    std::vector<int64_t> sizes = target.segment_weight_bytes;
+    sizes.push_back(target.head_weight_bytes);
+    if (sizes.size() != target.segments.size() + 1 || *std::min_element(sizes.begin(), sizes.end()) <= 0) {
+      throw Malformed("targets", "do not say how many bytes of weights each engine has");
+    }
+  }
+}
+
+void CheckPaths(const Manifest& manifest) {
+  std::set<std::string> known;
+  for (const File& file : manifest.files) known.insert(file.path);
+  std::vector<std::string> paths(known.begin(), known.end());
+  for (const Target& target : manifest.targets) {
+    paths.push_back(target.embed);
+    paths.push_back(target.head);
+    if (target.tied_weight) paths.push_back(*target.tied_weight);
+    paths.insert(paths.end(), target.segments.begin(), target.segments.end());
+  }
+  for (const Variant& variant : manifest.variants) {
+    if (variant.graph) paths.push_back(*variant.graph);
+  }
+  for (const std::string& path : paths) {
+    const std::filesystem::path pure(path);
+    const bool climbs = std::any_of(pure.begin(), pure.end(), [](const auto& part) { return part == ".."; });
+    const bool odd = path.find('\\') != std::string::npos || path.find('\0') != std::string::npos;
+    if (pure.is_absolute() || climbs || odd || known.count(path) == 0) {
+      throw BundleError("'" + path.substr(0, 4 * kShown) + "' is outside the bundle or not among its files", "bundle.json");
+    }
+  }
+}
+
+// The positions that need a slot, as the file says them; they must follow from the schedule.
+void CheckSlots(const Manifest& manifest, const std::vector<std::optional<int64_t>>& slots) {
+  bool follow = slots.size() == static_cast<size_t>(manifest.model.num_layers);
+  for (size_t layer = 0; follow && layer < slots.size(); ++layer) {
+    follow = slots[layer] == manifest.schedule.Cap(static_cast<int64_t>(layer));
+  }
+  if (!follow) throw Malformed("kv_slots", "do not follow from the schedule");
+}
+
+}  // namespace
+
+void CheckManifest(const Manifest& manifest, const std::vector<std::optional<int64_t>>& kv_slots) {
+  if (manifest.dtype != "float32" && manifest.dtype != "float16" && manifest.dtype != "bfloat16") {
+    throw Malformed("dtype", "is none of float32, float16, bfloat16");
+  }
+  if (manifest.schedule.num_layers() != manifest.model.num_layers) {
+    throw Malformed("schedule.num_layers", "differs from the model's " + std::to_string(manifest.model.num_layers) + " layers");
+  }
+  CheckStates(manifest.model);
+  CheckSources(manifest);
+  CheckSizes(manifest);
+  CheckSegments(manifest);
+  CheckSlots(manifest, kv_slots);
+  CheckVariants(manifest);
+  CheckTargets(manifest);
+  CheckPaths(manifest);
+}
+
+}  // namespace skd
