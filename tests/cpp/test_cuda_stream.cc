@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <future>
@@ -24,22 +25,33 @@ Function* Driver(const char* name) {
   return reinterpret_cast<Function*>(found);
 }
 
+// Of work, by whichever thread waits for it.
+using Counter = std::atomic<int>;
+
 // Puts work on the stream, as an engine does: `done` counts how often it was done.
-void Enqueue(int* done) {
-  const auto count = [](void* data) { ++*static_cast<int*>(data); };
+void Enqueue(Counter* done) {
+  const auto count = [](void* data) { ++*static_cast<Counter*>(data); };
   Driver<int(void*, void (*)(void*), void*)>("standin_launch")(skd::cuda_stream::Handle(), count, done);
+}
+
+// Until all that was asked for is done.
+void Wait() {
+  std::byte* const memory = skd::cuda_stream::Allocate(1);
+  skd::cuda_stream::Free(memory);
 }
 
 // Runs `also` beside that work, five times; returns how many of them were launches of a graph, -1 where work was lost.
 int GraphsOfFive(const skd::cuda_stream::Calls& also, bool graphs = true) {
   skd::Replay replay(graphs);
-  int done = 0, launched = 0;
+  Counter done{0};
+  int launched = 0;
   const skd::cuda_stream::Calls calls = [&] {
     Enqueue(&done);
     also();
   };
   for (int time = 1; time <= 5; ++time) {
     launched += replay.Run(calls) ? 1 : 0;
+    Wait();
     if (done != time) return -1;
   }
   return launched;
@@ -118,10 +130,11 @@ TEST_CASE("a run of which no graph can be made stays a call") {
 
 TEST_CASE("what a run throws while it is recorded is thrown by the call that follows") {
   skd::Replay replay(true);
-  int done = 0;
+  Counter done{0};
   replay.Run([&] { Enqueue(&done); });
   CHECK_THROWS_AS(replay.Run([] { throw skd::CapacityError("full", "wait"); }), skd::Error);
   CHECK_FALSE(replay.Run([&] { Enqueue(&done); }));
+  Wait();
   CHECK(done == 2);
 }
 

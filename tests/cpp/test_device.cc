@@ -1,15 +1,13 @@
-// Engines for a GPU, checked on a CPU, below the public header. SKD_TEST_DEVICE_BUNDLES names bundles with a cpu and a cuda
-// target.
+// Engines for a GPU, checked on a CPU, below the public header.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
-#include <cstdlib>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "bundle.h"
 #include "decoder.h"
+#include "device_bundles.h"
 #include "error.h"
 
 namespace {
@@ -17,13 +15,6 @@ namespace {
 using Tokens = std::vector<int64_t>;
 
 const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
-
-std::vector<std::string> Paths() {
-  const char* paths = std::getenv("SKD_TEST_DEVICE_BUNDLES");
-  REQUIRE(paths != nullptr);
-  std::istringstream text(paths);
-  return {std::istream_iterator<std::string>(text), std::istream_iterator<std::string>()};
-}
 
 // The same rows on both targets, which must stay near each other: fp16 engines against fp32 ones.
 class Pair {
@@ -71,7 +62,7 @@ class Pair {
 }  // namespace
 
 TEST_CASE("engines for a GPU give what the CPU's give, whatever rows join and leave") {
-  for (const std::string& path : Paths()) {
+  for (const std::string& path : DeviceBundles()) {
     Pair pair(path);
     pair.Add(kPrompts[0]);
     pair.Step();
@@ -88,7 +79,7 @@ TEST_CASE("engines for a GPU give what the CPU's give, whatever rows join and le
 
 TEST_CASE("an ONNX Runtime without CUDA is refused with what to do") {
   try {
-    skd::LoadBundle(Paths().front(), "cuda", 2, "");
+    skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
     FAIL("it was loaded");
   } catch (const skd::Error& error) {
     CHECK(error.code() == SKD_ERROR_TARGET);

@@ -93,11 +93,14 @@ def standin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
-def test_the_gpus_stream_and_graphs_are_checked_on_a_stand_in_for_the_driver(build: str, standin_folder: Path) -> None:
+def test_what_runs_on_a_gpu_is_checked_on_a_stand_in_for_the_driver(
+    build: str, standin_folder: Path, gpu_bundles: list[Path]
+) -> None:
+    bundles = " ".join(map(str, gpu_bundles))
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_cuda_tests"],
-        env=environment(LD_LIBRARY_PATH=f"{standin_folder}:{LIBRARIES}"),
-        capture_output=True, text=True, timeout=60, check=False,
+        env=environment(LD_LIBRARY_PATH=f"{standin_folder}:{LIBRARIES}", SKD_TEST_DEVICE_BUNDLES=bundles),
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "All tests passed" in done.stdout

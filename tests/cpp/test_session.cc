@@ -14,6 +14,7 @@
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -144,6 +145,11 @@ TEST_CASE("a session may outlive the handle of its bundle") {
   }
   session->Add(kPrompts[0], Options(3));
   REQUIRE(session->Step().size() == 1);
+}
+
+TEST_CASE("a stream of text is not made from a tokenizer that would be gone") {
+  STATIC_REQUIRE(std::is_constructible_v<skipdecode::TextStream, const skipdecode::Tokenizer&>);
+  STATIC_REQUIRE_FALSE(std::is_constructible_v<skipdecode::TextStream, skipdecode::Tokenizer>);
 }
 
 TEST_CASE("bundles that come and go on two threads take no memory from others") {

@@ -1,15 +1,19 @@
-// Stands in for NVIDIA's driver on machines without one: host memory as the GPU's, streams that are done at once, graphs that
-// replay what was enqueued while they were captured. Only what runtime/cuda.py calls is here. It computes nothing but the
-// turn-around (its host version), and says nothing about a GPU's speed or order; what it shows is that the calls fit together.
+// Stands in for NVIDIA's driver on machines without one: host memory as the GPU's, graphs that replay what was enqueued while
+// they were captured. Work is done in its order and as late as the driver may do it, when somebody waits for it: pinned memory
+// that changes before that is seen to change. Only what runtime/cuda.py and runtime/cpp call is here. It computes nothing but
+// the turn-around (its host version), and says nothing about a GPU's speed; what it shows is that the calls fit together.
 #include <cuda.h>
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,6 +34,9 @@ struct CUgraphExec_st {
 struct CUstream_st {
   CUgraph capture = nullptr;
 };
+struct CUevent_st {
+  std::atomic<uint64_t> after{0};  // this much work
+};
 
 namespace {
 
@@ -44,12 +51,41 @@ size_t taken = 0;
 int replayed = 0;
 int events = 0;  // that were made
 
+// What was asked for and nobody has waited for yet, of all streams: there is one. Never destroyed, as memory may be freed late.
+struct Queue {
+  std::recursive_mutex mutex;  // work that calls Python may collect garbage, which frees memory
+  std::deque<Work> waiting;
+  uint64_t asked = 0, done = 0;
+};
+Queue& queue = *new Queue;
+
+void Ask(Work work) {
+  const std::lock_guard<std::recursive_mutex> lock(queue.mutex);
+  queue.waiting.push_back(std::move(work));
+  ++queue.asked;
+}
+
+uint64_t Asked() {
+  const std::lock_guard<std::recursive_mutex> lock(queue.mutex);
+  return queue.asked;
+}
+
+void WaitFor(uint64_t count) {
+  const std::lock_guard<std::recursive_mutex> lock(queue.mutex);
+  while (queue.done < count) {
+    const Work work = std::move(queue.waiting.front());
+    queue.waiting.pop_front();
+    ++queue.done;
+    work();
+  }
+}
+
 CUresult Enqueue(CUstream stream, CUgraphNode_st node) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
   if (stream->capture != nullptr)
     stream->capture->nodes.push_back(std::move(node));
   else
-    node.work();
+    Ask(std::move(node.work));
   return CUDA_SUCCESS;
 }
 
@@ -81,7 +117,7 @@ CUresult Free(uintptr_t pointer) {
   if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
   taken -= found->second.bytes;
   blocks.erase(found);
-  std::free(reinterpret_cast<void*>(pointer));
+  Ask([pointer] { std::free(reinterpret_cast<void*>(pointer)); });  // the driver waits for what may need it
   return CUDA_SUCCESS;
 }
 
@@ -95,6 +131,7 @@ int standin_events() { return events; }
 size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0;  // whether there is no memory for them
+int standin_copies_left = -1;                                // of those within the GPU, before they fail; below 0: all work
 
 // For tests: `call` in a kernel's place.
 CUresult standin_launch(CUstream stream, CUhostFn call, void* data) {
@@ -134,14 +171,20 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute name, CUdevicept
   return *static_cast<unsigned*>(value) = block->type, CUDA_SUCCESS;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-  const bool pinned = BlockOf(reinterpret_cast<uintptr_t>(from)) != nullptr;  // pageable memory cannot be captured
-  if (stream->capture != nullptr && !pinned) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
+  if (BlockOf(reinterpret_cast<uintptr_t>(from)) != nullptr) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
+  if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  const auto* first = static_cast<const char*>(from);  // pageable memory is read at once
+  const std::vector<char> read(first, first + bytes);
+  return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), read.data(), bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});
 }
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  return Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
+  const CUresult result = Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
+  if (BlockOf(reinterpret_cast<uintptr_t>(to)) == nullptr) WaitFor(Asked());  // pageable memory is written before it returns
+  return result;
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  if (standin_copies_left == 0) return CUDA_ERROR_LAUNCH_FAILED;
+  standin_copies_left -= standin_copies_left > 0 ? 1 : 0;
   return Copy(to, from, bytes, stream);
 }
 
@@ -149,9 +192,12 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) { return *stream = new CUstr
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_HOST});
 }
-CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = reinterpret_cast<CUevent>(new int), CUDA_SUCCESS; }
-CUresult cuEventRecord(CUevent, CUstream stream) { return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_ISOLATION : CUDA_SUCCESS; }
-CUresult cuEventSynchronize(CUevent) { return CUDA_SUCCESS; }
+CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = new CUevent_st, CUDA_SUCCESS; }
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  if (stream->capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+  return event->after = Asked(), CUDA_SUCCESS;
+}
+CUresult cuEventSynchronize(CUevent event) { return WaitFor(event->after), CUDA_SUCCESS; }
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
   return stream->capture = new CUgraph_st, entered ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;

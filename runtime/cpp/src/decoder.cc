@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "elapsed.h"
+#include "error.h"
 
 namespace skd {
 namespace {
@@ -22,13 +23,13 @@ Tensor Int64s(const Memory& memory, std::string name, std::byte* data, std::vect
 }
 
 Tensor SeqlensK(const Memory& memory, std::byte* data, int64_t count) {
-  return memory.Of("seqlens_k", data, {count}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
+  return memory.Of(names::kSeqlensK, data, {count}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
 }
 
-Tensor Total(int32_t* data) { return {"total_sequence_length", data, {1}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32}; }
+Tensor Total(int32_t* data) { return {names::kTotalSequenceLength, data, {1}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32}; }
 
 Tensor LogitsAt(const Memory& memory, std::byte* data, std::vector<int64_t> shape) {
-  return memory.Of("logits", data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+  return memory.Of(names::kLogits, data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
 }
 
 }  // namespace
@@ -50,7 +51,7 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       prompt_positions_(bundle_->memory, max_prompt),
       prompt_last_(bundle_->memory, 1),
       seqlens_k_(bundle_->memory, max_rows),
-      prompt_valid_(bundle_->memory, max_prompt / kPrefillChunk + 1),
+      prompt_seqlens_k_(bundle_->memory, max_prompt),
       totals_(Size(max_rows)),
       climbs_(Size(max_rows * max_rows)),
       embeds_(Size(max_rows)),
@@ -60,6 +61,8 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
   route_counts_.reserve(Size(max_rows));
   std::iota(prompt_positions_.data(), prompt_positions_.data() + max_prompt, 0);
   prompt_positions_.Send(max_prompt);
+  std::iota(prompt_seqlens_k_.data(), prompt_seqlens_k_.data() + max_prompt, 0);
+  prompt_seqlens_k_.Send(max_prompt);
   for (const SegmentEngine& segment : bundle_->segments) {
     least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
     most_totals_.push_back(static_cast<int32_t>(kv_.SlotsOf(segment.layers.front())));
@@ -86,9 +89,14 @@ int64_t Decoder::Step(const int64_t* tokens) {
   position_ids_.Send(count);
   seqlens_k_.Send(count);
   const auto began = std::chrono::steady_clock::now();
-  // nothing lies between two calls, so one clock does for all (50 ns a reading)
-  for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
-  logits_.Receive(0, count * vocab_size_);  // waits, where calls do not
+  try {
+    // nothing lies between two calls, so one clock does for all (50 ns a reading)
+    for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
+    logits_.Receive(0, count * vocab_size_);  // waits, where calls do not
+  } catch (const Error& error) {
+    if (error.code() != SKD_ERROR_CAPACITY) throw;  // which would say that all is as it was
+    throw TargetError("a decode step ended halfway (" + std::string(error.what()) + ")", "destroy the session and make another");
+  }
   engine_ns_ += NanosecondsSince(began);
   for (Position& position : positions_) {
     ++position.length;
@@ -114,9 +122,9 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
   std::copy(prompt, prompt + length, prompt_ids_.data());
   prompt_ids_.Send(length);
   bundle_->embed
-      .Bind({Int64s(memory, "input_ids", prompt_ids_.seen(), {1, length}),
-             Int64s(memory, "position_ids", prompt_positions_.seen(), {1, length})},
-            {memory.Floats("hidden", prompt_hidden_.get(), {1, length, hidden_size_})})
+      .Bind({Int64s(memory, names::kInputIds, prompt_ids_.seen(), {1, length}),
+             Int64s(memory, names::kPositionIds, prompt_positions_.seen(), {1, length})},
+            {memory.Floats(names::kHidden, prompt_hidden_.get(), {1, length, hidden_size_})})
       .Run();
   kv_.ClearRow(row);
   for (size_t index = 0; index < bundle_->segments.size(); ++index) {
@@ -126,8 +134,8 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
     PrefillSegment(segment, row, index < first_keeping_none_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
   }
   bundle_->head
-      .Bind({memory.Floats("hidden", Hidden(prompt_hidden_, length - 1), {1, 1, hidden_size_}),
-             Int64s(memory, "last", prompt_last_.seen(), {1})},
+      .Bind({memory.Floats(names::kHidden, Hidden(prompt_hidden_, length - 1), {1, 1, hidden_size_}),
+             Int64s(memory, names::kLast, prompt_last_.seen(), {1})},
             {LogitsAt(memory, logits_.seen(row * vocab_size_), {1, vocab_size_})})
       .Run();
   logits_.Receive(row * vocab_size_, vocab_size_);
@@ -147,14 +155,11 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
   for (int64_t start = first; start < count; start += kPrefillChunk) {
     const int64_t size = std::min(kPrefillChunk, count - start);
     std::byte* hidden = Hidden(prompt_hidden_, start);
-    const int64_t chunk = start / kPrefillChunk;
-    prompt_valid_[chunk] = static_cast<int32_t>(start + size - 1);
-    prompt_valid_.Send(1, chunk);
-    int32_t total = prompt_valid_[chunk] + 1;
-    Bindings bound{{memory.Floats("hidden", hidden, {1, size, hidden_size_}),
-                    Int64s(memory, "position_ids", prompt_positions_.seen(start), {1, size}),
-                    SeqlensK(memory, prompt_valid_.seen(chunk), 1), Total(&total)},
-                   {memory.Floats("hidden_out", hidden, {1, size, hidden_size_})}};
+    auto total = static_cast<int32_t>(start + size);
+    Bindings bound{{memory.Floats(names::kHidden, hidden, {1, size, hidden_size_}),
+                    Int64s(memory, names::kPositionIds, prompt_positions_.seen(start), {1, size}),
+                    SeqlensK(memory, prompt_seqlens_k_.seen(total - 1), 1), Total(&total)},
+                   {memory.Floats(names::kHiddenOut, hidden, {1, size, hidden_size_})}};
     for (const int64_t layer : segment.layers) kv.Bind(layer, passing ? 0 : row, 1, &bound);
     for (const int64_t source : KeySources(bundle_->manifest.model, segment.layers)) kv_.BindRead(source, row, 1, &bound);
     segment.engine.Bind(bound.inputs, bound.outputs).Run();
@@ -175,10 +180,10 @@ const Binding& Decoder::Climb(size_t segment, int64_t start) {
   if (bound[segment]) return *bound[segment];
   std::byte* hidden = Hidden(hidden_, start);
   Bindings wanted{
-      {memory.Floats("hidden", hidden, {count, 1, hidden_size_}),
-       Int64s(memory, "position_ids", position_ids_.seen(start), {count, 1}), SeqlensK(memory, seqlens_k_.seen(start), count),
-       Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])},
-      {memory.Floats("hidden_out", hidden, {count, 1, hidden_size_})}};
+      {memory.Floats(names::kHidden, hidden, {count, 1, hidden_size_}),
+       Int64s(memory, names::kPositionIds, position_ids_.seen(start), {count, 1}),
+       SeqlensK(memory, seqlens_k_.seen(start), count), Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])},
+      {memory.Floats(names::kHiddenOut, hidden, {count, 1, hidden_size_})}};
   const std::vector<int64_t>& layers = bundle_->segments[segment].layers;
   for (const int64_t layer : layers) kv_.Bind(layer, start, count, &wanted);
   for (const int64_t source : KeySources(bundle_->manifest.model, layers)) kv_.BindRead(source, start, count, &wanted);
@@ -190,9 +195,9 @@ const Binding& Decoder::Embed() {
   const int64_t count = rows();
   std::optional<Binding>& bound = embeds_[Size(count - 1)];
   if (bound) return *bound;
-  return bound.emplace(bundle_->embed.Bind(
-      {Int64s(memory, "input_ids", ids_.seen(), {count, 1}), Int64s(memory, "position_ids", position_ids_.seen(), {count, 1})},
-      {memory.Floats("hidden", hidden_.get(), {count, 1, hidden_size_})}));
+  return bound.emplace(bundle_->embed.Bind({Int64s(memory, names::kInputIds, ids_.seen(), {count, 1}),
+                                            Int64s(memory, names::kPositionIds, position_ids_.seen(), {count, 1})},
+                                           {memory.Floats(names::kHidden, hidden_.get(), {count, 1, hidden_size_})}));
 }
 
 const Binding& Decoder::Head() {
@@ -200,9 +205,9 @@ const Binding& Decoder::Head() {
   const int64_t count = rows();
   std::optional<Binding>& bound = heads_[Size(count - 1)];
   if (bound) return *bound;
-  return bound.emplace(bundle_->head.Bind(
-      {memory.Floats("hidden", hidden_.get(), {count, 1, hidden_size_}), Int64s(memory, "last", last_.seen(), {count})},
-      {LogitsAt(memory, logits_.seen(), {count, vocab_size_})}));
+  return bound.emplace(bundle_->head.Bind({memory.Floats(names::kHidden, hidden_.get(), {count, 1, hidden_size_}),
+                                           Int64s(memory, names::kLast, last_.seen(), {count})},
+                                          {LogitsAt(memory, logits_.seen(), {count, vocab_size_})}));
 }
 
 void Decoder::CopyRow(int64_t from, int64_t to) {

@@ -31,7 +31,8 @@ class Decoder {
   // Free a row's place.
   template <typename Moved>
   void Remove(int64_t row, Moved moved);
-  // Feed one token a row; returns how many layers the deepest row computed.
+  // Feed one token a row; returns how many layers the deepest row computed. Throws SKD_ERROR_CAPACITY where it has not begun;
+  // after anything else rows may be half a step ahead.
   int64_t Step(const int64_t* tokens);
   // [V] float32, of the next token of `row`.
   const float* Logits(int64_t row) const { return logits_.data() + row * vocab_size_; }
@@ -66,7 +67,9 @@ class Decoder {
   Block hidden_, prompt_hidden_;  // [rows, H], [max_prompt, H]
   Twin<float> logits_;
   Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
-  Twin<int32_t> seqlens_k_, prompt_valid_;
+  Twin<int32_t> seqlens_k_;
+  // 0, 1, ..: each pass over a part of a prompt reads its own, so none is rewritten that a pass before may not have read yet
+  Twin<int32_t> prompt_seqlens_k_;
   // Read by engines on the host, wherever they run: of each row, the most valid tokens from it on; for a GPU, whose graphs keep
   // what was there when they were recorded, of each segment the most that there can be.
   std::vector<int32_t> totals_, most_totals_;
@@ -85,20 +88,24 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
   const Position joining{length, schedule_.anchor() == Anchor::kAbsolute ? length : 0};
   int64_t hole = rows();
   positions_.push_back(joining);
-  // the first row of each group that must come later goes to the group's end
-  while (hole > 0 && positions_[static_cast<size_t>(hole - 1)].t < joining.t) {
-    const int64_t t = positions_[static_cast<size_t>(hole - 1)].t;
-    int64_t first = hole - 1;
-    while (first > 0 && positions_[static_cast<size_t>(first - 1)].t == t) --first;
-    CopyRow(first, hole);
-    moved(first, hole);
-    hole = first;
-  }
-  positions_[static_cast<size_t>(hole)] = joining;
   try {
+    // the first row of each group that must come later goes to the group's end
+    while (hole > 0 && positions_[static_cast<size_t>(hole - 1)].t < joining.t) {
+      const int64_t t = positions_[static_cast<size_t>(hole - 1)].t;
+      int64_t first = hole - 1;
+      while (first > 0 && positions_[static_cast<size_t>(first - 1)].t == t) --first;
+      CopyRow(first, hole);
+      moved(first, hole);
+      hole = first;
+    }
+    positions_[static_cast<size_t>(hole)] = joining;
     Prefill(hole, prompt, length);
   } catch (...) {
-    Remove(hole, moved);
+    try {
+      Remove(hole, moved);
+    } catch (...) {  // a GPU that copies no more: rows are worth nothing, but as many as before
+      positions_.pop_back();
+    }
     throw;
   }
   return hole;

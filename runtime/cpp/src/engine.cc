@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "engine_failure.h"
 #include "error.h"
 #include "library.h"
 
@@ -133,6 +134,11 @@ size_t SizeOf(ONNXTensorElementDataType type) {
   }
 }
 
+void Call::RunNow() const {
+  const Ort::Status failed(Ort::GetApi().RunWithBinding(session, options, binding));
+  if (!failed.IsOK()) throw RunFailure(failed.GetErrorMessage(), replay != nullptr);
+}
+
 Engine::Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs)
     : device_(device), cuda_graphs_(cuda_graphs), session_(nullptr) {
   Ort::SessionOptions options;
@@ -156,15 +162,7 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized,
       outputs_.push_back(Declared(session_.GetOutputNameAllocated(i, allocator).get(), session_.GetOutputTypeInfo(i)));
     }
   } catch (const Ort::Exception& error) {
-    const std::string reason = error.what();
-    if (reason.find("thread pool") != std::string::npos) {
-      throw TargetError("this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool",
-                        "load the bundle before that");
-    }
-    if (reason.find("bad_alloc") != std::string::npos) {
-      throw CapacityError("there is no memory to load it", "free some, or raise the process's limit", path.string());
-    }
-    throw BundleError("cannot be loaded (" + reason.substr(0, 200) + ")", path.string());
+    throw LoadFailure(error.what(), path.string());
   }
 }
 

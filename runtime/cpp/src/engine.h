@@ -47,7 +47,7 @@ size_t SizeOf(ONNXTensorElementDataType type);
 
 class Binding;
 
-// What runs a binding: small, so that the calls of a step lie side by side.
+// What runs a binding: small, so that the calls of a step lie side by side. All throw what RunFailure makes of a failure.
 struct Call {
   OrtSession* session;
   const OrtIoBinding* binding;
@@ -65,7 +65,7 @@ struct Call {
     RunNow();
     return false;
   }
-  void RunNow() const { Ort::ThrowOnError(Ort::GetApi().RunWithBinding(session, options, binding)); }
+  void RunNow() const;
 };
 
 // A compiled graph; may be run from several threads at once, each through bindings of its own.
@@ -73,7 +73,8 @@ class Engine {
  public:
   // `optimized`: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
   // `cuda_graphs`: whether calls that are repeated become CUDA graphs, on a GPU.
-  // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used.
+  // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used or not for all of
+  // it, SKD_ERROR_CAPACITY where there is no memory for it.
   Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs);
   // As the file declares them: no addresses; -1 in a shape: any size.
   const std::vector<Tensor>& inputs() const { return inputs_; }

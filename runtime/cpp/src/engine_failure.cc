@@ -1,0 +1,60 @@
+#include "engine_failure.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <initializer_list>
+
+namespace skd {
+namespace {
+
+bool Says(const std::string& said, std::initializer_list<const char*> words) {
+  return std::any_of(words.begin(), words.end(), [&said](const char* each) { return said.find(each) != std::string::npos; });
+}
+
+// As its arena, CUDA, cuBLAS and C++ put it.
+bool SaysNoMemory(const std::string& said) {
+  return Says(said, {"Failed to allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc"});
+}
+
+Error NoMemory(const std::string& said, const std::string& remedy, const std::string& where = "") {
+  const std::string size = "for requested buffer of size ";
+  const size_t found = said.find(size);
+  std::string asked;
+  if (found != std::string::npos) {
+    const uint64_t bytes = std::strtoull(said.c_str() + found + size.size(), nullptr, 10);
+    asked = " for " + std::to_string((bytes >> 20) + ((bytes & 0xFFFFF) == 0 ? 0 : 1)) + " MiB";
+  }
+  return CapacityError("no memory is left" + asked, remedy, where);
+}
+
+std::string Reason(const std::string& said) {
+  const std::string line = said.substr(0, said.find('\n'));
+  return line.empty() ? "no reason given" : line.substr(0, 200);
+}
+
+}  // namespace
+
+Error LoadFailure(const std::string& said, const std::string& where) {
+  if (Says(said, {"thread pool"})) {
+    return TargetError("this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool",
+                       "load the bundle before that");
+  }
+  if (SaysNoMemory(said)) return NoMemory(said, "free some, or export with --quantize int4", where);
+  const bool left_to_cpu = Says(said, {"default CPU EP"});
+  if (left_to_cpu || Says(said, {"CUDA"})) {
+    const std::string reason = left_to_cpu ? "it would leave nodes to the CPU" : Reason(said);
+    return TargetError("ONNX Runtime cannot run it with CUDA (" + reason + ")",
+                       "check nvidia-smi, and that cuBLAS and cuDNN of onnxruntime-gpu's CUDA are installed", where);
+  }
+  return BundleError("cannot be loaded (" + Reason(said) + ")", where);
+}
+
+Error RunFailure(const std::string& said, bool on_gpu) {
+  if (SaysNoMemory(said)) return NoMemory(said, "send fewer rows or shorter prompts");
+  const std::string what = "ONNX Runtime stopped (" + Reason(said) + ")";
+  if (on_gpu) return TargetError(what, "check nvidia-smi, and start again");
+  return {SKD_ERROR_INTERNAL, what, "export the model again, and report it where that does not help"};
+}
+
+}  // namespace skd

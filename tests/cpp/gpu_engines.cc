@@ -1,0 +1,122 @@
+#include "gpu_engines.h"
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <stdexcept>
+#include <utility>
+
+#include "cuda_stream.h"
+
+namespace {
+
+// What the functions below share: ONNX Runtime calls them without saying for whom.
+struct Shared {
+  const OrtApi* real = nullptr;
+  bool on_gpu = false;              // whether the last memory that was described is the GPU's
+  std::deque<int32_t> of_the_host;  // what a run reads on the host, where it may change once the run was asked for
+  std::string not_loaded, stopped;  // why
+  int runs_left = 0;
+};
+Shared shared;
+
+// Done when the stream comes to it, in a graph as often as that is launched.
+void PutOnStream(std::function<void()> work) {
+  using Launch = int(void*, void (*)(void*), void*);
+  static auto* const launch = reinterpret_cast<Launch*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "standin_launch"));
+  static std::deque<std::function<void()>> kept;
+  kept.push_back(std::move(work));
+  const auto call = [](void* data) { (*static_cast<std::function<void()>*>(data))(); };
+  if (launch(skd::cuda_stream::Handle(), call, &kept.back()) != 0) throw std::logic_error("the stream takes no work");
+}
+
+OrtStatusPtr Failure(const std::string& reason) { return shared.real->CreateStatus(ORT_FAIL, reason.c_str()); }
+
+OrtStatusPtr GetProviders(char*** names, int* count) noexcept {
+  static char name[] = "CUDAExecutionProvider";
+  static char* all[] = {name};
+  *names = all;
+  *count = 1;
+  return nullptr;
+}
+OrtStatusPtr ReleaseProviders(char** /*names*/, int /*count*/) noexcept { return nullptr; }
+
+OrtStatusPtr CreateCuda(OrtCUDAProviderOptionsV2** options) noexcept {
+  static char nobody_looks_inside;
+  return *options = reinterpret_cast<OrtCUDAProviderOptionsV2*>(&nobody_looks_inside), nullptr;
+}
+OrtStatusPtr UpdateCuda(OrtCUDAProviderOptionsV2* /*options*/, const char* const* /*keys*/, const char* const* /*values*/,
+                        size_t /*count*/) noexcept {
+  return nullptr;
+}
+OrtStatusPtr UpdateCudaWithValue(OrtCUDAProviderOptionsV2* /*options*/, const char* /*key*/, void* /*value*/) noexcept {
+  return nullptr;
+}
+void ReleaseCuda(OrtCUDAProviderOptionsV2* /*options*/) noexcept {}
+OrtStatusPtr AppendCuda(OrtSessionOptions* /*options*/, const OrtCUDAProviderOptionsV2* /*cuda*/) noexcept { return nullptr; }
+
+// All nodes are left to the CPU here.
+OrtStatusPtr AddEntry(OrtSessionOptions* options, const char* key, const char* value) noexcept {
+  if (std::strcmp(key, "session.disable_cpu_ep_fallback") == 0) return nullptr;
+  return shared.real->AddSessionConfigEntry(options, key, value);
+}
+
+OrtStatusPtr CreateSession(const OrtEnv* environment, const char* path, const OrtSessionOptions* options,
+                           OrtSession** session) noexcept {
+  if (!shared.not_loaded.empty()) return Failure(shared.not_loaded);
+  return shared.real->CreateSession(environment, path, options, session);
+}
+
+OrtStatusPtr CreateMemory(const char* name, OrtAllocatorType kind, int number, OrtMemType type, OrtMemoryInfo** info) noexcept {
+  shared.on_gpu = std::strcmp(name, "Cuda") == 0;
+  return shared.real->CreateMemoryInfo("Cpu", kind, number, type, info);
+}
+
+OrtStatusPtr CreateTensor(const OrtMemoryInfo* info, void* data, size_t bytes, const int64_t* shape, size_t rank,
+                          ONNXTensorElementDataType type, OrtValue** value) noexcept {
+  if (!shared.on_gpu) data = &shared.of_the_host.emplace_back(*static_cast<const int32_t*>(data));
+  return shared.real->CreateTensorWithDataAsOrtValue(info, data, bytes, shape, rank, type, value);
+}
+
+OrtStatusPtr Run(OrtSession* session, const OrtRunOptions* options, const OrtIoBinding* binding) noexcept {
+  if (!shared.stopped.empty() && shared.runs_left-- <= 0) return Failure(shared.stopped);
+  PutOnStream([=] { Ort::ThrowOnError(shared.real->RunWithBinding(session, options, binding)); });
+  return nullptr;
+}
+
+void Release(OrtIoBinding* binding) {
+  PutOnStream([binding] { shared.real->ReleaseIoBinding(binding); });
+}
+
+}  // namespace
+
+GpuEngines::GpuEngines() : real_(&Ort::GetApi()), patched_(*real_) {
+  shared = Shared();
+  shared.real = real_;
+  patched_.GetAvailableProviders = GetProviders;
+  patched_.ReleaseAvailableProviders = ReleaseProviders;
+  patched_.CreateCUDAProviderOptions = CreateCuda;
+  patched_.UpdateCUDAProviderOptions = UpdateCuda;
+  patched_.UpdateCUDAProviderOptionsWithValue = UpdateCudaWithValue;
+  patched_.ReleaseCUDAProviderOptions = ReleaseCuda;
+  patched_.SessionOptionsAppendExecutionProvider_CUDA_V2 = AppendCuda;
+  patched_.AddSessionConfigEntry = AddEntry;
+  patched_.CreateSession = CreateSession;
+  patched_.CreateMemoryInfo = CreateMemory;
+  patched_.CreateTensorWithDataAsOrtValue = CreateTensor;
+  patched_.RunWithBinding = Run;
+  patched_.ReleaseIoBinding = Release;
+  Ort::InitApi(&patched_);
+}
+
+GpuEngines::~GpuEngines() { Ort::InitApi(real_); }
+
+void GpuEngines::RefuseToLoad(const std::string& reason) { shared.not_loaded = reason; }
+
+void GpuEngines::StopAfter(int runs, const std::string& reason) {
+  shared.runs_left = runs;
+  shared.stopped = reason;
+}

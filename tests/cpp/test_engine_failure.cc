@@ -1,0 +1,135 @@
+// What becomes of ONNX Runtime's failures.
+#include <catch2/catch.hpp>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bundle.h"
+#include "device_bundles.h"
+#include "engine_failure.h"
+#include "gpu_engines.h"
+#include "session.h"
+
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+constexpr char kNoMemory[] =
+    "Non-zero status code returned while running MatMul node. Name:'up' Status Message: bfc_arena.cc:376 Failed to allocate "
+    "memory for requested buffer of size 7340033";
+
+skd_row_options Options() {
+  skd_row_options options = skd_row_options_default();
+  options.max_new_tokens = 5;
+  options.ignore_eos = 1;
+  return options;
+}
+
+std::unique_ptr<skd::Session> TwoRows(const std::shared_ptr<const skd::Bundle>& bundle) {
+  skd_session_options room = skd_session_options_default();
+  room.max_rows = 2;
+  return std::make_unique<skd::Session>(bundle, room);
+}
+
+Tokens Rest(skd::Session* session) {
+  Tokens tokens;
+  for (auto events = session->Step(); !events.empty(); events = session->Step()) {
+    for (const skd_event& event : events) tokens.push_back(event.token);
+  }
+  return tokens;
+}
+
+void CheckError(const skd::Error& error, skd_code code, const std::string& line) {
+  CHECK(error.code() == code);
+  CHECK(std::string(error.what()) == line);
+}
+
+void CheckThrows(const std::function<void()>& call, skd_code code, const std::string& line) {
+  try {
+    call();
+    FAIL("it went through");
+  } catch (const skd::Error& error) {
+    CheckError(error, code, line);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("why an engine is not loaded is told with whose fault it is and what to do") {
+  const std::string less = "free some, or export with --quantize int4";
+  CheckError(skd::LoadFailure("std::bad_alloc", "head.onnx"), SKD_ERROR_CAPACITY, "head.onnx: no memory is left; " + less);
+  CheckError(skd::LoadFailure("CUDA failure 2: out of memory ; GPU=0", "head.onnx"), SKD_ERROR_CAPACITY,
+             "head.onnx: no memory is left; " + less);
+  CheckError(skd::LoadFailure("CUBLAS_STATUS_ALLOC_FAILED", "head.onnx"), SKD_ERROR_CAPACITY,
+             "head.onnx: no memory is left; " + less);
+  const std::string check = "check nvidia-smi, and that cuBLAS and cuDNN of onnxruntime-gpu's CUDA are installed";
+  CheckError(skd::LoadFailure("This session contains graph nodes that are assigned to the default CPU EP, but fallback to CPU EP "
+                              "has been explicitly disabled by the user.",
+                              "head.onnx"),
+             SKD_ERROR_TARGET, "head.onnx: ONNX Runtime cannot run it with CUDA (it would leave nodes to the CPU); " + check);
+  CheckError(skd::LoadFailure("CUDA failure 100: no CUDA-capable device is detected\nGPU=-1", "head.onnx"), SKD_ERROR_TARGET,
+             "head.onnx: ONNX Runtime cannot run it with CUDA (CUDA failure 100: no CUDA-capable device is detected); " + check);
+  CHECK(skd::LoadFailure("... must share the global thread pool ...", "head.onnx").code() == SKD_ERROR_TARGET);
+  CheckError(skd::LoadFailure("Protobuf parsing failed.", "head.onnx"), SKD_ERROR_BUNDLE,
+             "head.onnx: cannot be loaded (Protobuf parsing failed.); export the model again");
+  CheckError(skd::LoadFailure("", "head.onnx"), SKD_ERROR_BUNDLE,
+             "head.onnx: cannot be loaded (no reason given); export the model again");
+}
+
+TEST_CASE("an engine that does not fit in memory is no damaged bundle") {
+  skd::UseOnnxRuntime("", 2);
+  GpuEngines engines;
+  engines.RefuseToLoad(kNoMemory);
+  try {
+    skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
+    FAIL("it was loaded");
+  } catch (const skd::Error& error) {
+    CHECK(error.code() == SKD_ERROR_CAPACITY);
+    CHECK_THAT(error.what(), Catch::EndsWith(".onnx: no memory is left for 8 MiB; free some, or export with --quantize int4"));
+  }
+}
+
+TEST_CASE("a prompt that the memory does not hold is refused, and the session goes on as before") {
+  skd::UseOnnxRuntime("", 2);
+  GpuEngines engines;
+  const auto bundle = skd::LoadBundle(DeviceBundles().back(), "cuda", 2, "");
+  const Tokens shorter = {90}, longer = {9, 8, 7, 6, 5, 4, 3};  // which goes before the other, and moves it
+  const auto session = TwoRows(bundle);
+  session->Add(shorter.data(), shorter.size(), Options());
+  const Tokens wanted = Rest(session.get());
+  session->Add(shorter.data(), shorter.size(), Options());
+  for (int runs = 0; runs < 4; ++runs) {
+    engines.StopAfter(runs, kNoMemory);
+    CheckThrows([&] { session->Add(longer.data(), longer.size(), Options()); }, SKD_ERROR_CAPACITY,
+                "no memory is left for 8 MiB; send fewer rows or shorter prompts");
+  }
+  engines.StopAfter(0, "");
+  CHECK(Rest(session.get()) == wanted);
+}
+
+TEST_CASE("a step that ends halfway is never taken for one that has not begun") {
+  skd::UseOnnxRuntime("", 2);
+  GpuEngines engines;
+  const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "", /*cuda_graphs=*/false);
+  const Tokens prompt = {5, 6};
+  const auto session = TwoRows(bundle);
+  session->Add(prompt.data(), prompt.size(), Options());
+  session->Step();
+  engines.StopAfter(1, kNoMemory);
+  CheckThrows(
+      [&] { session->Step(); }, SKD_ERROR_TARGET,
+      "a decode step ended halfway (no memory is left for 8 MiB; send fewer rows or shorter prompts); destroy the session "
+      "and make another");
+  engines.StopAfter(1, "CUDA failure 700: an illegal memory access was encountered");
+  CheckThrows([&] { session->Step(); }, SKD_ERROR_TARGET,
+              "ONNX Runtime stopped (CUDA failure 700: an illegal memory access was encountered); check nvidia-smi, and start "
+              "again");
+}
+
+TEST_CASE("an engine that stops on a CPU sends nobody to look for a GPU") {
+  CheckError(skd::RunFailure("seqlens_k[0] = 6 is out of range", /*on_gpu=*/false), SKD_ERROR_INTERNAL,
+             "ONNX Runtime stopped (seqlens_k[0] = 6 is out of range); export the model again, and report it where that does not "
+             "help");
+  CHECK(skd::RunFailure(kNoMemory, /*on_gpu=*/false).code() == SKD_ERROR_CAPACITY);
+}

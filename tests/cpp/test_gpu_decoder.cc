@@ -1,0 +1,103 @@
+// The decoder as on a GPU: its memory and stream are the stand-in's for NVIDIA's driver, its engines run in their turn there.
+#include <dlfcn.h>
+
+#include <catch2/catch.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bundle.h"
+#include "decoder.h"
+#include "device_bundles.h"
+#include "error.h"
+#include "gpu_engines.h"
+
+namespace {
+
+using Tokens = std::vector<int64_t>;
+using Logits = std::vector<std::vector<float>>;
+
+const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
+constexpr auto kIgnore = [](int64_t, int64_t) {};
+
+// Rows that come and go, and steps enough for graphs.
+class Run {
+ public:
+  explicit Run(const std::shared_ptr<const skd::Bundle>& bundle)
+      : decoder_(bundle, bundle->manifest.schedule, 3, 8, 16), vocab_size_(bundle->manifest.model.vocab_size) {
+    Add(kPrompts[0]);
+    Step(2);
+    Add(kPrompts[1]);
+    Add(kPrompts[2]);
+    Step(3);
+    decoder_.Remove(1, kIgnore);
+    Step(2);
+    Add(kPrompts[3]);
+    Step(6);
+  }
+  // Of each row after each of these.
+  const Logits& logits() const { return logits_; }
+  uint64_t graph_launches() const { return decoder_.graph_launches(); }
+
+ private:
+  void Add(const Tokens& prompt) {
+    decoder_.Add(prompt.data(), static_cast<int64_t>(prompt.size()), kIgnore);
+    Collect();
+  }
+  void Step(int count) {
+    const Tokens tokens(static_cast<size_t>(decoder_.rows()), 7);
+    for (int step = 0; step < count; ++step) {
+      decoder_.Step(tokens.data());
+      Collect();
+    }
+  }
+  void Collect() {
+    for (int64_t row = 0; row < decoder_.rows(); ++row) {
+      logits_.emplace_back(decoder_.Logits(row), decoder_.Logits(row) + vocab_size_);
+    }
+  }
+
+  skd::Decoder decoder_;
+  int64_t vocab_size_;
+  Logits logits_;
+};
+
+}  // namespace
+
+TEST_CASE("what waits on a GPU's stream finds what the host had when it was asked for, by calls and by graphs") {
+  for (const std::string& path : DeviceBundles()) {
+    const Logits wanted = Run(skd::LoadBundle(path, "cuda", 2, "", false, skd::Device::kCpu)).logits();
+    const GpuEngines engines;
+    for (const bool graphs : {false, true}) {
+      INFO(path << (graphs ? " by graphs" : " by calls"));
+      const Run found(skd::LoadBundle(path, "cuda", 2, "", graphs));
+      CHECK((found.logits() == wanted));
+      CHECK((found.graph_launches() > 0) == graphs);
+    }
+  }
+}
+
+TEST_CASE("a prompt that a GPU cannot make room for leaves as many rows as there were") {
+  const std::string absolute = DeviceBundles().back();  // longer prompts go before shorter ones, and move them
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  const auto bundle = skd::LoadBundle(absolute, "cuda", 2, "");
+  skd::Decoder decoder(bundle, bundle->manifest.schedule, 3, 8, 16);
+  const auto add = [&decoder](const Tokens& prompt) { decoder.Add(prompt.data(), static_cast<int64_t>(prompt.size()), kIgnore); };
+  add(kPrompts[3]);
+  add(kPrompts[1]);
+  int* const copies_left = static_cast<int*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "standin_copies_left"));
+  int failed = 0;
+  for (bool added = false; !added; ++failed) {
+    *copies_left = failed;
+    try {
+      add(kPrompts[0]);
+      added = true;
+    } catch (const skd::Error& error) {
+      CHECK(error.code() == SKD_ERROR_TARGET);
+    }
+    REQUIRE(decoder.rows() == (added ? 3 : 2));
+  }
+  *copies_left = -1;
+  CHECK(failed > 2 * 2 * 4);  // two rows, of each layer's keys and values
+}
