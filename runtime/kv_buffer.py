@@ -19,8 +19,8 @@ from skipdecode.memory import Memory
 from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
-# TensorRT-RTX 1.7.1 builds no two layers for prompts of at most 32 tokens a pass, and a pass has no more tokens than slots
-LEAST_SLOTS = 64
+# TensorRT-RTX 1.7.1 fails to build plans of two layers or more for few slots: up to 32 in fp16, up to 64 in bf16
+LEAST_SLOTS = 128
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
