@@ -20,7 +20,7 @@ import transformers
 from machine import facts, write_results
 from models import checkpoint_config
 
-from skipdecode.exporter.reference import skip_schedule
+from skipdecode.exporter import skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.samples import Effort, Summary, interleave

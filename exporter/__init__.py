@@ -1,1 +1,19 @@
 """From a Hugging Face checkpoint to a bundle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skipdecode.exporter.reference import skip_schedule
+
+__all__ = ["skip_schedule"]
+
+
+def __getattr__(name: str) -> Any:
+    """`skip_schedule`, imported when it is first asked for, since torch comes with it."""
+    if name != "skip_schedule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skipdecode.exporter.reference import skip_schedule
+
+    return skip_schedule

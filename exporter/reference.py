@@ -38,17 +38,21 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
     check_sources(key_sources(model.config), schedule)
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
-    handles = []
+    covered: list[tuple[torch.nn.Module, Any]] = []  # layers, and the `forward` that each had beside its class's; None: none
     try:
         for index, layer in enumerate(layers):
             cap = schedule.cap(index)
             if cap is not None:
-                layer.forward = _sliced(layer.forward, start + cap, returns_tuple(model, layer))
-                handles.append(layer)
+                sliced = _sliced(layer.forward, start + cap, returns_tuple(model, layer))
+                covered.append((layer, vars(layer).get("forward")))
+                layer.forward = sliced
         yield model
     finally:
-        for layer in handles:
-            del layer.forward  # uncovers the class's own
+        for layer, own in covered:
+            if own is None:
+                del layer.forward
+            else:
+                layer.forward = own
 
 
 def _sliced(forward: Any, cap: int, in_tuple: bool) -> Any:

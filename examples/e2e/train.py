@@ -23,7 +23,7 @@ from data import SPAN, prompt, read_pairs, shuffled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from skipdecode.exporter.reference import skip_schedule
+from skipdecode.exporter import skip_schedule
 from skipdecode.schedule import Schedule, active_layers
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 

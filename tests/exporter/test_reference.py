@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -41,6 +45,40 @@ def test_each_layer_computes_exactly_its_positions_and_the_model_is_itself_again
         assert lengths == {layer: 7 if cap is None else cap for layer, cap in enumerate(caps) if cap != 0}
         assert not torch.allclose(skipped, plain)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
+
+
+def test_a_forward_that_a_layer_has_of_its_own_is_there_again_afterwards(zoo: Zoo) -> None:
+    """accelerate's hooks are such, which a model has that is spread over devices."""
+    model = zoo.model("llama")
+    layer = decoder_layers(model)[3]
+    own = layer.forward = functools.partial(layer.forward)
+    with skip_schedule(model, SCHEDULE):
+        assert layer.forward is not own
+    assert vars(layer)["forward"] is own
+
+
+def test_a_schedule_inside_another_ends_and_the_outer_one_goes_on(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    shallower = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(2,), anchor=Anchor.ABSOLUTE)
+    with torch.no_grad():
+        plain = model(IDS, use_cache=False).logits
+        with skip_schedule(model, SCHEDULE):
+            outer = model(IDS, use_cache=False).logits
+            with skip_schedule(model, shallower):
+                assert not torch.allclose(model(IDS, use_cache=False).logits, outer)
+            torch.testing.assert_close(model(IDS, use_cache=False).logits, outer, rtol=0, atol=0)
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
+
+
+def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:
+    code = """
+import sys
+import skipdecode.exporter
+assert "torch" not in sys.modules
+from skipdecode.exporter import skip_schedule
+assert skip_schedule is sys.modules["skipdecode.exporter.reference"].skip_schedule
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_prompt_anchored_at_the_generated_tokens_runs_at_full_depth(zoo: Zoo) -> None:
