@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError
+
+# Of writing to a file that is open, whose error names none: the disk is full or read-only, or the file too large for it.
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def real_out(out: Path) -> Path:
@@ -25,8 +31,17 @@ def check_out(out: Path, force: bool) -> None:
     """
     if out.exists() and not force:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
-    if out.exists() and not (out / manifest.MANIFEST).is_file() and not _is_empty_folder(out):
+    if out.exists() and not _is_bundle(out) and not _is_empty_folder(out):
         raise BundleError("exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(out))
+
+
+def _is_bundle(path: Path) -> bool:
+    """Whether it has a bundle's manifest, of any version; other programs may write a `bundle.json` of their own."""
+    try:
+        content = json.loads((path / manifest.MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "format_version" in content
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -39,24 +54,46 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
 
     Raises:
         BundleError: it cannot be written, or something that `check_out` refuses has appeared at `out` meanwhile.
+        OSError: what failed inside has nothing to do with the folder.
     """
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial = _name_beside(out, "partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    try:
         yield partial
         check_out(out, force)  # an export takes minutes
         _replace(out, partial)
     except OSError as error:
-        raise BundleError(
-            f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out)
-        ) from error
+        if not _concerns((partial, out), error):
+            raise
+        raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _name_beside(out: Path, what: str) -> Path:
+    """A name that no other process takes; a process id would not do, as containers with one volume may have the same."""
+    return out.with_name(f".{out.name}.{what}-{secrets.token_hex(4)}")
+
+
+def _concerns(folders: Iterable[Path], error: OSError) -> bool:
+    """Whether an error is of a file in one of the folders, or names no file and is one that writing gives."""
+    if error.filename is None:
+        return error.errno in _OF_WRITING
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+    files = [Path(os.fsdecode(name)).absolute() for name in names]
+    return any(file.is_relative_to(folder.absolute()) for file in files for folder in folders)
+
+
+def _unwritable(out: Path, error: OSError) -> BundleError:
+    return BundleError(f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out))
+
+
 def _replace(out: Path, partial: Path) -> None:
-    old = out.with_name(f".{out.name}.old-{os.getpid()}")
+    old = _name_beside(out, "old")
     try:
         if out.exists():
             out.rename(old)
@@ -64,4 +101,4 @@ def _replace(out: Path, partial: Path) -> None:
     finally:  # also where the user stops it
         if old.exists() and not out.exists():
             old.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -22,6 +23,8 @@ from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import MAX_LENGTH, Zoo
 
+OLD, NEW = '{"format_version": 1, "name": "old"}', '{"format_version": 2, "name": "new"}'
+
 
 def _write(out: Path, text: str) -> None:
     """What an export does with its folder."""
@@ -31,7 +34,7 @@ def _write(out: Path, text: str) -> None:
 
 
 def test_of_a_link_to_a_bundle_what_it_points_to_is_replaced(zoo: Zoo, tmp_path: Path) -> None:
-    _write(tmp_path / "bundle", "old")
+    _write(tmp_path / "bundle", OLD)
     (tmp_path / "link").symlink_to("bundle")
     model, full = str(zoo.checkpoint("llama")), ScheduleRequest(name="full")
     export(ExportRequest(model=model, out=tmp_path / "link", schedule=full, max_length=MAX_LENGTH, force=True))
@@ -41,10 +44,10 @@ def test_of_a_link_to_a_bundle_what_it_points_to_is_replaced(zoo: Zoo, tmp_path:
 
 
 def test_the_folder_at_hand_is_replaced_where_it_is_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path / "bundle", "old")
+    _write(tmp_path / "bundle", OLD)
     monkeypatch.chdir(tmp_path / "bundle")
-    _write(real_out(Path(".")), "new")
-    assert (tmp_path / "bundle" / manifests.MANIFEST).read_text() == "new"
+    _write(real_out(Path(".")), NEW)
+    assert (tmp_path / "bundle" / manifests.MANIFEST).read_text() == NEW
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
@@ -57,19 +60,113 @@ def test_a_file_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
 
 def test_a_bundle_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "bundle"
-    _write(out, "old")
+    _write(out, OLD)
     rename = Path.rename
 
     def failing(path: Path, target: Path) -> Path:
         if ".partial-" in path.name:
-            raise OSError(5, "Input/output error")
+            raise OSError(5, "Input/output error", str(path))
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(BundleError, match="Input/output error"):
-        _write(out, "new")
-    assert (out / manifests.MANIFEST).read_text() == "old"
+        _write(out, NEW)
+    assert (out / manifests.MANIFEST).read_text() == OLD
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("content", ["chunks", "[]", '["format_version"]', '{"name": "a web page\'s"}', "[" * 100_000])
+def test_a_folder_with_a_bundle_json_of_another_kind_is_not_replaced(content: str, tmp_path: Path) -> None:
+    (tmp_path / manifests.MANIFEST).write_text(content)
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(BundleError, match="is not a bundle"):
+        check_out(tmp_path, force=True)
+
+
+def test_exports_that_run_under_the_same_process_id_leave_one_another_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of two containers do, which may share a volume."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    out = tmp_path / "bundle"
+
+    def export_while_another_does() -> None:
+        with fresh_folder(out, force=False) as first:
+            (first / manifests.MANIFEST).write_text(OLD)
+            with fresh_folder(out, force=False) as second:
+                (second / manifests.MANIFEST).write_text(NEW)
+            assert (first / manifests.MANIFEST).read_text() == OLD
+
+    with pytest.raises(BundleError, match="exists already"):
+        export_while_another_does()
+    assert (out / manifests.MANIFEST).read_text() == NEW
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_bundle_that_another_export_has_put_in_place_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "bundle"
+    _write(out, OLD)
+    rename = Path.rename
+
+    def late(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            out.mkdir()
+            (out / manifests.MANIFEST).write_text("another's")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(BundleError, match="cannot be written"):
+        _write(out, NEW)
+    assert (out / manifests.MANIFEST).read_text() == "another's"
+    assert list(tmp_path.iterdir()) == [out], "nor does what both have replaced"
+
+
+def test_a_bundle_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        _write(tmp_path / "bundle", NEW)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o750
+
+
+def _fail_inside(out: Path, error: OSError) -> None:
+    with fresh_folder(out, force=False):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        OSError("the hub says no"),
+        PermissionError(errno.EACCES, "Permission denied", "/models/llama/model.safetensors"),
+        OSError(errno.ENOSPC, "No space left on device", "/tmp/compiler.lock"),
+        OSError(errno.EBADF, "Bad file descriptor", 7),
+    ],
+)
+def test_an_error_that_does_not_concern_out_is_told_as_what_it_is(error: OSError, tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        _fail_inside(tmp_path / "bundle", error)
+    assert caught.value is error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG])
+def test_an_error_of_a_file_system_without_a_name_is_told_of_out(number: int, tmp_path: Path) -> None:
+    """That of writing to a file that is open has none."""
+    with pytest.raises(BundleError, match=rf"cannot be written \({os.strerror(number)}\)"):
+        _fail_inside(tmp_path / "bundle", OSError(number, os.strerror(number)))
+
+
+def test_an_error_of_a_file_in_the_bundle_is_told_of_out(tmp_path: Path) -> None:
+    def write_over_a_folder() -> None:
+        with fresh_folder(tmp_path / "bundle", force=False) as partial:
+            (partial / "graphs").mkdir()
+            (partial / "graphs").write_bytes(b"")
+
+    with pytest.raises(BundleError, match=r"bundle: cannot be written \(Is a directory\)"):
+        write_over_a_folder()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -94,7 +191,7 @@ def test_what_appears_at_out_while_an_export_runs_is_not_replaced(tmp_path: Path
 
     def export_late() -> None:
         with fresh_folder(out, force) as partial:
-            (partial / manifests.MANIFEST).write_text("mine")
+            (partial / manifests.MANIFEST).write_text(NEW)
             out.write_text("another's")
 
     with pytest.raises(BundleError, match=says):
@@ -117,6 +214,17 @@ def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(m
     with pytest.raises(SystemExit) as caught:
         cli.main(["opt-125m", "--out", "bundle"])
     assert (caught.value.code, reached) == (143, ["layer 0"])
+
+
+def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_went_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "export", broken)
+    assert cli.main(["opt-125m", "--out", "bundle"]) == 2
+    assert capsys.readouterr().err.startswith("cannot go on (Broken pipe)")
 
 
 def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
