@@ -15,6 +15,7 @@ from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _r
 
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
+from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
@@ -55,11 +56,6 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.RemoveUnusedOpsetsPass(),
         common.ClearMetadataAndDocStringPass(),
     )(model)
-
-
-def is_parameter(value: ir.Value) -> bool:
-    """Whether an initializer is a weight of the checkpoint (its name is dotted) and not a constant of the tracer."""
-    return "." in (value.name or "")
 
 
 def _fold(node: ir.Node) -> bool | None:

@@ -31,7 +31,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.lower_attention import add_constant
+from skipdecode.graph_passes.conventions import add_constant
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)

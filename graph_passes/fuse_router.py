@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
 

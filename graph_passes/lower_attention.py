@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,18 +24,20 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
+from skipdecode.graph_passes.conventions import MS_DOMAIN
+from skipdecode.graph_passes.rotary_table import rotary_table
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
-MS_DOMAIN = "com.microsoft"
 
 
 class LowerAttentionPass(ir.passes.InPlacePass):
-    """Declines (leaves the rotary operator outside) where query and key are not both rotated from constant frequencies.
+    """Leaves a rotary embedding outside where query and key are not rotated alike, or not from constant frequencies.
+
+    The layer's KV inputs keep their names; the graph gets two inputs more, `seqlens_k` and `total_sequence_length` (`bindings`).
 
     Args:
         max_length: positions of the rotary table.
-        past_key, past_value: names of the layer's KV inputs stay as they are; two inputs are added, see `bindings`.
     """
 
     def __init__(self, *, max_length: int) -> None:
@@ -67,7 +68,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     visible, bias = _visible_and_bias(_value(node, 3))
     turned = _single_consumer(attended, "Transpose")
     (out,) = turned.outputs[0].consumers()
-    table = _rotary_table(graph, [query, *new[:1]], max_length)
+    table = rotary_table(graph, [query, *new[:1]], max_length)
     attributes = {"num_heads": num_heads, "kv_num_heads": kv_heads, **_of_scores(node, visible, max_length)}
     attributes |= {"do_rotary": int(table is not None), "rotary_interleaved": 0}
     if table is not None:
@@ -257,53 +258,3 @@ def _reshaped(graph: ir.Graph, before: ir.Node, value: ir.Value, sizes: list[int
     reshape = ir.node("Reshape", [value, shape.outputs[0]])
     graph.insert_before(before, [shape, reshape])
     return reshape.outputs[0]
-
-
-def _rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> list[ir.Value] | None:
-    """cos_cache and sin_cache of shape [max_length, rotary D / 2], or None where rotary stays outside.
-
-    Args:
-        rotated: the query, and the new key where there is one.
-    """
-    nodes = [value.producer() for value in rotated]
-    if any(node is None or node.op_type != "RotaryEmbedding" for node in nodes):
-        return None
-    (cos, factor), (_, other) = (_unscaled(_value(nodes[0], index)) for index in (1, 2))  # type: ignore[arg-type]
-    angles = _value(cos, 0).producer() if cos is not None and cos.op_type == "Cos" and factor == other else None
-    frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
-    if frequencies is None or angles is None or angles.op_type != "Mul":
-        return None
-    assert frequencies.const_value is not None
-    values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
-    if values.shape[1] % 8 or _static_dim(rotated[0], 3) % 16:  # the operator's own limits
-        return None
-    steps = np.arange(max_length, dtype=np.float32)[:, None] * values
-    tables, kind = [], rotated[0].dtype or ir.DataType.FLOAT
-    for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
-        # layers of one graph may have frequencies of their own (Gemma 3)
-        name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"
-        if name not in graph.initializers:
-            table = function(steps) * np.float32(factor)
-            add_constant(graph, ir.Tensor(table.astype(kind.numpy()), dtype=kind, name=name))  # the operator wants the query's
-        tables.append(graph.initializers[name])
-    return tables
-
-
-def add_constant(graph: ir.Graph, tensor: ir.Tensor[Any]) -> None:
-    """An initializer of the tensor's name, which layers of one graph may share."""
-    graph.register_initializer(
-        ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    )
-
-
-def _unscaled(value: ir.Value) -> tuple[ir.Node | None, float]:
-    """What makes `value`, were it not for a cast (tables are computed in fp32 in narrow graphs too) and a factor (yarn's)."""
-    node, factor = value.producer(), 1.0
-    while node is not None and node.op_type in ("Cast", "Mul"):
-        if node.op_type == "Mul":
-            number = _value(node, 1).const_value
-            if number is None or number.size != 1:
-                return None, factor
-            factor *= float(number.numpy().item())
-        node = _value(node, 0).producer()
-    return node, factor

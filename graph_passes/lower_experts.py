@@ -24,8 +24,7 @@ from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.clean_trace import is_parameter
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 
 logger = logging.getLogger(__name__)

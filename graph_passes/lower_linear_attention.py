@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN
 
 _OPERATORS = ("LinearAttention", "CausalConvWithState")
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.clean_trace import is_parameter
+from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode import bindings
-from skipdecode.graph_passes.clean_trace import is_parameter
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantize_weights import Parts, Quantization, register_parts
 from skipdecode.graph_passes.take_over import take_over

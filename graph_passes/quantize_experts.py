@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantize_weights import Parts, Quantization, register_parts
 from skipdecode.graph_passes.take_over import take_over

@@ -22,9 +22,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.clean_trace import is_parameter
+from skipdecode.graph_passes.conventions import MS_DOMAIN, is_parameter
 from skipdecode.graph_passes.kept_levels import Bytes, Floats, Levels, kept_levels
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.take_over import take_over
 

@@ -17,7 +17,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.lower_attention import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.projection import without_bias
 from skipdecode.graph_passes.take_over import can_take_over, take_over
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode import bindings
-from skipdecode.graph_passes.clean_trace import is_parameter
+from skipdecode.graph_passes.conventions import is_parameter
 
 LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a constant
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}

@@ -180,8 +180,40 @@ def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
     np.testing.assert_allclose(tables[0] ** 2 + tables[1] ** 2, 1.25**2, rtol=1e-6)
 
 
+_OTHER = "int64[1] two = {2}, float[8] others = {1, 1, 1, 1, 1, 1, 1, 1},"
+KEYS_DIFFER = (  # in their frequencies
+    ROTATED.replace("(key_0, cos, sin)", "(key_0, cos_k, sin_k)")
+    .replace(
+        "cosine = Cos", "angles_k = Mul (at, others)  cosine_k = Cos (angles_k)  cos_k = Mul (cosine_k, factor)\n    cosine = Cos"
+    )
+    .replace("sine = Sin", "sine_k = Sin (angles_k)  sin_k = Mul (sine_k, factor)  sine = Sin")
+    .replace("int64[1] two = {2},", _OTHER)
+)
+PAIRS_DIFFER = ROTATED.replace("<interleaved = 0, num_heads = 1>", "<interleaved = 1, num_heads = 1>")  # of a key's numbers
+
+
+@pytest.mark.parametrize("text", [KEYS_DIFFER, PAIRS_DIFFER])
+def test_a_rotary_embedding_stays_outside_where_keys_are_turned_in_another_way_than_queries(text: str) -> None:
+    model = with_shapes(text)
+    LowerAttentionPass(max_length=8)(model)
+    assert [node.op_type for node in model.graph].count("RotaryEmbedding") == 2
+    (node,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+    assert node.attributes["do_rotary"].as_int() == 0
+
+
+def test_tables_that_query_and_key_compute_apart_from_the_same_angles_are_the_same_tables() -> None:
+    """So narrow graphs have them."""
+    apart = """cosine_k = Cos (angles)  cos_m = Mul (cosine_k, factor)  cos_k = Cast <to = 1> (cos_m)
+    sine_k = Sin (angles)  sin_m = Mul (sine_k, factor)  sin_k = Cast <to = 1> (sin_m)  key = RotaryEmbedding"""
+    model = with_shapes(ROTATED.replace("key = RotaryEmbedding", apart).replace("(key_0, cos, sin)", "(key_0, cos_k, sin_k)"))
+    LowerAttentionPass(max_length=8)(model)
+    (node,) = model.graph
+    assert node.attributes["do_rotary"].as_int() == 1
+
+
 FORMS = {
-    "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "sinks": _beside_sinks(BEFORE),
+    "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "keys rotated otherwise": KEYS_DIFFER,
+    "keys rotated in other pairs": PAIRS_DIFFER, "sinks": _beside_sinks(BEFORE),
     "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED), "biases": ALIBI,
     "read of the layer below": READ_BELOW, "read of another engine": READ,
 }  # fmt: skip

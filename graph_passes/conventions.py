@@ -1,0 +1,21 @@
+"""What the passes agree on: whose operators are not standard, which initializers are weights, how constants are added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
+
+
+def is_parameter(value: ir.Value) -> bool:
+    """Whether an initializer is a weight of the checkpoint (its name is dotted) and not a constant of the tracer."""
+    return "." in (value.name or "")
+
+
+def add_constant(graph: ir.Graph, tensor: ir.Tensor[Any]) -> None:
+    """An initializer of the tensor's name, which layers of one graph may share."""
+    graph.register_initializer(
+        ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    )

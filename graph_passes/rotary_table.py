@@ -1,0 +1,87 @@
+"""A rotary embedding's cosines and sines as two tables, a row for each position, which GroupQueryAttention can rotate by.
+
+RotaryEmbedding(x, Cos(position * frequencies) * factor, Sin(position * frequencies) * factor)
+-> cos_cache, sin_cache [max_length, rotary D / 2]
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import onnx_ir as ir
+
+from skipdecode.graph_passes.conventions import add_constant
+
+
+def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> list[ir.Value] | None:
+    """cos_cache and sin_cache; None, where rotary stays outside: the operator has one rotation, from constant frequencies.
+
+    Args:
+        rotated: the query, and the new key where there is one.
+    """
+    nodes = [value.producer() for value in rotated]
+    first = nodes[0]
+    if first is None or any(node is None or node.op_type != "RotaryEmbedding" or not _same(node, first) for node in nodes):
+        return None
+    (cos, factor), (_, other) = (_unscaled(first.inputs[index]) for index in (1, 2))
+    angles = _producer(cos.inputs[0]) if cos is not None and cos.op_type == "Cos" and factor == other else None
+    frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
+    if frequencies is None or angles is None or angles.op_type != "Mul":
+        return None
+    assert frequencies.const_value is not None
+    values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
+    if values.shape[1] % 8 or _head_size(rotated[0]) % 16:  # the operator's own limits
+        return None
+    steps = np.arange(max_length, dtype=np.float32)[:, None] * values
+    tables, kind = [], rotated[0].dtype or ir.DataType.FLOAT
+    for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
+        # layers of one graph may have frequencies of their own (Gemma 3)
+        name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"
+        if name not in graph.initializers:
+            table = function(steps) * np.float32(factor)
+            add_constant(graph, ir.Tensor(table.astype(kind.numpy()), dtype=kind, name=name))  # the operator wants the query's
+        tables.append(graph.initializers[name])
+    return tables
+
+
+def _same(one: ir.Node, other: ir.Node) -> bool:
+    """Whether two rotary embeddings turn the same pairs of a head's numbers by the same angles."""
+    settings = [[_integer(node, name) for name in ("interleaved", "rotary_embedding_dim")] for node in (one, other)]
+    tables = all(_same_table(one.inputs[index], other.inputs[index]) for index in (1, 2))
+    return tables and one.inputs[3:] == other.inputs[3:] and settings[0] == settings[1]
+
+
+def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
+    """Narrow graphs compute it for each of its readers, from the same angles."""
+    (made, factor), (its, its_factor) = _unscaled(one), _unscaled(other)
+    if made is None or its is None:
+        return one is other
+    return (made.op_type, [*made.inputs], factor) == (its.op_type, [*its.inputs], its_factor)
+
+
+def _integer(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else 0
+
+
+def _head_size(heads: ir.Value) -> int:
+    size = heads.shape[3] if heads.shape is not None else None
+    assert isinstance(size, int), f"{heads.name} has no head size"
+    return size
+
+
+def _unscaled(value: ir.Value | None) -> tuple[ir.Node | None, float]:
+    """What makes `value`, were it not for a cast (tables are computed in fp32 in narrow graphs too) and a factor (yarn's)."""
+    node, factor = _producer(value), 1.0
+    while node is not None and node.op_type in ("Cast", "Mul"):
+        if node.op_type == "Mul":
+            number = node.inputs[1].const_value if node.inputs[1] is not None else None
+            if number is None or number.size != 1:
+                return None, factor
+            factor *= float(number.numpy().item())
+        node = _producer(node.inputs[0])
+    return node, factor
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return value.producer() if value is not None else None
