@@ -33,7 +33,7 @@ class _Format:
     read: Callable[[Path, str], torch.Tensor]
 
 
-def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
+def checkpoint_source(checkpoint: Path, skeleton: Skeleton) -> TensorSource:
     """Tensors of a local checkpoint folder, read when asked for; of tied ones that are there, and of those in several
     shards, all must be the same.
 
@@ -45,12 +45,12 @@ def checkpoint_source(checkpoint: Path, bones: Skeleton) -> TensorSource:
     for file in files:
         for name in form.names(file):
             where[name].append(file)
-    stored = dequantised({name: partial(_read, form, holders, name) for name, holders in where.items()}, bones.config)
-    read = converted(stored, bones.config, bones.shapes) | stored
-    base = bones.parts.prefix.split(".")[0]
+    stored = dequantised({name: partial(_read, form, holders, name) for name, holders in where.items()}, skeleton.config)
+    read = converted(stored, skeleton.config, skeleton.shapes) | stored
+    base = skeleton.parts.prefix.split(".")[0]
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tied = [parameter for parameter, kept in bones.canonical.items() if kept == name]
+        tied = [parameter for parameter, kept in skeleton.canonical.items() if kept == name]
         spelled = (next((key for key in _spellings(parameter, base) if key in read), None) for parameter in tied)
         found = [key for key in spelled if key is not None]
         if not found:

@@ -11,6 +11,7 @@ exit status: 0 done, 2 bad input (one line: what, where, what to do)
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,16 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from skipdecode.cli import Parser, guarded
-from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.export import export
 from skipdecode.exporter.layout import Report
-from skipdecode.exporter.model_names import load_config
-from skipdecode.exporter.quantization_config import in_few_bits
+from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest, disagreements
+
+_DEFAULTS = ExportRequest(model="", out=Path())
+_WARNING = "skip-export: warning: "
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,25 +50,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="a local checkpoint folder, a hub id, or opt-SIZE (opt-6.7b)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
     _add_schedule(parser)
-    parser.add_argument("--max-batch", type=int, default=16, metavar="N", help="rows (16)")
+    parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, metavar="N", help="rows (%(default)s)")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of a row, prompt and generated (the model's, at most 2048)"
     )
     parser.add_argument(
         "--dtype",
         choices=["auto", "fp32", "fp16", "bf16"],
-        default="auto",
+        default=_DEFAULTS.dtype,
         help="auto: fp32; with a GPU's target the checkpoint's, where that is fp32 fp16, for Gemma 2, Gemma 3 and GLM-4 bf16",
     )
-    parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none", help="weight-only (none)")
-    parser.add_argument("--quantize-method", choices=[*METHODS], default="rtn", help="round to nearest, or a slower search (rtn)")
-    parser.add_argument("--quantize-block", type=int, choices=BLOCK_SIZES, default=32, help="inputs that share one scale (32)")
+    _add_quantization(parser)
     parser.add_argument(
         "--target", action="append", metavar="T", help="cpu (default), cuda, tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
     )
-    group = parser.add_argument_group("TensorRT's builder (--target tensorrt, tensorrt-rtx)")
-    group.add_argument("--workspace", type=int, metavar="MIB", help="GPU memory that a kernel may use (all)")
-    group.add_argument("--optimization-level", type=int, metavar="N", help="0 (builds fastest) to 5 (runs fastest) (3)")
+    _add_builder(parser)
     parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
     parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")
     parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle")
@@ -76,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("schedule: how many layers each position computes")
-    group.add_argument("--schedule", default="linear", metavar="NAME", help=f"{', '.join(SCHEDULES)} (linear)")
+    group.add_argument(
+        "--schedule", default=_DEFAULTS.schedule.name, metavar="NAME", help=f"{', '.join(SCHEDULES)} (%(default)s)"
+    )
     group.add_argument(
         "--speedup", type=float, metavar="X", help="mean layer count over the span is L / X (2 where no end is given)"
     )
@@ -85,24 +86,69 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--warmup-layers",
         type=int,
-        default=1,
+        default=_DEFAULTS.schedule.warmup_layers,
         metavar="W",
-        help="first layers that all positions compute (1); L: early exit",
+        help="first layers that all positions compute (%(default)s); L: early exit",
     )
     group.add_argument("--span", type=int, metavar="N", help=f"positions until min-layers is reached ({DEFAULT_SPAN})")
     group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")
     group.add_argument(
-        "--anchor", choices=[a.value for a in Anchor], default="generated", help="where positions are counted from"
+        "--anchor",
+        choices=[a.value for a in Anchor],
+        default=_DEFAULTS.schedule.anchor.value,
+        help="where positions are counted from",
     )
     group.add_argument("--max-variants", type=int, metavar="N", help="round layer counts up to at most N levels")
 
 
-def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
-    from transformers.utils import logging
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quantize", choices=[*QUANTIZED_BITS], default=_DEFAULTS.quantize, help="weight-only (%(default)s)")
+    parser.add_argument(
+        "--quantize-method",
+        choices=[*METHODS],
+        default=_DEFAULTS.quantize_method,
+        help="round to nearest, or a slower search (%(default)s)",
+    )
+    parser.add_argument(
+        "--quantize-block",
+        type=int,
+        choices=BLOCK_SIZES,
+        default=_DEFAULTS.quantize_block,
+        help="inputs that share one scale (%(default)s)",
+    )
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    request = ExportRequest(
+
+def _add_builder(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("TensorRT's builder (--target tensorrt, tensorrt-rtx)")
+    group.add_argument("--workspace", type=int, metavar="MIB", help="GPU memory that a kernel may use (all)")
+    group.add_argument("--optimization-level", type=int, metavar="N", help="0 (builds fastest) to 5 (runs fastest) (3)")
+
+
+def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    request = _request(options)
+    with _progress(options.quiet) as show, _showing_warnings(options.quiet):
+
+        def report(what: str, done: float) -> None:
+            check_signals()
+            show(what, done)
+
+        try:
+            manifest = export(request, report)
+        except BrokenPipeError as error:  # a connection's; `guarded` would take it for a reader of the output that went away
+            raise ConnectionError(error.errno, error.strerror) from error
+    if not options.quiet:
+        for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
+            print(f"{_WARNING}{warning}", file=sys.stderr)
+        print(_summary(manifest, options.out))
+    return 0
+
+
+def _request(options: argparse.Namespace) -> ExportRequest:
+    return ExportRequest(
         model=options.model,
         out=options.out,
         schedule=ScheduleRequest(
@@ -118,7 +164,7 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
         ),
         max_batch=options.max_batch,
         max_length=options.max_length,
-        targets=tuple(options.target or ["cpu"]),
+        targets=tuple(options.target or _DEFAULTS.targets),
         dtype=options.dtype,
         quantize=options.quantize,
         quantize_method=options.quantize_method,
@@ -128,18 +174,6 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
         slim=options.slim,
         force=options.force,
     )
-    with _progress(options.quiet) as show:
-
-        def report(what: str, done: float) -> None:
-            check_signals()
-            show(what, done)
-
-        manifest = export(request, report)
-    if not options.quiet:
-        for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
-            print(f"skip-export: warning: {warning}", file=sys.stderr)
-        print(_summary(manifest, options.out))
-    return 0
 
 
 def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
@@ -150,16 +184,13 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
-    wide = [target.name for target in manifest.targets if target.name in ("cpu", "cuda") and request.quantize == "none"]
-    if wide and in_few_bits(load_config(request.model)[0]):
-        yield f"the checkpoint's weights are in 4 bits, those for {' and '.join(wide)} are not; --quantize int4 keeps them"
 
 
 @contextmanager
 def _terminating() -> Iterator[Callable[[], None]]:
     """Inside, SIGTERM and SIGHUP unwind the stack as Ctrl-C does: else they would leave tens of GB of a half-written bundle.
 
-    Yields what raises again where the first SystemExit was lost: Python drops those of finalisers, some libraries all.
+    Yields a check that raises again if the SystemExit was swallowed: Python drops it in finalizers, some libraries anywhere.
     """
     received: list[int] = []
 
@@ -179,6 +210,20 @@ def _terminating() -> Iterator[Callable[[], None]]:
         for number, handler in before.items():
             signal.signal(number, handler)
         check()  # also where a library, whose call it interrupted, made another error of it
+
+
+@contextmanager
+def _showing_warnings(quiet: bool) -> Iterator[None]:
+    """Inside, what the exporter logs as a warning is one of the command's own."""
+    handler = logging.NullHandler() if quiet else logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter(f"{_WARNING}%(message)s"))
+    logger = logging.getLogger("skipdecode")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from skipdecode.cpu import cpu_features
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
+from skipdecode.exporter.request import Job
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -21,7 +22,6 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
-from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
@@ -31,32 +31,10 @@ from skipdecode.graph_passes.widen import WidenPass
 FOLDER = "targets/cpu"
 
 
-def compile_cpu(
-    partial: Path,
-    graphs: StandardGraphs,
-    plan: Plan,
-    limits: manifest.Limits,
-    *,
-    quantization: Quantization | None,
-    own_embed: bool,
-    report: Report,
-) -> manifest.Target:
-    """Write the engines below `partial`, the bundle in the making.
-
-    Args:
-        quantization: of all weights that are multiplied, and of the embedding; None: fp32.
-        own_embed: give the embedding an engine with weights of its own; else the standard graph is its engine, if it is in fp32
-            and nothing is quantised.
-    """
-    lowering = [
-        LowerAttentionPass(max_length=limits.max_length),
-        LowerLinearAttentionPass(opset=OPSET),
-        LowerExpertsPass(),
-        FuseRouterPass(),
-        OrderQKVPass(),
-        PackQKVPass(),
-        DecodeAttentionPass(max_length=limits.max_length),
-    ]
+def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
+    """Write the engines below `partial`, the bundle in the making: in fp32, or all weights that are multiplied quantised."""
+    quantization = job.quantization
+    lowering = _lowering(job.limits.max_length)
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
@@ -69,16 +47,15 @@ def compile_cpu(
 
     (partial / FOLDER).mkdir(parents=True)
     segments = []
-    for name, graph in segment_graphs(graphs, plan, "cpu", report):
+    for name, graph in segment_graphs(graphs, job.plan, "cpu", report):
         segments.append(compiled(graph, name, *lowering, *_quantizing(quantization)))
     report("compiling head for cpu", 1.0)
     head = compiled(graphs.head, "head", *lowering, *_quantizing(quantization and quantization.outer))
     if quantization:
-        embed = f"{FOLDER}/embed.onnx"
-        _write_quantized_embed(partial, graphs.embed, quantization.outer)
-    elif own_embed or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
+        embed = _write_quantized_embed(partial, graphs.embed, quantization.outer)
+    elif job.request.slim or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
         embed = compiled(graphs.embed, "embed")
-    else:
+    else:  # the standard graph is its engine, so that its weights are not written twice
         embed = f"{GRAPHS}/embed.onnx"
     return manifest.Target(
         name="cpu", weights=quantization.name if quantization else "fp32",
@@ -86,6 +63,18 @@ def compile_cpu(
         embed=embed, segments=tuple(segments), head=head, tied_weight=None,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head],
     )  # fmt: skip
+
+
+def _lowering(max_length: int) -> list[ir.passes.PassBase]:
+    return [
+        LowerAttentionPass(max_length=max_length),
+        LowerLinearAttentionPass(opset=OPSET),
+        LowerExpertsPass(),
+        FuseRouterPass(),
+        OrderQKVPass(),
+        PackQKVPass(),
+        DecodeAttentionPass(max_length=max_length),
+    ]
 
 
 def _quantizing(how: Quantization | None) -> list[ir.passes.PassBase]:
@@ -101,8 +90,9 @@ def _compile(partial: Path, lowered: ir.Model, path: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def _write_quantized_embed(partial: Path, graph: ir.Model, how: Quantization) -> None:
+def _write_quantized_embed(partial: Path, graph: ir.Model, how: Quantization) -> str:
     """Write the embedding's engine as it is: there is nothing to fold in it, and its table may be the head's."""
-    lowered, path = graph.clone(), partial / FOLDER / "embed.onnx"
+    lowered, path = graph.clone(), f"{FOLDER}/embed.onnx"
     ir.passes.Sequential(WidenPass(), QuantizeEmbeddingPass(how), QuantizeWeightsPass(how))(lowered)
-    save_engine(lowered, path, shares=path.with_name("head.onnx"))
+    save_engine(lowered, partial / path, shares=partial / FOLDER / "head.onnx")
+    return path

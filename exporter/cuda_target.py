@@ -6,7 +6,6 @@ lowered graph and its weights, and one bundle serves every GPU that the installe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -15,6 +14,7 @@ import onnxruntime
 from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
+from skipdecode.exporter.request import Job
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
@@ -22,7 +22,6 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
-from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
@@ -32,31 +31,20 @@ from skipdecode.graph_passes.uniform_norm import UniformNormPass
 FOLDER = "targets/cuda"
 
 
-def compile_cuda(
-    partial: Path,
-    graphs: StandardGraphs,
-    plan: Plan,
-    limits: manifest.Limits,
-    *,
-    quantization: Quantization | None,
-    report: Report,
-) -> manifest.Target:
+def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
     """Write the engines below `partial`, the bundle in the making.
 
-    Args:
-        quantization: of all weights that are multiplied. The embedding stays as it is: a GPU reads a row of it a token.
+    Quantised are all weights that are multiplied. The embedding stays as it is: a GPU reads a row of it a token.
     """
+    quantization = job.quantization
     tied = None if quantization else graphs.tied
     tying = [TiedWeightPass(tied)] if tied else []
-    quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization)] if quantization else []
-    lowering = [UniformNormPass(), NarrowRotaryPass(), LowerAttentionPass(max_length=limits.max_length)]
-    experts = [LowerExpertsPass(), FuseRouterPass()]
+    lowering = _lowering(job.limits.max_length, quantization)
     sizes: dict[str, int] = {}
 
-    def compiled(graph: ir.Model, name: str, passes: Sequence[ir.passes.PassBase]) -> str:
+    def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
         lowered = graph.clone()
-        for each in passes:
-            each(lowered)
+        ir.passes.Sequential(UniformNormPass(), *passes)(lowered)
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = weight_bytes(lowered.graph)
         save_engine(lowered, partial / path)
@@ -64,15 +52,29 @@ def compile_cuda(
 
     (partial / FOLDER).mkdir(parents=True)
     segments = []
-    for name, graph in segment_graphs(graphs, plan, "cuda", report):
-        segments.append(compiled(graph, name, [*lowering, *experts, OrderQKVPass(), PackQKVPass(), SkipNormPass(), *quantizing]))
+    for name, graph in segment_graphs(graphs, job.plan, "cuda", report):
+        segments.append(compiled(graph, name, *lowering))
     report("compiling head for cuda", 1.0)
     outer = [QuantizeWeightsPass(quantization.outer)] if quantization else []
-    head = compiled(graphs.head, "head", [UniformNormPass(), *tying, *outer, FloatLogitsPass()])
+    head = compiled(graphs.head, "head", *tying, *outer, FloatLogitsPass())
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)
     return manifest.Target(
         name="cuda", weights=quantization.name if quantization else graphs.weights,
         library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
-        embed=compiled(graphs.embed, "embed", tying), segments=tuple(segments), head=head, tied_weight=tied_weight,
+        embed=compiled(graphs.embed, "embed", *tying), segments=tuple(segments), head=head, tied_weight=tied_weight,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
+
+
+def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
+    quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization)] if quantization else []
+    return [
+        NarrowRotaryPass(),
+        LowerAttentionPass(max_length=max_length),
+        LowerExpertsPass(),
+        FuseRouterPass(),
+        OrderQKVPass(),
+        PackQKVPass(),
+        SkipNormPass(),
+        *quantizing,
+    ]

@@ -34,7 +34,8 @@ from skipdecode.exporter.per_layer_inputs import hidden_width, input_size, widen
 from skipdecode.exporter.state_layers import state_layers
 from skipdecode.exporter.trace import LayerArrays, trace_embed, trace_head, trace_layer
 from skipdecode.exporter.weights import WeightFile
-from skipdecode.graph_passes.clean_trace import clean_trace, is_parameter
+from skipdecode.graph_passes.clean_trace import clean_trace
+from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
 from skipdecode.model import Keys, StateLayers, kept
@@ -104,7 +105,7 @@ def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Repo
         yield name, stitch([graphs.layers[layer] for layer in layers], name=name)
 
 
-def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
+def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     """Build the model on the meta device: names, shapes and ties, no memory.
 
     Raises:
@@ -133,31 +134,31 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     )
 
 
-def layer_graphs(bones: Skeleton, weights: WeightFile) -> list[ir.Model]:
+def layer_graphs(skeleton: Skeleton, weights: WeightFile) -> list[ir.Model]:
     """One standard graph a layer; layers of the same structure are traced once."""
     templates: dict[Any, ir.Model] = {}
     graphs = []
-    for index, layer in enumerate(bones.parts.layers):
-        kind = layer_kind(bones.config, index)
-        own = kept(bones.state_layers, bones.keys, index)
-        base = rotary_base(bones.config, index)
+    for index, layer in enumerate(skeleton.parts.layers):
+        kind = layer_kind(skeleton.config, index)
+        own = kept(skeleton.state_layers, skeleton.keys, index)
+        base = rotary_base(skeleton.config, index)
         key = (kind, base, _structure(layer))
         if key not in templates:
-            real = through_interface(_with_weights(layer, bones.config, index).to(bones.dtype))
-            window = attention_window(bones.config, index)
-            rotary = rotary_with(bones.config, bones.parts.rotary, base)
-            templates[key] = trace_layer(real, rotary, kind, window, _arrays(bones, own), bones.dtype)
+            real = through_interface(_with_weights(layer, skeleton.config, index).to(skeleton.dtype))
+            window = attention_window(skeleton.config, index)
+            rotary = rotary_with(skeleton.config, skeleton.parts.rotary, base)
+            templates[key] = trace_layer(real, rotary, kind, window, _arrays(skeleton, own), skeleton.dtype)
             clean_trace(templates[key])
-        prefix = f"{bones.parts.prefix}{index}."
+        prefix = f"{skeleton.parts.prefix}{index}."
         graph = instantiate(templates[key], index, own.keys_of, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
-        _refer(graph, bones, weights)
+        _refer(graph, skeleton, weights)
         graphs.append(graph)
     return graphs
 
 
-def _arrays(bones: Skeleton, own: StateLayers) -> LayerArrays:
-    read = None if own.keys_of is None else kept(bones.state_layers, bones.keys, own.keys_of).keys
-    return LayerArrays(hidden_size=bones.hidden_size, keys=own.keys, read=read, states=own.states)
+def _arrays(skeleton: Skeleton, own: StateLayers) -> LayerArrays:
+    read = None if own.keys_of is None else kept(skeleton.state_layers, skeleton.keys, own.keys_of).keys
+    return LayerArrays(hidden_size=skeleton.hidden_size, keys=own.keys, read=read, states=own.states)
 
 
 def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
@@ -188,16 +189,16 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
     return shapes, settings
 
 
-def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Model]:
+def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Model]:
     """The embedding's and the head's graph, from a model with no layers."""
-    config = copy.deepcopy(bones.config)
+    config = copy.deepcopy(skeleton.config)
     config.num_hidden_layers = 0
     kinds = config.attribute_map.get("layer_types", "layer_types")
     if kinds in {field.name for field in fields(config)} and getattr(config, kinds) is not None:
         setattr(config, kinds, [])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # per-layer inputs of no layers
-        model = AutoModelForCausalLM.from_config(config, dtype=bones.dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:
         settled(parts.rotary)
@@ -207,15 +208,15 @@ def outer_graphs(bones: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Mod
         setattr(parts.owner, name, torch.nn.Identity())
     owner_path = _path_of(model, parts.owner)
     if input_size(config):
-        widen_embedding(parts.owner, bones.config, bones.shapes)
+        widen_embedding(parts.owner, skeleton.config, skeleton.shapes)
     embed = trace_embed(parts, final)
-    head = trace_head(model, parts.owner, final, bones.hidden_size, bones.dtype)
+    head = trace_head(model, parts.owner, final, skeleton.hidden_size, skeleton.dtype)
     for graph, title in ((embed, "embed"), (head, "head")):
         clean_trace(graph)
         graph.graph.name = title
         for value in list(graph.graph.initializers.values()):
             value.name = _model_name(str(value.name), owner_path, [names[name] for name in parts.final_names])
-        _refer(graph, bones, weights)
+        _refer(graph, skeleton, weights)
     return embed, head
 
 
@@ -235,10 +236,10 @@ def _model_name(name: str, owner: str, final: list[str]) -> str:
     return rest if kind == "model" else name
 
 
-def _refer(graph: ir.Model, bones: Skeleton, weights: WeightFile) -> None:
+def _refer(graph: ir.Model, skeleton: Skeleton, weights: WeightFile) -> None:
     """Point every parameter of `graph` into the weight file; buffers that no checkpoint stores stay inside the graph."""
     for value in list(graph.graph.initializers.values()):
-        name = bones.canonical.get(str(value.name))
+        name = skeleton.canonical.get(str(value.name))
         if name is not None:
             value.name = name
             value.const_value = weights.external(name)

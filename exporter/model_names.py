@@ -18,8 +18,8 @@ _OPT_SIZES = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
     "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
 }  # fmt: skip
-# text parts that transformers has no language model of, since they are these decoders': a token's positions in time and place,
-# by which they turn queries and keys, are one in text
+# The text parts of models that also see, which transformers has no language model of -> the decoder that computes the same.
+# They rotate queries and keys by three positions of a token, in time, height and width, which are one and the same for text.
 _DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold

@@ -27,7 +27,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
 from skipdecode.exporter.attention import CACHE, widened
 from skipdecode.exporter.checkpoint import checkpoint_source
-from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
@@ -91,22 +91,22 @@ def _dequantised(folder: Path, config: Any) -> Any:
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
-    bones = skeleton(load_config(str(folder))[0])  # which gives a configuration the exporter's own attention
-    source = checkpoint_source(folder, bones)
+    skeleton = build_skeleton(load_config(str(folder))[0])  # which gives a configuration the exporter's own attention
+    source = checkpoint_source(folder, skeleton)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if name in bones.shapes:
-            tensor.copy_(source(name, bones.shapes[name]))
+        if name in skeleton.shapes:
+            tensor.copy_(source(name, skeleton.shapes[name]))
     return model
 
 
 def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
     check_supported(config, 2)
-    bones = skeleton(config)
+    skeleton = build_skeleton(config)
     found = {
-        "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": bones.hidden_size,
-        "num_heads": config.num_attention_heads, "num_kv_heads": bones.keys.num_heads, "head_size": bones.keys.head_size,
-        "vocab_size": bones.vocab_size,
-        "state_layers": json.loads(json.dumps([dataclasses.asdict(group) for group in bones.state_layers])),
+        "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": skeleton.hidden_size,
+        "num_heads": config.num_attention_heads, "num_kv_heads": skeleton.keys.num_heads, "head_size": skeleton.keys.head_size,
+        "vocab_size": skeleton.vocab_size,
+        "state_layers": json.loads(json.dumps([dataclasses.asdict(group) for group in skeleton.state_layers])),
     }  # fmt: skip
     for name, value in wanted.items():
         if found[name] != value:

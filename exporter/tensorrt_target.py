@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +18,25 @@ from skipdecode import bindings, manifest
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
+from skipdecode.exporter.request import Job
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.graph_passes.compile_tensorrt import FLAGS, BuilderOptions, PlanRequest, Profile, build_in_process, library
+from skipdecode.graph_passes.compile_tensorrt import (
+    FLAGS,
+    MAX_AUX_STREAMS,
+    PlanRequest,
+    Profile,
+    build_in_process,
+    library,
+)
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
-from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.kv_buffer import static_slots
 from skipdecode.prefill import PREFILL_CHUNK
-from skipdecode.schedule import Schedule
 
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
 TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
@@ -47,19 +54,19 @@ class _Engine:
     profiles: tuple[Profile, ...]
 
 
-def check_tensorrt(bones: Skeleton, limits: manifest.Limits) -> None:
+def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits) -> None:
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
         TargetError: a layer's KV buffer has more elements than a tensor may, or attention caps its logits.
     """
-    if getattr(bones.config, "attn_logit_softcapping", None):
+    if getattr(skeleton.config, "attn_logit_softcapping", None):
         raise TargetError(
-            f"{bones.config.model_type} caps its attention logits, which TensorRT's attention cannot",
+            f"{skeleton.config.model_type} caps its attention logits, which TensorRT's attention cannot",
             "export for cpu, or set attn_logit_softcapping to null in config.json where the model's makers say so",
             where="--target",
         )
-    most = _MOST_ELEMENTS // (limits.max_batch * bones.keys.num_heads * bones.keys.head_size)
+    most = _MOST_ELEMENTS // (limits.max_batch * skeleton.keys.num_heads * skeleton.keys.head_size)
     if limits.max_length > most:
         raise TargetError(
             f"a KV buffer of {limits.max_batch} rows of {limits.max_length} tokens has more than 2**31 - 1 elements",
@@ -68,72 +75,79 @@ def check_tensorrt(bones: Skeleton, limits: manifest.Limits) -> None:
         )
 
 
-def compile_tensorrt(
-    partial: Path,
-    graphs: StandardGraphs,
-    plan: Plan,
-    limits: manifest.Limits,
-    schedule: Schedule,
-    request: TargetRequest,
-    *,
-    options: BuilderOptions,
-    replaced: Path,
-    report: Report,
-) -> manifest.Target:
+def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
     """Write the plans below `partial`, the bundle in the making.
 
-    Args:
-        replaced: the bundle that this one replaces, if it is there: it gives plans of the same content, and its timing cache.
+    The bundle that this one replaces, if it is there, gives plans of the same content, and its timing cache.
 
     Raises:
         TargetError: a graph that the library refuses.
     """
-    trt = library(request.name)
-    folder = f"targets/{request.name}"
+    trt = library(target.name)
+    folder = f"targets/{target.name}"
     (partial / folder).mkdir(parents=True)
+    replaced = job.request.out
+    timing_cache = _timing_cache(replaced, partial, folder) if target.name == "tensorrt" else None
     known = _known_plans(replaced, folder)
-    timing_cache = partial / folder / TIMING_CACHE if request.name == "tensorrt" else None
-    if timing_cache and (replaced / folder / TIMING_CACHE).is_file():
-        shutil.copyfile(replaced / folder / TIMING_CACHE, timing_cache)
     keys: dict[str, str] = {}
     sizes: dict[str, int] = {}
     waiting: list[PlanRequest] = []
-    for engine in _engines(graphs, plan, limits, schedule):
+    for engine in _engines(job, graphs):
         lowered = lower(engine.graph, engine.slots, graphs.tied)
         path = f"{folder}/{engine.name}.plan"
-        sizes[path] = weight_bytes(lowered.graph)
         source = partial / GRAPHS / f"lowered_{engine.name}.onnx"  # beside the weights that it refers to
-        ir.save(lowered, source)
         building = PlanRequest(
-            target=request.name, source=str(source), plan=str(partial / path),
-            profiles=engine.profiles, capabilities=request.capabilities, options=options,
-            timing_cache=str(timing_cache) if timing_cache else None,
+            target=target.name, source=str(source), plan=str(partial / path), profiles=engine.profiles,
+            capabilities=target.capabilities, options=job.request.builder, timing_cache=timing_cache,
         )  # fmt: skip
+        sizes[path] = weight_bytes(lowered.graph)
         keys[Path(path).name] = key = _content_key(building, lowered, trt.__version__)
         if key in known:
             _link_or_copy(known[key], partial / path)
-            source.unlink()
         else:
+            ir.save(lowered, source)
             waiting.append(building)
     _build(waiting, max(sizes.values()), report)
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
-    segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(len(plan.segments)))
-    head = f"{folder}/head.plan"
     tied_weight, tied_bytes = save_tied(graphs.tied, graphs.head, partial, folder)
+    return _described(target, len(job.plan.segments), graphs.weights, sizes, tied_weight, tied_bytes)
+
+
+def _described(
+    target: TargetRequest,
+    num_segments: int,
+    weights: str,
+    sizes: Mapping[str, int],
+    tied_weight: str | None,
+    tied_bytes: int,
+) -> manifest.Target:
+    """What the manifest says of it; `sizes`: plan's file -> bytes of its weights."""
+    trt = library(target.name)
+    folder = f"targets/{target.name}"
+    segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(num_segments))
+    head = f"{folder}/head.plan"
     return manifest.Target(
-        name=request.name, weights=graphs.weights, library=trt.__name__,
-        library_version=trt.__version__, machine=" ".join(request.capabilities) or _MACHINES[request.name], cpu_features=(),
+        name=target.name, weights=weights, library=trt.__name__,
+        library_version=trt.__version__, machine=" ".join(target.capabilities) or _MACHINES[target.name], cpu_features=(),
         embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied_weight,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
 
 
-def _engines(graphs: StandardGraphs, plan: Plan, limits: manifest.Limits, schedule: Schedule) -> list[_Engine]:
+def _timing_cache(replaced: Path, partial: Path, folder: str) -> str:
+    """The file in the new bundle, with what the replaced one knows."""
+    kept = partial / folder / TIMING_CACHE
+    if (replaced / folder / TIMING_CACHE).is_file():
+        shutil.copyfile(replaced / folder / TIMING_CACHE, kept)
+    return str(kept)
+
+
+def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
     """All engines, the largest (the segments) first."""
-    decode = Profile(batch=(1, 1, limits.max_batch), tokens=(1, 1, 1))
-    slots = static_slots(schedule, limits.max_length, _slot_bytes(graphs.layers[0]))
+    decode = Profile(batch=(1, 1, job.limits.max_batch), tokens=(1, 1, 1))
+    slots = static_slots(job.schedule, job.limits.max_length, _slot_bytes(graphs.layers[0]))
     engines = []
-    for index, layers in enumerate(plan.segments):
+    for index, layers in enumerate(job.plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
         graph = stitch([graphs.layers[layer] for layer in layers], name=f"layers_{layers[0]:03d}_{layers[-1]:03d}")
         most = slots[layers[0]]  # an absolute anchor may leave an upper layer fewer slots than a pass has tokens
@@ -170,7 +184,10 @@ def _slot_bytes(layer: ir.Model) -> int:
 
 def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:
     done = 0
-    with ThreadPoolExecutor(_workers(most_weights)) as pool:
+    timed = any(
+        each.target == "tensorrt" for each in waiting
+    )  # it chooses kernels by their time on the GPU, which others' disturb
+    with ThreadPoolExecutor(1 if timed else _workers(most_weights)) as pool:
         futures = [pool.submit(build_in_process, each) for each in waiting]
         try:
             for future, each in zip(futures, waiting, strict=True):
@@ -192,9 +209,9 @@ def _workers(most_weights: int) -> int:
 
 
 def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
-    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, flags, graph and weights."""
+    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, settings, graph and weights."""
     about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
-    digest = hashlib.sha256(json.dumps([version, FLAGS, about]).encode())
+    digest = hashlib.sha256(json.dumps([version, FLAGS, MAX_AUX_STREAMS, about]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
     for _, value in sorted(lowered.graph.initializers.items()):
         if isinstance(value.const_value, ir.ExternalTensor):

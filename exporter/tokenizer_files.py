@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ from typing import Any
 import tokenizers
 
 from skipdecode.errors import ModelNotSupportedError
+
+logger = logging.getLogger(__name__)
 
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
@@ -93,9 +96,8 @@ def _convert(folder: Path, path: Path) -> None:
             raise ModelNotSupportedError(
                 "its tokenizer cannot be converted", "`pip install sentencepiece protobuf`", where=str(folder)
             ) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotSupportedError(
-            f"its tokenizer cannot be converted ({reason[:160]})",
+            f"its tokenizer cannot be converted ({_first_line(error)})",
             "put a tokenizer.json there", where=str(folder),
         ) from error  # fmt: skip
 
@@ -109,14 +111,29 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> None:
             theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             known = theirs.backend_tokenizer.get_added_tokens_decoder()
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
+    except Exception as error:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
+        logger.warning(
+            "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
+            path.name, _first_line(error),
+        )  # fmt: skip
         return
     here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     # beyond the vocabulary lie defaults of transformers' classes, which the model has no embedding for
     missing = {token.content: id_ for id_, token in known.items() if token.content not in here and id_ < vocab_size}
+    if not missing:
+        return
     tokenizer.add_tokens([known[id_] for id_ in sorted(missing.values())])
-    if missing and all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
+    if all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
         tokenizer.save(str(path))
+        return
+    names = ", ".join(map(repr, missing))
+    logger.warning(
+        "%s: tokens that stand beside it alone are left out, since they would get other ids (%s)", path.name, names[:160]
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def _tokenization(path: Path) -> dict[str, Any]:

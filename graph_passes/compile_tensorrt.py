@@ -29,6 +29,9 @@ from skipdecode.errors import TargetError
 Range = tuple[int, int, int]  # least, most likely, most
 # Set where the library has them. Without it, TensorRT-RTX may allocate while it runs, which a CUDA graph cannot catch.
 FLAGS = ("REQUIRE_USER_ALLOCATION",)
+# A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
+MAX_AUX_STREAMS = 0
+_OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +76,12 @@ def library(target: str) -> Any:
     """The Python package of a TensorRT target, to build with.
 
     Raises:
-        TargetError: it or polygraphy is not installed.
+        TargetError: it or polygraphy is not installed, or it is too old.
     """
     module = tensorrt.library(target)
+    if not hasattr(module.LayerType, "KV_CACHE_UPDATE"):
+        remedy = f"pip install '{target}>={_OLDEST[target]}'"
+        raise TargetError(f"{target} {module.__version__} is too old", remedy, where="--target")
     if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `tensorrt.polygraphy`
         raise TargetError(f"target {target} needs the Python package polygraphy", "pip install polygraphy", where="--target")
     return module
@@ -122,11 +128,13 @@ def build_in_process(request: PlanRequest) -> None:
         [sys.executable, "-m", "skipdecode.graph_passes.compile_tensorrt"],
         input=json.dumps(dataclasses.asdict(request)), capture_output=True, text=True, check=False,
     )  # fmt: skip
+    if done.returncode == 0:
+        return
+    line = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     if done.returncode == 2:
-        raise TargetError(done.stderr.strip())
-    if done.returncode:
-        reason = "was killed, probably for want of memory" if done.returncode < 0 else f"failed: {done.stderr.strip()[-300:]}"
-        raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
+        raise TargetError(line)  # one line already: what, where, what to do
+    reason = "was killed, probably for want of memory" if done.returncode < 0 else f"failed ({line[:300]})"
+    raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
 
 
 def _check_network(network: Any, trt: Any, where: str) -> None:
@@ -161,6 +169,7 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
     for flag in FLAGS:
         if hasattr(trt.BuilderFlag, flag):
             config.set_flag(getattr(trt.BuilderFlag, flag))
+    config.max_aux_streams = MAX_AUX_STREAMS
     if request.capabilities:
         config.num_compute_capabilities = len(request.capabilities)
         for index, name in enumerate(request.capabilities):

@@ -15,7 +15,7 @@ from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import SUPPORTED
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import skip_schedule
 from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Anchor
@@ -124,12 +124,12 @@ def test_nemotron_hs_experts_may_be_of_another_width_than_its_layers(tmp_path: P
 def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace would leave the state out."""
     config = RELATIVES["nemotron_h"]()
-    skeleton(config)
+    build_skeleton(config)
     monkeypatch.delattr("transformers.models.nemotron_h.modeling_nemotron_h.mamba2_chunk_scan")
     with pytest.raises(
         ModelNotSupportedError, match=r"NemotronHMamba2Mixer of transformers .* calls no mamba2_chunk_scan; install"
     ):
-        skeleton(config)
+        build_skeleton(config)
 
 
 def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those_may_not(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import checkpoint_source
-from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
 from tests.conftest import CONFIGS, Zoo
@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 def _source(folder: Path) -> TensorSource:
     """Of a folder whose configuration is a supported model's, or has one as its text part."""
-    return checkpoint_source(folder, skeleton(load_config(str(folder))[0]))
+    return checkpoint_source(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
@@ -125,10 +125,10 @@ def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(o
     head = state.pop("lm_head.weight")
     folder = _folder(config, tmp_path / "model")
     save_file({**state, "lm_head.weight": head + 1} if own_head else state, folder / "model.safetensors")
-    bones = skeleton(load_config(str(folder))[0])
-    assert ("lm_head.weight" in bones.shapes) is own_head
-    name = bones.canonical["lm_head.weight"]
-    torch.testing.assert_close(checkpoint_source(folder, bones)(name, tuple(head.shape)), head + own_head, rtol=0, atol=0)
+    skeleton = build_skeleton(load_config(str(folder))[0])
+    assert ("lm_head.weight" in skeleton.shapes) is own_head
+    name = skeleton.canonical["lm_head.weight"]
+    torch.testing.assert_close(checkpoint_source(folder, skeleton)(name, tuple(head.shape)), head + own_head, rtol=0, atol=0)
 
 
 def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import checkpoint_source
-from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import TensorSource
 from tests.conftest import RELATIVES, Zoo
 
@@ -19,7 +19,7 @@ UP = "model.layers.3.block_sparse_moe.experts.1.w3.weight"
 
 
 def _source(folder: Path) -> TensorSource:
-    return checkpoint_source(folder, skeleton(transformers.AutoConfig.from_pretrained(folder)))
+    return checkpoint_source(folder, build_skeleton(transformers.AutoConfig.from_pretrained(folder)))
 
 
 CONVERTED = ["mixtral", "qwen3_moe", "phimoe", "granitemoe", "ernie4_5_moe", "minimax_m2", "deepseek_v3"]
@@ -31,9 +31,9 @@ def test_every_parameter_is_read_as_transformers_loads_it(name: str, zoo: Zoo) -
     stored = load_file(zoo.checkpoint(name) / "model.safetensors").keys()
     expected = zoo.model(name).state_dict()
     assert not stored >= expected.keys()  # else there is nothing to convert
-    bones = skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)))
-    source = checkpoint_source(zoo.checkpoint(name), bones)
-    for parameter, shape in bones.shapes.items():
+    skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)))
+    source = checkpoint_source(zoo.checkpoint(name), skeleton)
+    for parameter, shape in skeleton.shapes.items():
         assert torch.equal(source(parameter, shape), expected[parameter]), parameter
 
 

@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter import reference_run
+from skipdecode.exporter import cli, reference_run
 from skipdecode.exporter.checkpoint import checkpoint_source
-from skipdecode.exporter.cli import main
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.layout import Report
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
+from skipdecode.manifest import Manifest
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import MAX_LENGTH, Zoo
@@ -34,7 +35,7 @@ KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
 
 
 def _source(folder: Path) -> TensorSource:
-    return checkpoint_source(folder, skeleton(load_config(str(folder))[0]))
+    return checkpoint_source(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def _by_transformers(folder: Path) -> Any:
@@ -45,9 +46,9 @@ def _by_transformers(folder: Path) -> Any:
 
 
 def _assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: float = 0) -> None:
-    bones = skeleton(load_config(str(folder))[0])
-    source = checkpoint_source(folder, bones)
-    for parameter, shape in bones.shapes.items():
+    skeleton = build_skeleton(load_config(str(folder))[0])
+    source = checkpoint_source(folder, skeleton)
+    for parameter, shape in skeleton.shapes.items():
         torch.testing.assert_close(source(parameter, shape).float(), expected[parameter], rtol=rounding, atol=0)
 
 
@@ -166,15 +167,26 @@ def test_int4_of_levels_of_4_bits_is_as_near_to_them_as_int8(name: str, zoo: Zoo
     _assert_runs(folder, reference_run._load(folder, torch.float32), "int4", 0.03)
 
 
-@pytest.mark.parametrize(("quantize", "warned"), [("none", True), ("int4", False)])
-def test_levels_of_4_bits_that_become_fp32_are_told(
-    quantize: str, warned: bool, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("options", "warned"), [([], True), (["--quantize", "int4"], False), (["--quiet"], False)])
+def test_levels_of_4_bits_that_become_fp32_are_told_without_the_checkpoint_being_read_again(
+    options: list[str],
+    warned: bool,
+    zoo: Zoo,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", "W4A16")
-    assert main([str(folder), "--out", str(tmp_path / "bundle"), "--quantize", quantize, "--max-length", "48"]) == 0
-    assert (
-        "warning: the checkpoint's weights are in 4 bits, those for cpu are not; --quantize int4" in capsys.readouterr().err
-    ) is warned
+
+    def export_and_lose(request: ExportRequest, report: Report) -> Manifest:
+        made = export(request, report)
+        shutil.rmtree(folder)  # as a hub does that cannot be reached any more
+        return made
+
+    monkeypatch.setattr(cli, "export", export_and_lose)
+    assert cli.main([str(folder), "--out", str(tmp_path / "bundle"), "--max-length", "48", *options]) == 0
+    told = "skip-export: warning: the checkpoint's weights are in 4 bits, those for cpu are not; --quantize int4 keeps them\n"
+    assert (told in capsys.readouterr().err) is warned
 
 
 def test_experts_that_were_stored_quantised_are_put_together(zoo: Zoo, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError
-from skipdecode.exporter import cli
-from skipdecode.exporter import export as exports
+from skipdecode.exporter import cli, feasible
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, READING_OTHERS, Zoo
 
@@ -129,19 +129,19 @@ def test_random_weights_need_no_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_segments_are_as_large_as_their_compiled_weights_allow(zoo: Zoo, tmp_path: Path) -> None:
-    bones = exports.skeleton(zoo.model("llama").config)
+    skeleton = build_skeleton(zoo.model("llama").config)
     for quantize, sizes in (("none", [2, 2, 2]), ("int8", [LAYERS]), ("int4", [LAYERS])):
         request = ExportRequest(
             model=str(zoo.checkpoint("llama")), out=tmp_path / quantize, schedule=ScheduleRequest(name="full"), quantize=quantize,
-            segment_bytes=2 * bones.layer_bytes,
+            segment_bytes=2 * skeleton.layer_bytes,
         )  # fmt: skip
         assert [len(layers) for layers in export(request).segments] == sizes
 
 
 def test_segments_are_larger_where_no_cpu_engine_shares_them(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_bytes = exports.skeleton(zoo.model("llama").config).layer_bytes // 2  # in fp16
-    monkeypatch.setattr(exports, "SEGMENT_BYTES", layer_bytes)
-    monkeypatch.setattr(exports, "CUDA_SEGMENT_BYTES", LAYERS * layer_bytes)
+    layer_bytes = build_skeleton(zoo.model("llama").config).layer_bytes // 2  # in fp16
+    monkeypatch.setattr(feasible, "SEGMENT_BYTES", layer_bytes)
+    monkeypatch.setattr(feasible, "CUDA_SEGMENT_BYTES", LAYERS * layer_bytes)
     for targets, count in ((("cuda",), 1), (("cpu", "cuda"), LAYERS)):
         request = ExportRequest(
             model=str(zoo.checkpoint("llama")), out=tmp_path / targets[0], schedule=ScheduleRequest(name="full"), dtype="fp16",

@@ -54,6 +54,22 @@ def test_a_missing_package_is_named(target: str, package: str, remedy: str, monk
         parse_targets([target])
 
 
+@pytest.mark.parametrize(
+    ("target", "package", "remedy"),
+    [
+        ("tensorrt", "tensorrt", "pip install 'tensorrt>=10.15'"),
+        ("tensorrt-rtx:sm89", "tensorrt_rtx", "pip install 'tensorrt-rtx>=1.7'"),
+    ],
+)
+def test_a_library_that_cannot_update_kv_buffers_is_too_old(
+    target: str, package: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__="0.9.1", LayerType=SimpleNamespace(ATTENTION=1)))
+    with pytest.raises(TargetError) as caught:
+        parse_targets([target])
+    assert str(caught.value) == f"--target: {target.partition(':')[0]} 0.9.1 is too old; {remedy}"
+
+
 def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_gpus() -> None:
     narrow, wide = (SimpleNamespace(model_type="llama", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert choose_dtype("auto", [CPU], narrow) == torch.float32

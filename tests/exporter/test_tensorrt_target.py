@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter import tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
-from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
@@ -99,13 +100,14 @@ def test_inspect_shows_plans_and_their_static_buffers(plans_only: Path, capsys: 
     assert target["kv_bytes_per_row"] == 6 * LEAST_SLOTS * 2 * 64 * 2  # layers, slots, key and value, width, fp16
 
 
-def test_plans_built_with_other_flags_are_not_taken_over(
-    plans_only: Path, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("setting", "before"), [("FLAGS", ()), ("MAX_AUX_STREAMS", 2)])
+def test_plans_built_with_other_settings_are_not_taken_over(
+    setting: str, before: object, plans_only: Path, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those from before REQUIRE_USER_ALLOCATION cannot be captured."""
     bundle = shutil.copytree(plans_only, tmp_path / "bundle")
     keys = json.loads((bundle / TARGET / "keys.json").read_text())
-    monkeypatch.setattr(tensorrt_target, "FLAGS", ())
+    monkeypatch.setattr(tensorrt_target, setting, before)
     export(_request(zoo, "opt", bundle, slim=True, force=True))
     assert not set(keys.values()) & set(json.loads((bundle / TARGET / "keys.json").read_text()).values())
 
@@ -201,6 +203,28 @@ def test_the_tensorrt_target_keeps_its_timing_cache(zoo: Zoo, tmp_path: Path, mo
         assert (out / "targets" / "tensorrt" / "timing.cache").read_bytes() == kept
     finally:
         sys.modules.pop("tensorrt", None)
+
+
+@pytest.mark.parametrize(("target", "most"), [("tensorrt", 1), ("tensorrt-rtx", 3)])
+def test_plans_whose_kernels_are_timed_on_the_one_gpu_are_built_one_after_another(
+    target: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[str] = []
+    seen = []
+
+    def build(request: PlanRequest) -> None:
+        running.append(request.source)
+        time.sleep(0.1)
+        seen.append(len(running))
+        running.remove(request.source)
+
+    monkeypatch.setattr(tensorrt_target, "build_in_process", build)
+    monkeypatch.setattr(tensorrt_target, "_workers", lambda most_weights: 3)
+    waiting = [PlanRequest(target=target, source=str(tmp_path / name), plan="", profiles=()) for name in "abc"]
+    for request in waiting:
+        Path(request.source).touch()
+    tensorrt_target._build(waiting, 0, lambda what, done: None)
+    assert max(seen) == most
 
 
 def test_a_plan_that_fails_to_build_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:

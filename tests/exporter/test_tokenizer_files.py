@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,20 @@ def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) 
     assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
 
 
+def test_tokens_that_would_get_other_ids_are_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json")).get_vocab_size()
+    theirs = {size + 1: tokenizers.AddedToken("<|im_end|>", special=True)}
+    loaded = SimpleNamespace(backend_tokenizer=SimpleNamespace(get_added_tokens_decoder=lambda: theirs))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: loaded)
+    copy_tokenizer(_E2E, tmp_path, CONFIGS["llama"]().__class__(vocab_size=size + 2), MAX_LENGTH)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
+    (message,) = caplog.messages
+    wanted = "tokenizer.json: tokens that stand beside it alone are left out, since they would get other ids ('<|im_end|>')"
+    assert message == wanted
+
+
 def test_a_setting_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
     """JSON can write one, UTF-8 cannot."""
     (model := tmp_path / "model").mkdir()
@@ -167,7 +182,9 @@ def test_a_template_that_tokenizers_panics_of_is_one_line(
     assert ("panicked" in capfd.readouterr().err) is printed
 
 
-def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is(tmp_path: Path) -> None:
+def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
     shutil.copyfile(_E2E / "tokenizer.json", model / "tokenizer.json")
@@ -176,6 +193,9 @@ def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is(tmp_path: Path
     copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
     assert (bundle / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
     assert not (tmp_path / "was here").exists()
+    (message,) = caplog.messages
+    assert message.startswith("tokenizer.json: is taken without the tokens that may stand beside it, which transformers cannot")
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
 from skipdecode.exporter.checkpoint import checkpoint_source
-from skipdecode.exporter.graphs import skeleton
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import write_weights
 from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import (
@@ -49,12 +50,12 @@ def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
 
     @functools.cache
     def made(name: str, what: str = "layer", dtype: torch.dtype = torch.float16) -> ir.Model:
-        bones = skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)), dtype)
-        source = checkpoint_source(zoo.checkpoint(name), bones)
-        weights = write_weights(tmp_path_factory.mktemp(name), bones.shapes, dtype, source, lambda count: None)
+        skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)), dtype)
+        source = checkpoint_source(zoo.checkpoint(name), skeleton)
+        weights = write_weights(tmp_path_factory.mktemp(name), skeleton.shapes, dtype, source, lambda count: None)
         if what == "layer":
-            return export.layer_graphs(bones, weights)[0]
-        return export.outer_graphs(bones, weights)[("embed", "head").index(what)]
+            return export.layer_graphs(skeleton, weights)[0]
+        return export.outer_graphs(skeleton, weights)[("embed", "head").index(what)]
 
     return made
 
@@ -126,6 +127,7 @@ def test_what_the_builder_may_spend_is_told_to_it() -> None:
         request = PlanRequest(target="tensorrt-rtx", source="", plan="", profiles=(), options=options)
         config = compile_tensorrt._config(trt, polygraphy, builder, network, request)
         found.append((config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE), config.builder_optimization_level))
+        assert config.max_aux_streams == 0, "a graph that is captured holds one stream's work"
         assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION), "or no CUDA graph catches its plans"
     assert found[0][1] == 3 and found[0][0] > 1 << 30
     assert found[1] == (64 << 20, 1)
@@ -166,6 +168,30 @@ def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: P
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="could not build it"):
         build(part("llama", "layer", torch.float32), tmp_path, *LOWERING)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (1, r"x\.plan: the tensorrt-rtx builder failed \(MemoryError: 3 GiB\)$"),
+        (2, r"^x\.plan: the parser refused it$"),
+        (3, r"x\.plan: the tensorrt-rtx builder failed \(it said nothing\)$"),
+    ],
+)
+def test_of_what_a_failed_process_says_the_last_line_is_told(
+    status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        1: "Traceback (most recent call last):\n  File x\nMemoryError: 3 GiB\n",
+        2: "a warning\nx.plan: the parser refused it",
+    }
+    (tmp_path / "said").write_text(said.get(status, ""))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked; cat {tmp_path}/said >&2; exit {status}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(TargetError, match=says):
+        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan=str(tmp_path / "x.plan"), profiles=(DECODE,)))
 
 
 def test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Whether a model can be exported as it is asked for: what targets take, what fits on the disk, and how it is divided."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from skipdecode import manifest
+from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
+from skipdecode.exporter.architectures import SOFTMAX_ROUTED, run_on_cpu_alone
+from skipdecode.exporter.graphs import Skeleton
+from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.targets import TargetRequest
+from skipdecode.exporter.tensorrt_target import check_tensorrt
+from skipdecode.graph_passes.compile_ort import check_packs_quantised
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
+from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES
+
+DEFAULT_MAX_LENGTH = 2048
+# Most compiled weights of a segment. On a CPU, reading 256 MiB takes about 7 ms and going on to the next segment at most 0.1 ms;
+# larger segments take more memory at export, and while plans are built. A GPU reads 256 MiB in 0.06 ms, of which the 9 us that
+# a border costs (a sum and a norm are not fused there) would be much, so its segments are larger.
+SEGMENT_BYTES, CUDA_SEGMENT_BYTES = 256 << 20, 2 << 30
+_EXPERTS = "experts.down_proj"  # what transformers calls their matrices
+
+
+def choose_max_length(request: ExportRequest, config: Any) -> int:
+    """Tokens of a row: what was asked for, else what the model has.
+
+    Raises:
+        ModelNotSupportedError: nothing could be generated.
+    """
+    if request.max_length is not None:
+        if request.max_length < 2:
+            raise ModelNotSupportedError(
+                f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length"
+            )
+        return request.max_length
+    longest = getattr(config, "max_position_embeddings", None)
+    return min(DEFAULT_MAX_LENGTH, longest) if isinstance(longest, int) and longest > 0 else DEFAULT_MAX_LENGTH
+
+
+def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> int:
+    """The most layers of a segment. One division into segments serves all targets."""
+    layer_bytes = int(skeleton.layer_bytes * _compiled_itemsize(request, skeleton) / skeleton.dtype.itemsize)
+    return max(1, _segment_bytes(request, targets) // layer_bytes)
+
+
+def check_feasible(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits) -> None:
+    """Refuse, before anything is written, what could not be compiled or stored.
+
+    Raises:
+        TargetError: a target does not take the model, or not with these options.
+        BundleError: the disk is too full.
+    """
+    what = run_on_cpu_alone(skeleton.config)
+    if what is not None and any(target.name != "cpu" for target in targets):
+        message = f"{skeleton.config.model_type} has {what}, which is run on cpu alone"
+        raise TargetError(message, "choose cpu", where="--target")
+    if any(parameter.endswith(_EXPERTS) for parameter in skeleton.shapes):
+        _check_mixture(request, targets, skeleton)
+    _check_builder(request, targets, skeleton, limits)
+    if request.quantize != "none":
+        if any(target.name == "cpu" for target in targets):
+            check_packs_quantised()
+        _check_block(request.quantize_block, skeleton)
+    _check_disk(request, targets, skeleton)
+
+
+def _check_builder(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits) -> None:
+    if not any(target.is_tensorrt for target in targets):
+        if request.builder != BuilderOptions():
+            raise TargetError(
+                "--workspace and --optimization-level are for TensorRT's builder", "add --target tensorrt-rtx, or leave them out"
+            )
+        return
+    check_tensorrt(skeleton, limits)
+    if request.quantize != "none":
+        raise TargetError(
+            f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",
+            where="--quantize",
+        )  # fmt: skip
+
+
+def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
+    """What ONNX Runtime's CUDA kernels of mixtures do not take; TensorRT has none."""
+    name = skeleton.config.model_type
+    if any(target.is_tensorrt for target in targets):
+        raise TargetError(f"{name} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target")
+    if not any(target.name == "cuda" for target in targets):
+        return
+    if name not in SOFTMAX_ROUTED:
+        raise TargetError(f"{name} chooses its experts as no CUDA kernel of ONNX Runtime does", "choose cpu", where="--target")
+    multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load
+    for width, what in _widths(skeleton).items():
+        if width % multiple:
+            remedy = "choose cpu" if width % 8 else "leave out --quantize, or choose cpu"
+            raise TargetError(f"the {what} {width} is no multiple of {multiple}, as cuda needs it", remedy, where="--target")
+
+
+def _widths(skeleton: Skeleton) -> dict[int, str]:
+    """Of the inputs of nearly all weights."""
+    hidden = skeleton.config.hidden_size
+    matrices = (shape for name, shape in skeleton.shapes.items() if name.endswith(_EXPERTS))
+    experts = {size for shape in matrices for size in shape[1:]}  # [E,H,I], or turned, or between an H that is projected
+    return dict.fromkeys(experts, "width of the experts") | {hidden: "hidden size"}
+
+
+def _check_block(block: int, skeleton: Skeleton) -> None:
+    """Other matrices may stay as they are where blocks do not fit."""
+    for width, what in _widths(skeleton).items():
+        if width % block:
+            raise TargetError(
+                f"the {what} {width} is no multiple of {block}, so the weights would stay as they are",
+                "choose a smaller one" if block > BLOCK_SIZES[0] else "leave out --quantize",
+                where="--quantize-block",
+            )
+
+
+def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
+    """Weights once as source, once a target, quantised or not, on cpu plain and packed; the largest segment on its way."""
+    out, itemsize = request.out, _compiled_itemsize(request, skeleton)
+    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    fp32 = request.quantize == "none"
+    cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form holds its levels' sum too
+    compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
+    layer = skeleton.layer_bytes // skeleton.dtype.itemsize * itemsize
+    segment = min(max(_segment_bytes(request, targets), layer), itemsize * skeleton.num_parameters)
+    needed = int((skeleton.dtype.itemsize + compiled) * skeleton.num_parameters + segment)
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise BundleError(
+            f"{free >> 20} MiB are free, the bundle needs {needed >> 20} MiB", "free some or choose another --out", where=str(out)
+        )
+
+
+def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> int:
+    own = CUDA_SEGMENT_BYTES if all(target.name == "cuda" for target in targets) else SEGMENT_BYTES
+    return request.segment_bytes or own
+
+
+def _compiled_itemsize(request: ExportRequest, skeleton: Skeleton) -> float:
+    """Bytes of a weight in engines; quantised ones with their scales."""
+    bits = QUANTIZED_BITS[request.quantize]
+    return skeleton.dtype.itemsize if bits is None else (bits + 1) / 8
