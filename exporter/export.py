@@ -76,7 +76,7 @@ def _decide(request: ExportRequest) -> Job:
     schedule = _schedule(request, config)
     skeleton = build_skeleton(config, dtype)
     check_runs(config)
-    check_feasible(request, targets, skeleton, limits)
+    check_feasible(request, targets, skeleton, limits, schedule)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model)
         skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone

@@ -14,8 +14,9 @@ from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.exporter.tensorrt_target import check_tensorrt
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
-from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES
+from skipdecode.schedule import Schedule
 
 DEFAULT_MAX_LENGTH = 2048
 # Most compiled weights of a segment. On a CPU, reading 256 MiB takes about 7 ms and going on to the next segment at most 0.1 ms;
@@ -47,7 +48,9 @@ def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest],
     return max(1, _segment_bytes(request, targets) // layer_bytes)
 
 
-def check_feasible(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits) -> None:
+def check_feasible(
+    request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule
+) -> None:
     """Refuse, before anything is written, what could not be compiled or stored.
 
     Raises:
@@ -60,7 +63,7 @@ def check_feasible(request: ExportRequest, targets: Sequence[TargetRequest], ske
         raise TargetError(message, "choose cpu", where="--target")
     if any(parameter.endswith(_EXPERTS) for parameter in skeleton.shapes):
         _check_mixture(request, targets, skeleton)
-    _check_builder(request, targets, skeleton, limits)
+    _check_builder(request, targets, skeleton, limits, schedule)
     if request.quantize != "none":
         if any(target.name == "cpu" for target in targets):
             check_packs_quantised()
@@ -68,14 +71,19 @@ def check_feasible(request: ExportRequest, targets: Sequence[TargetRequest], ske
     _check_disk(request, targets, skeleton)
 
 
-def _check_builder(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits) -> None:
+def _check_builder(
+    request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule
+) -> None:
     if not any(target.is_tensorrt for target in targets):
         if request.builder != BuilderOptions():
             raise TargetError(
                 "--workspace and --optimization-level are for TensorRT's builder", "add --target tensorrt-rtx, or leave them out"
             )
         return
-    check_tensorrt(skeleton, limits)
+    check_tensorrt(skeleton, limits, schedule)
+    for target in targets:
+        if target.name == "tensorrt":
+            check_gpu(target.name)
     if request.quantize != "none":
         raise TargetError(
             f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import json
+import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +20,10 @@ from skipdecode.errors import BundleError
 
 # Of writing to a file that is open, whose error names none: the disk is full or read-only, or the file too large for it.
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+_SECONDS_TO_LOCK = 10  # more than an export takes from making its folder to locking it
+
+logger = logging.getLogger(__name__)
 
 
 def real_out(out: Path) -> Path:
@@ -59,10 +67,13 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
     partial = _name_beside(out, "partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_behind(out)
         partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY)
     except OSError as error:
         raise _unwritable(out, error) from error
     try:
+        _locked(lock)  # as long as this process lives: see `_remove_left_behind`
         yield partial
         check_out(out, force)  # an export takes minutes
         _replace(out, partial)
@@ -72,6 +83,30 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
         raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left_behind(out: Path) -> None:
+    """What exports to `out` left that were killed, tens of GB each; the ones that run hold a lock on theirs."""
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-????????"):
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except OSError:  # gone meanwhile
+            continue
+        try:
+            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK and _locked(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.warning("%s is removed, which an export left that was killed", folder)
+        finally:
+            os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process has it, or the file system has no locks
+        return False
+    return True
 
 
 def _name_beside(out: Path, what: str) -> Path:

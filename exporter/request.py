@@ -16,6 +16,8 @@ from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS, Quant
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest
 
+_MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
+_MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 
@@ -67,12 +69,12 @@ def check_options(request: ExportRequest) -> None:
         )
     _check_quantization(request)
     workspace, level = request.builder.workspace_mib, request.builder.optimization_level
-    if workspace is not None and workspace < 1:
-        raise TargetError(f"{workspace} MiB is no workspace", "choose 1 or more", where="--workspace")
+    if workspace is not None and not 1 <= workspace <= _MOST_MIB:
+        raise TargetError(f"{workspace} MiB is no workspace", f"choose 1..{_MOST_MIB}, or leave it out", where="--workspace")
     if level is not None and not 0 <= level <= 5:
         raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
-    if request.max_batch < 1:
-        raise TargetError(f"{request.max_batch} is not a positive count", "choose 1 or more", where="--max-batch")
+    if not 1 <= request.max_batch <= _MOST_ROWS:
+        raise TargetError(f"{request.max_batch} is no number of rows", f"choose 1..{_MOST_ROWS}", where="--max-batch")
 
 
 def _check_quantization(request: ExportRequest) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
-from skipdecode.kv_buffer import static_slots
+from skipdecode.kv_buffer import LEAST_SLOTS, static_slots
 from skipdecode.prefill import PREFILL_CHUNK
+from skipdecode.schedule import Schedule
 
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
 TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
@@ -44,6 +46,7 @@ _MACHINES = {"tensorrt-rtx": "sm80 and later", "tensorrt": "the GPU it was built
 _BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
 _BUILDER_FACTOR = 3
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
+_HEAD_SIZES = 16, 256  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +57,12 @@ class _Engine:
     profiles: tuple[Profile, ...]
 
 
-def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits) -> None:
+def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> None:
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
-        TargetError: a layer's KV buffer has more elements than a tensor may, or attention caps its logits.
+        TargetError: attention caps its logits, or its heads are of a size that no fused kernel takes; a layer's KV buffer has
+            more elements than a tensor may.
     """
     if getattr(skeleton.config, "attn_logit_softcapping", None):
         raise TargetError(
@@ -66,11 +70,20 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits) -> None:
             "export for cpu, or set attn_logit_softcapping to null in config.json where the model's makers say so",
             where="--target",
         )
-    most = _MOST_ELEMENTS // (limits.max_batch * skeleton.keys.num_heads * skeleton.keys.head_size)
-    if limits.max_length > most:
+    least, largest = _HEAD_SIZES
+    if not least <= skeleton.keys.head_size <= largest:
         raise TargetError(
-            f"a KV buffer of {limits.max_batch} rows of {limits.max_length} tokens has more than 2**31 - 1 elements",
-            f"choose --max-length {most} or less, or fewer --max-batch rows" if most > 1 else "choose fewer --max-batch rows",
+            f"heads of {skeleton.keys.head_size}: TensorRT's fused attention takes those of {least} to {largest}",
+            "choose cpu or cuda", where="--target",
+        )  # fmt: skip
+    width = skeleton.keys.num_heads * skeleton.keys.head_size
+    slots = max(static_slots(schedule, limits.max_length, 2 * width))
+    most = _MOST_ELEMENTS // (limits.max_batch * width)
+    if slots > most:
+        most -= most % LEAST_SLOTS  # no count of slots is rounded up beyond such a one
+        raise TargetError(
+            f"a KV buffer of {limits.max_batch} rows of {slots} slots has more than 2**31 - 1 elements",
+            f"choose --max-length {most} or less, or fewer --max-batch rows" if most else "choose fewer --max-batch rows",
             where="--max-length",
         )
 
@@ -108,6 +121,7 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
             ir.save(lowered, source)
             waiting.append(building)
     _build(waiting, max(sizes.values()), report)
+    (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(graphs.tied, graphs.head, partial, folder)
     return _described(target, len(job.plan.segments), graphs.weights, sizes, tied_weight, tied_bytes)
@@ -183,12 +197,11 @@ def _slot_bytes(layer: ir.Model) -> int:
 
 
 def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:
-    done = 0
-    timed = any(
-        each.target == "tensorrt" for each in waiting
-    )  # it chooses kernels by their time on the GPU, which others' disturb
+    done, stop = 0, threading.Event()
+    # tensorrt chooses kernels by the time that they take on the GPU, which another builder's would change
+    timed = any(each.target == "tensorrt" for each in waiting)
     with ThreadPoolExecutor(1 if timed else _workers(most_weights)) as pool:
-        futures = [pool.submit(build_in_process, each) for each in waiting]
+        futures = [pool.submit(build_in_process, each, stop) for each in waiting]
         try:
             for future, each in zip(futures, waiting, strict=True):
                 report(f"building plan {done + 1} of {len(waiting)} for {each.target}", done / len(waiting))
@@ -196,6 +209,7 @@ def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> Non
                 Path(each.source).unlink()
                 done += 1
         except BaseException:
+            stop.set()
             for future in futures:
                 future.cancel()
             raise
@@ -223,10 +237,12 @@ def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
 def _known_plans(bundle: Path, folder: str) -> dict[str, Path]:
     """Content key -> plan, of those that a bundle has as its manifest says; none where it cannot be read."""
     try:
+        files = {file.path: file for file in manifest.read(bundle).files if file.path.startswith(f"{folder}/")}
+        whole = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
+        if f"{folder}/{KEYS}" not in whole:
+            return {}
         keys = json.loads((bundle / folder / KEYS).read_text(encoding="utf-8"))
-        paths = {f"{folder}/{name}": key for name, key in keys.items()}
-        files = [file for file in manifest.read(bundle).files if file.path in paths]
-        return {paths[file.path]: bundle / file.path for file in files if manifest.describe_file(bundle, file.path) == file}
+        return {str(key): bundle / folder / name for name, key in keys.items() if f"{folder}/{name}" in whole}
     except (OSError, ValueError, AttributeError, BundleError):
         return {}
 

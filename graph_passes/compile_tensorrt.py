@@ -14,9 +14,11 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ Range = tuple[int, int, int]  # least, most likely, most
 FLAGS = ("REQUIRE_USER_ALLOCATION",)
 # A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
 MAX_AUX_STREAMS = 0
+_REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
 _OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
@@ -96,10 +99,7 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     trt = library(request.target)
     log = tensorrt.log_of(trt, verbose=True)
     where = Path(request.plan).name
-    try:
-        builder = trt.Builder(log)
-    except TypeError as error:  # what its bindings make of a null pointer
-        raise TargetError(f"{request.target} found no GPU to build on", "build with --target tensorrt-rtx:smNN") from error
+    builder = _builder(trt, log, request.target)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(request.source):
@@ -110,7 +110,9 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     try:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
     except exceptions.PolygraphyException as error:
-        raise TargetError(f"{request.target} could not build it: {log.first_error()}", where=where) from error
+        reason = log.first_error()
+        remedy = "choose a larger --workspace" if "workspace" in reason else "export for cuda, which needs no builder"
+        raise TargetError(f"{request.target} could not build it ({reason})", remedy, where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
         raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", where=where)
@@ -118,23 +120,57 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     return tuple(_engine_layers(log.verbose))
 
 
-def build_in_process(request: PlanRequest) -> None:
+def check_gpu(target: str) -> None:
+    """Refuse a library that builds on a GPU alone where there is none.
+
+    Raises:
+        TargetError: there is none, or the library is not installed.
+    """
+    trt = library(target)
+    _builder(trt, tensorrt.log_of(trt, verbose=False), target)
+
+
+def _builder(trt: Any, log: Any, target: str) -> Any:
+    try:
+        return trt.Builder(log)
+    except TypeError as error:  # what its bindings make of a null pointer
+        raise TargetError(f"{target} found no GPU to build on", "build with --target tensorrt-rtx:smNN") from error
+
+
+def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
     """`build_plan` in a process of its own.
+
+    Args:
+        stop: once it is set, the process is killed.
 
     Raises:
         TargetError: as it does, and where the process was killed.
+        OSError: the plan could not be written.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "skipdecode.graph_passes.compile_tensorrt"],
-        input=json.dumps(dataclasses.asdict(request)), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode == 0:
+    # -P: a file of the user's folder must not be taken for a module
+    command = [sys.executable, "-P", "-m", "skipdecode.graph_passes.compile_tensorrt"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    said = _finished(process, json.dumps(dataclasses.asdict(request)), stop)
+    if process.returncode == 0:
         return
-    line = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    if done.returncode == 2:
+    line = (said.strip().splitlines() or ["it said nothing"])[-1]
+    if process.returncode == _REFUSED:
         raise TargetError(line)  # one line already: what, where, what to do
-    reason = "was killed, probably for want of memory" if done.returncode < 0 else f"failed ({line[:300]})"
+    if process.returncode == _UNWRITTEN:
+        raise OSError(int(line), os.strerror(int(line)), request.plan)
+    reason = "was killed, probably for want of memory" if process.returncode < 0 else f"failed ({line[:300]})"
     raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
+
+
+def _finished(process: subprocess.Popen[str], given: str | None, stop: threading.Event) -> str:
+    """What a process wrote to its standard error, when it has ended."""
+    while True:
+        try:
+            return process.communicate(given, timeout=0.2)[1]
+        except subprocess.TimeoutExpired:
+            given = None  # it has it
+            if stop.is_set():
+                process.kill()
 
 
 def _check_network(network: Any, trt: Any, where: str) -> None:
@@ -196,7 +232,10 @@ def _main() -> int:
         build_plan(PlanRequest(**{**given, "profiles": profiles, "options": options}))
     except TargetError as error:
         print(error, file=sys.stderr)
-        return 2
+        return _REFUSED
+    except OSError as error:
+        print(error.errno, file=sys.stderr)
+        return _UNWRITTEN
     return 0
 
 

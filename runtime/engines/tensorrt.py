@@ -33,6 +33,8 @@ def library(target: str) -> Any:
     except ImportError as error:
         remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
         raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
+    except OSError as error:  # its libraries
+        raise TargetError(f"{package} cannot be loaded ({error})", f"install {package} again", where="--target") from error
 
 
 def polygraphy(target: str, module: str) -> Any:

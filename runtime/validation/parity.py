@@ -117,7 +117,7 @@ def _dimensions(manifest: Manifest) -> dict[str, Any]:
 
 def _ask(request: dict[str, Any], out: Path) -> None:
     """Run the reference, which needs torch, in a process of its own: its memory goes with it."""
-    command: Sequence[str] = [sys.executable, "-m", "skipdecode.exporter.reference_run", str(out)]
+    command: Sequence[str] = [sys.executable, "-P", "-m", "skipdecode.exporter.reference_run", str(out)]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return

@@ -103,6 +103,27 @@ def test_exports_that_run_under_the_same_process_id_leave_one_another_alone(
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_a_running_one_has_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "bundle"
+    left, others = tmp_path / ".bundle.partial-0123abcd", tmp_path / ".bundle2.partial-0123abcd"
+
+    def with_one_that_runs() -> None:
+        for folder in (left, others):
+            (folder / "graphs").mkdir(parents=True)
+        with fresh_folder(out, force=False) as running:
+            for folder in (left, others, running):
+                os.utime(folder, (1, 1))
+            _write(out, NEW)
+            assert running.is_dir() and others.is_dir() and not left.exists()
+
+    with pytest.raises(BundleError, match="exists already"):
+        with_one_that_runs()
+    (said,) = caplog.messages
+    assert said == f"{left} is removed, which an export left that was killed"
+
+
 def test_a_bundle_that_another_export_has_put_in_place_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "bundle"
     _write(out, OLD)

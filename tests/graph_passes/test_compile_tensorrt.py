@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tm
     [
         (1, r"x\.plan: the tensorrt-rtx builder failed \(MemoryError: 3 GiB\)$"),
         (2, r"^x\.plan: the parser refused it$"),
-        (3, r"x\.plan: the tensorrt-rtx builder failed \(it said nothing\)$"),
+        (4, r"x\.plan: the tensorrt-rtx builder failed \(it said nothing\)$"),
     ],
 )
 def test_of_what_a_failed_process_says_the_last_line_is_told(
@@ -191,7 +192,37 @@ def test_of_what_a_failed_process_says_the_last_line_is_told(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(TargetError, match=says):
-        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan=str(tmp_path / "x.plan"), profiles=(DECODE,)))
+        build_in_process(
+            PlanRequest(target="tensorrt-rtx", source="", plan=str(tmp_path / "x.plan"), profiles=(DECODE,)), threading.Event()
+        )
+
+
+def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(TargetError, match="the tensorrt-rtx builder was killed"):
+        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), stop)
+
+
+def test_a_plan_that_the_disk_does_not_hold_is_an_error_of_the_system(part: Part, tmp_path: Path) -> None:
+    lowered = part("opt", "head").clone()
+    DropUnusedInputsPass()(lowered)
+    ir.save(lowered, tmp_path / "x.onnx", external_data="x.bin")
+    request = PlanRequest(
+        target="tensorrt-rtx", source=str(tmp_path / "x.onnx"), plan="/dev/full", profiles=(DECODE,), capabilities=("sm89",)
+    )
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        build_in_process(request, threading.Event())
+
+
+def test_a_file_of_the_users_folder_is_not_taken_for_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('the user has a json.py')\n")
+    monkeypatch.chdir(tmp_path)
+    test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path)
 
 
 def test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path: Path) -> None:
@@ -199,5 +230,5 @@ def test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path: Path) -
         target="tensorrt-rtx", source=str(tmp_path / "none.onnx"), plan=str(tmp_path / "x.plan"), profiles=(DECODE,)
     )
     with pytest.raises(TargetError, match=r"x\.plan: tensorrt-rtx's parser refused it") as caught:
-        build_in_process(request)
+        build_in_process(request, threading.Event())
     assert "\n" not in str(caught.value)
