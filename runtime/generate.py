@@ -76,6 +76,8 @@ class Generator:
     ) -> Generation:
         """Generate for one prompt or a batch whose prompts may differ in length.
 
+        After an error the generator stays usable, unless a device has failed.
+
         Args:
             prompts: text or token ids, one or several.
             max_new_tokens: tokens a row, 1 or more.
@@ -88,7 +90,6 @@ class Generator:
             CapacityError: an empty prompt, an id outside the vocabulary, too many rows or tokens, or more than memory holds.
             ScheduleError: a schedule that skips layers whose keys and values others read.
             TargetError: the device or its library failed.
-            The generator stays usable, unless the device does not.
         """
         sampling = Sampling(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         rows = [Row(prompt_ids=ids) for ids in self.encode(prompts)]
