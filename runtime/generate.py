@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from numbers import Integral
@@ -24,6 +25,8 @@ from skipdecode.schedule import Schedule, full_depth
 from skipdecode.targets import choose_target, load_engines
 from skipdecode.text import Tokenizer
 from skipdecode.trace import Trace
+
+logger = logging.getLogger(__name__)
 
 
 class Generator:
@@ -92,6 +95,8 @@ class Generator:
             TargetError: the device or its library failed.
         """
         sampling = Sampling(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        if not do_sample and sampling != Sampling(seed=seed):
+            logger.warning("temperature, top_k and top_p have no effect: do_sample is False, so the likeliest token is taken")
         rows = [Row(prompt_ids=ids) for ids in self.encode(prompts)]
         started, layers = time.perf_counter(), []
         for step in self.stream(rows, max_new_tokens=max_new_tokens, sampling=sampling, schedule=schedule, ignore_eos=ignore_eos):

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Tensor = tuple[str, tuple[int | None, ...]]  # dtype and shape, None for a size that differs from run to run
 _DTYPES = {"tensor(float)": "float32", **{f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64")}}
 
-_pool_made = False  # ONNX Runtime's environment is one a process, and so are its pool and its arena
+_pool_threads: int | None = None  # ONNX Runtime's environment is one a process, and so are its pool and its arena; None: not yet
 
 
 def use_threads(threads: int | None) -> None:
@@ -63,11 +63,14 @@ def use_threads(threads: int | None) -> None:
         CapacityError: fewer than one, or more than the machine has cores.
         TargetError: another user of ONNX Runtime in this process was first.
     """
-    global _pool_made
+    global _pool_threads
     most = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= most:
         raise CapacityError(f"{threads}: this machine has {most} cores", f"choose 1..{most}", where="--threads")
-    if not _pool_made:
+    if _pool_threads is not None:
+        if threads not in (None, _pool_threads):
+            logger.warning("%s threads: this process's first load has made a pool of %s, which stays", threads, _pool_threads)
+    else:
         ort.set_default_logger_severity(3)
         try:
             ort.set_global_thread_pool_sizes(threads or usable_cores(), 1)
@@ -75,7 +78,7 @@ def use_threads(threads: int | None) -> None:
             raise TargetError(_TOO_LATE, "call skipdecode.load before that") from error
         host = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(host, None)
-        _pool_made = True
+        _pool_threads = threads or usable_cores()
 
 
 class OrtEngine:

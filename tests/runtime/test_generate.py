@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import skipdecode
 from skipdecode.decoder import Decoder
+from skipdecode.engines import ort
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.generate import Generator
 from skipdecode.generation import Row
@@ -143,6 +145,26 @@ def test_a_schedule_that_cuts_through_a_segment_is_refused(zoo: Zoo, tmp_path_fa
         skipdecode.load(out).generate(PROMPT, schedule=other)
     with pytest.raises(CapacityError, match=f"the schedule is for 12 layers, the model has {LAYERS}; choose another"):
         skipdecode.load(out).generate(PROMPT, schedule=full_depth(12))
+
+
+def test_options_of_sampling_without_sampling_are_told_to_have_no_effect(
+    generator: Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    greedy = generator.generate(PROMPT, max_new_tokens=4, seed=3).sequences
+    assert caplog.messages == []
+    assert generator.generate(PROMPT, max_new_tokens=4, temperature=0.8).sequences == greedy
+    assert caplog.messages == ["temperature, top_k and top_p have no effect: do_sample is False, so the likeliest token is taken"]
+
+
+def test_a_second_load_that_wants_another_pool_is_told_that_it_has_the_first_ones(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ort, "_pool_threads", 7)
+    for same in (None, 7 if (os.cpu_count() or 1) >= 7 else None):
+        skipdecode.load(generator.path, threads=same)
+    assert caplog.messages == []
+    skipdecode.load(generator.path, threads=1)
+    assert caplog.messages == ["1 threads: this process's first load has made a pool of 7, which stays"]
 
 
 def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
