@@ -18,6 +18,8 @@ from skipdecode.generate import Generator, load
 from skipdecode.generation import Generation, Row, Step, Timings
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, Schedule
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+from skipdecode.trace import Trace
 
 __all__ = [
     "Anchor",
@@ -30,9 +32,12 @@ __all__ = [
     "Sampling",
     "Schedule",
     "ScheduleError",
+    "ScheduleRequest",
     "SkipDecodeError",
     "Step",
     "TargetError",
     "Timings",
+    "Trace",
+    "build_schedule",
     "load",
 ]
