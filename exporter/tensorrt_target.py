@@ -15,7 +15,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from skipdecode import bindings, manifest
+from skipdecode import manifest
+from skipdecode.cpu import usable_cores
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
@@ -77,7 +78,7 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
             "choose cpu or cuda", where="--target",
         )  # fmt: skip
     width = skeleton.keys.num_heads * skeleton.keys.head_size
-    slots = max(static_slots(schedule, limits.max_length, 2 * width))
+    slots = max(static_slots(schedule, limits.max_length, _slot_bytes(skeleton)))
     most = _MOST_ELEMENTS // (limits.max_batch * width)
     if slots > most:
         most -= most % LEAST_SLOTS  # no count of slots is rounded up beyond such a one
@@ -159,7 +160,7 @@ def _timing_cache(replaced: Path, partial: Path, folder: str) -> str:
 def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
     """All engines, the largest (the segments) first."""
     decode = Profile(batch=(1, 1, job.limits.max_batch), tokens=(1, 1, 1))
-    slots = static_slots(job.schedule, job.limits.max_length, _slot_bytes(graphs.layers[0]))
+    slots = static_slots(job.schedule, job.limits.max_length, _slot_bytes(job.skeleton))
     engines = []
     for index, layers in enumerate(job.plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
@@ -188,12 +189,8 @@ def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
     return lowered
 
 
-def _slot_bytes(layer: ir.Model) -> int:
-    past = next(value for value in layer.graph.inputs if str(value.name).startswith(bindings.PAST_KEY))
-    assert past.shape is not None
-    kv_heads, head_size = past.shape[1], past.shape[3]
-    assert isinstance(kv_heads, int) and isinstance(head_size, int)
-    return 2 * kv_heads * head_size  # fp16 and bf16
+def _slot_bytes(skeleton: Skeleton) -> int:
+    return 2 * skeleton.keys.num_heads * skeleton.keys.head_size  # fp16 and bf16
 
 
 def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:
@@ -219,7 +216,7 @@ def _workers(most_weights: int) -> int:
     """Builders at a time: one a core, as many as memory holds."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return max(1, min(len(os.sched_getaffinity(0)), free // (_BUILDER_BYTES + _BUILDER_FACTOR * most_weights)))
+    return max(1, min(usable_cores(), free // (_BUILDER_BYTES + _BUILDER_FACTOR * most_weights)))
 
 
 def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from skipdecode.cpu import usable_cores
 from skipdecode.errors import ModelNotSupportedError, TargetError
 
 WEIGHTS = "weights.safetensors"
@@ -124,7 +124,7 @@ def random_source(seed: int = 0) -> TensorSource:
         if len(shape) < 2:
             return torch.ones(shape) if name.endswith(_SCALES) else torch.zeros(shape)
         drawn = torch.empty(shape)
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(usable_cores()) as pool:
             list(pool.map(draw, repeat(name), count(), drawn.view(-1).split(_DRAWN_AT_ONCE)))  # list: raises what a draw raised
         return drawn
 

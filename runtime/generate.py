@@ -151,10 +151,11 @@ class Generator:
     ) -> Iterator[tuple[list[int], list[int], int | None]]:
         """The rows that go on, a token of each, and the step's layers; the prompts' first (None)."""
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
-        lengths = [len(rows[row].prompt_ids) for row in order]
+        places = order.tolist()
+        prompts = [rows[place].prompt_ids for place in places]
+        lengths = [len(prompt) for prompt in prompts]
         if self.engines.turn_around is None or self._trace is not None:  # a trace wants each step waited for
-            return host_tokens(self.decoder(lengths, new, schedule), rows, new, sampling, order, self._trace)
-        prompts, places = [rows[row].prompt_ids for row in order], order.tolist()
+            return host_tokens(self.decoder(lengths, new, schedule), prompts, rows, new, sampling, order, self._trace)
         steps = self._loop(lengths, new, schedule).tokens(prompts, new, sampling, order, stop_ids)
         return ((places, tokens, layers) for tokens, layers in steps)
 

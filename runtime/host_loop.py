@@ -13,18 +13,25 @@ from skipdecode.trace import Trace, traced
 
 
 def host_tokens(
-    decoder: Decoder, rows: Sequence[Row], new: int, sampling: Sampling, order: IntArray, trace: Trace | None
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[Row],
+    new: int,
+    sampling: Sampling,
+    order: IntArray,
+    trace: Trace | None,
 ) -> Iterator[tuple[list[int], list[int], int | None]]:
     """The rows that go on, a token of each, and the step's layers; the prompts' first (None).
 
     Rows that have ended are left out once they are half of the batch, because the others' keys and values move then.
 
     Args:
+        prompts: as `Decoder.prefill`'s.
         rows: the user's; who reads the tokens marks those that have ended.
         order: [B] int64, the user's row numbers as the decoder has them, longest prompt first.
     """
     places = order.tolist()
-    traced(trace, "prefill", decoder.prefill)([rows[place].prompt_ids for place in places])
+    traced(trace, "prefill", decoder.prefill)(prompts)
     decode_step = traced(trace, "decode step", decoder.decode_step, result="layers")
     choose = traced(trace, "choose tokens", choose_tokens)
     tokens = choose(decoder.logits, sampling, order, 0).tolist()

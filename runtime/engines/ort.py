@@ -39,7 +39,6 @@ ENVIRONMENT = {
 }
 # What its arena, C++, CUDA and cuBLAS say.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
-_TOO_LATE = "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool"
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def use_threads(threads: int | None) -> None:
         try:
             ort.set_global_thread_pool_sizes(threads or usable_cores(), 1)
         except Exception as error:  # somebody else has made the environment
-            raise TargetError(_TOO_LATE, "call skipdecode.load before that") from error
+            raise _too_late() from error
         host = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(host, None)
         _pool_threads = threads or usable_cores()
@@ -152,11 +151,18 @@ def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
     }
 
 
+def _too_late() -> TargetError:
+    return TargetError(
+        "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
+        "call skipdecode.load before that",
+    )
+
+
 def _refused(error: Exception, path: Path) -> SkipDecodeError:
     """Why there is no session; ONNX Runtime says it in words alone."""
     said, where = str(error), str(path)
     if "thread pool" in said:
-        return TargetError(_TOO_LATE, "call skipdecode.load before that")
+        return _too_late()
     if _NO_MEMORY.search(said):
         return _no_memory(said, "free some, or export with --quantize int4", where)
     if "default CPU EP" in said or "CUDA" in said:

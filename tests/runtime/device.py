@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,13 @@ def turn_around(host: ctypes.CDLL) -> turnaround.Run:
     return lambda state: host.skd_turnaround_host(ctypes.byref(state))
 
 
+def stand_in(bundle: Path, patch: pytest.MonkeyPatch) -> Any:
+    """What stands for TensorRT's library, in its place, for the plans of one bundle."""
+    stands_in = library(bundle, lambda stream, work: work())
+    patch.setattr(tensorrt, "library", lambda target: stands_in)
+    return stands_in
+
+
 def load(bundle: Path, target: str, run: turnaround.Run | None, patch: pytest.MonkeyPatch) -> generate.Generator:
     """As `skipdecode.load` on a machine with a GPU; `run` None: tokens are chosen on the host."""
     made = manifests.read(bundle)
@@ -32,8 +40,7 @@ def load(bundle: Path, target: str, run: turnaround.Run | None, patch: pytest.Mo
     if target == "cuda":
         engines = load_device_engines(made, bundle, wanted, device, run)
     else:
-        stands_in = library(bundle, lambda stream, work: work())
-        patch.setattr(tensorrt, "library", lambda target: stands_in)
+        stand_in(bundle, patch)
         shared = tensorrt.PlanRuntime(target, device)
         engines = plan_engines(made, bundle, wanted, device, run, lambda path: tensorrt.TensorRTEngine(path, shared))
     patch.setattr(generate, "load_engines", lambda *_: engines)

@@ -28,7 +28,6 @@ from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
-from tests.standin.tensorrt import library
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 14
@@ -65,8 +64,7 @@ def test_a_decode_steps_shapes_are_told_once_though_a_prompt_of_one_token_shares
 
 
 def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stands_in = library(gpu_bundle(Anchor.GENERATED), lambda stream, work: work())
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    device.stand_in(gpu_bundle(Anchor.GENERATED), monkeypatch)
     plan = tmp_path / "head.plan"
     plan.write_bytes(b"no plan")
     with pytest.raises(BundleError, match=r"head\.plan: cannot be loaded \(the plan is damaged\); export the model again"):
@@ -75,8 +73,7 @@ def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeyp
 
 def test_no_memory_for_a_plan_is_told_as_that(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "[defaultAllocator.cpp::allocate::31] Error Code 1: Cuda Runtime (out of memory)"
-    stands_in = library(gpu_bundle(Anchor.GENERATED), lambda stream, work: work())
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    stands_in = device.stand_in(gpu_bundle(Anchor.GENERATED), monkeypatch)
     shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
     shared.log.errors.append("what an earlier call left behind")
     plan = tmp_path / "head.plan"
@@ -126,8 +123,7 @@ def test_kernels_are_let_go_after_every_context_that_uses_them(
     for kind in (standin.Context, standin.Engine, standin.Kernels):
         monkeypatch.setattr(kind, "__del__", lambda self: gone.append(type(self).__name__), raising=False)
     bundle = gpu_bundle(Anchor.GENERATED)
-    stands_in = library(bundle, lambda stream, work: work())
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    device.stand_in(bundle, monkeypatch)
     made = skipdecode.manifest.read(bundle)
 
     def run() -> None:
@@ -151,8 +147,7 @@ def test_a_gpu_that_the_library_does_not_serve_is_one_line(
     """As TensorRT-RTX 1.7.1 says of any plan on an H200."""
     said = "Error Code 6: API Usage Error (.. capability 9.0. .. TensorRT-RTX does not support this compute capability, so ..)"
     monkeypatch.setattr(standin, "DAMAGED", said)
-    stands_in = library(gpu_bundle(Anchor.GENERATED), lambda stream, work: work())
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    device.stand_in(gpu_bundle(Anchor.GENERATED), monkeypatch)
     plan = tmp_path / "head.plan"
     plan.write_bytes(b"a plan")
     with pytest.raises(
@@ -163,8 +158,7 @@ def test_a_gpu_that_the_library_does_not_serve_is_one_line(
 
 def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = gpu_bundle(Anchor.GENERATED)
-    stands_in = library(bundle, lambda stream, work: work())
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    stands_in = device.stand_in(bundle, monkeypatch)
     shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
     memory, head = DeviceMemory(shared.device, "float16"), bundle / "targets" / "tensorrt-rtx" / "head.plan"
     engine = tensorrt.TensorRTEngine(head, shared)
@@ -192,8 +186,7 @@ def test_compiled_kernels_are_shared_by_all_engines_and_kept_for_the_next_start(
     gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, file = gpu_bundle(Anchor.GENERATED), tmp_path / "cache" / "kernels.bin"
-    stands_in = library(bundle, lambda stream, work: work())
-    monkeypatch.setattr(tensorrt, "library", lambda target: stands_in)
+    device.stand_in(bundle, monkeypatch)
     made = skipdecode.manifest.read(bundle)
     target = made.targets[1]
 
