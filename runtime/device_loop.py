@@ -46,7 +46,7 @@ class DeviceLoop:
         rows = len(decoder.kv.lengths)
         self._row_ids: IntArray = np.zeros(rows, dtype=np.int64)
         self._stop_ids: IntArray = np.zeros(stop_count, dtype=np.int64)
-        self._sampling = np.zeros(ctypes.sizeof(turnaround.Sampling), dtype=np.uint8)
+        self._sampling = np.zeros((rows, ctypes.sizeof(turnaround.Sampling)), dtype=np.uint8)
         counters = [np.zeros(rows, dtype=np.int32) for _ in range(2)]
         arrays: list[HostArray] = [self._row_ids, self._stop_ids, self._sampling, *counters]
         twins = [decoder.memory.twin(array) for array in arrays]
@@ -54,7 +54,7 @@ class DeviceLoop:
         row_ids, stop_ids, sampling, steps, finished = self._arrays = [twin for twin, _ in twins]
         self._tokens = self._device.mirror((max_steps, rows), np.int64)
         self._state = turnaround.TurnAround(
-            rows=rows, vocabulary=decoder.logits.shape[1], max_steps=max_steps, stop_count=stop_count,
+            rows=rows, vocabulary=decoder.logits.shape[1], kept_steps=max_steps, stop_count=stop_count,
             logits=_pointer(decoder, names.LOGITS), sampling=sampling.pointer, row_ids=row_ids.pointer, stop_ids=stop_ids.pointer,
             steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
             position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._tokens.ctypes.data,

@@ -44,10 +44,10 @@ class TurnAround(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_int32),
         ("vocabulary", ctypes.c_int32),
-        ("max_steps", ctypes.c_int32),
+        ("kept_steps", ctypes.c_int32),
         ("stop_count", ctypes.c_int32),
         ("logits", ctypes.c_void_p),  # [B, V] float32
-        ("sampling", ctypes.c_void_p),  # [1] Sampling
+        ("sampling", ctypes.c_void_p),  # [B] Sampling
         ("row_ids", ctypes.c_void_p),  # [B] int64
         ("stop_ids", ctypes.c_void_p),  # [stop_count] int64
         ("steps", ctypes.c_void_p),  # [B] int32
@@ -55,7 +55,7 @@ class TurnAround(ctypes.Structure):
         ("position_ids", ctypes.c_void_p),  # [B] int64
         ("seqlens_k", ctypes.c_void_p),  # [B] int32
         ("finished", ctypes.c_void_p),  # [B] int32
-        ("tokens", ctypes.c_void_p),  # [max_steps, B] int64
+        ("tokens", ctypes.c_void_p),  # [kept_steps, B] int64
     )
 
 

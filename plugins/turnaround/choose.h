@@ -167,13 +167,11 @@ SKD_BOTH void TurnAround(Block block, Scratch& scratch, const SkdTurnaround& sta
   const int32_t step = state.steps[index];
   Row<Block> row{block, scratch, state.logits + static_cast<int64_t>(index) * state.vocabulary, state.vocabulary};
   const bool over = state.finished[index] != 0;  // the same in all threads of the block
-  const int64_t token = over ? state.input_ids[index] : ChooseToken(row, *state.sampling, state.row_ids[index], step);
+  const int64_t token = over ? state.input_ids[index] : ChooseToken(row, state.sampling[index], state.row_ids[index], step);
   block.sync();  // everybody has read the state
   if (block.thread() != 0) return;
-  if (step < state.max_steps) {
-    state.tokens[static_cast<int64_t>(step) * state.rows + index] = token;
-    state.steps[index] = step + 1;
-  }
+  state.tokens[static_cast<int64_t>(step % state.kept_steps) * state.rows + index] = token;
+  state.steps[index] = step + 1;
   state.input_ids[index] = token;
   state.position_ids[index] += 1;
   state.seqlens_k[index] += 1;

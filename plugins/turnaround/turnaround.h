@@ -25,20 +25,20 @@ typedef struct SkdSampling {
 } SkdSampling;
 
 typedef struct SkdTurnaround {
-  int32_t rows;         // B
-  int32_t vocabulary;   // V, below 2^24
-  int32_t max_steps;    // rows of `tokens`
-  int32_t stop_count;   // of `stop_ids`
-  const float* logits;  // [B, V]
-  const SkdSampling* sampling;
-  const int64_t* row_ids;   // [B], the caller's row numbers: a row's tokens do not depend on the batch's order
-  const int64_t* stop_ids;  // [stop_count]
-  int32_t* steps;           // [B], tokens chosen so far; advanced until it reaches max_steps
-  int64_t* input_ids;       // [B], the chosen tokens
-  int64_t* position_ids;    // [B], advanced
-  int32_t* seqlens_k;       // [B], advanced
-  int32_t* finished;        // [B], 0 or 1
-  int64_t* tokens;          // [max_steps, B], written at the row's step
+  int32_t rows;                 // B
+  int32_t vocabulary;           // V, below 2^24
+  int32_t kept_steps;           // rows of `tokens`, 1 or more
+  int32_t stop_count;           // of `stop_ids`
+  const float* logits;          // [B, V]
+  const SkdSampling* sampling;  // [B]
+  const int64_t* row_ids;       // [B], the caller's row numbers: a row's tokens do not depend on the batch's order
+  const int64_t* stop_ids;      // [stop_count]
+  int32_t* steps;               // [B], tokens chosen so far; advanced
+  int64_t* input_ids;           // [B], the chosen tokens
+  int64_t* position_ids;        // [B], advanced
+  int32_t* seqlens_k;           // [B], advanced
+  int32_t* finished;            // [B], 0 or 1
+  int64_t* tokens;              // [kept_steps, B], written at the row's step, over that of kept_steps before
 } SkdTurnaround;
 
 // Enqueue on `stream` (a cudaStream_t). Returns 0, or a CUDA error number. Only in a library that nvcc has built.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import shutil
 
 import numpy as np
@@ -53,20 +54,26 @@ def test_it_chooses_what_the_runtime_chooses_and_repeats_the_token_that_ends_a_r
     ends: bool, sampling: Sampling, vocabulary: int, device: CudaDevice, run: turnaround.Run
 ) -> None:
     memory, rng = DeviceMemory(device, "float16"), np.random.default_rng(vocabulary)
+    each = [dataclasses.replace(sampling, seed=sampling.seed + row) for row in range(ROWS)]
     arrays = {
         "logits": np.zeros((ROWS, vocabulary), np.float32), "row_ids": np.arange(ROWS, dtype=np.int64),
-        "sampling": np.frombuffer(bytes(turnaround.Sampling.of(sampling)), np.uint8),
+        "sampling": np.frombuffer(b"".join(bytes(turnaround.Sampling.of(one)) for one in each), np.uint8),
         "stop_ids": np.array([-1], dtype=np.int64), "steps": np.zeros(ROWS, np.int32), "input_ids": np.zeros(ROWS, np.int64),
         "position_ids": np.zeros(ROWS, np.int64), "seqlens_k": np.zeros(ROWS, np.int32), "finished": np.zeros(ROWS, np.int32),
     }  # fmt: skip
     twins = {name: memory.twin(array) for name, array in arrays.items()}
     tokens, bound_tokens, receive = memory.result((STEPS, ROWS), np.int64)
     state = turnaround.TurnAround(
-        rows=ROWS, vocabulary=vocabulary, max_steps=STEPS, stop_count=1, tokens=bound_tokens.pointer,
+        rows=ROWS, vocabulary=vocabulary, kept_steps=STEPS, stop_count=1, tokens=bound_tokens.pointer,
         **{name: twin.pointer for name, (twin, _) in twins.items()},
     )  # fmt: skip
     logits = rng.normal(0, 4, (STEPS, ROWS, vocabulary)).astype(np.float32)
-    expected = np.array([choose_tokens(logits[step], sampling, arrays["row_ids"], step) for step in range(STEPS)])
+    expected = np.array(
+        [
+            [choose_tokens(part[row : row + 1], each[row], arrays["row_ids"][row : row + 1], step)[0] for row in range(ROWS)]
+            for step, part in enumerate(logits)
+        ]
+    )
     if ends:
         stop = arrays["stop_ids"][0] = expected[0, 1]
         twins["stop_ids"][1]()

@@ -27,23 +27,24 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Batch:
     """A batch's state in numpy arrays, and the structure that points to them."""
 
-    def __init__(self, rows: int, vocabulary: int, max_steps: int, stop_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, rows: int, vocabulary: int, kept_steps: int, stop_ids: tuple[int, ...] = ()) -> None:
         self.logits = np.zeros((rows, vocabulary), np.float32)
         self.row_ids = np.arange(rows, dtype=np.int64)[::-1].copy()
         self.stop_ids = np.array(stop_ids, dtype=np.int64)
         self.steps, self.seqlens_k, self.finished = (np.zeros(rows, np.int32) for _ in range(3))
         self.input_ids, self.position_ids = np.zeros(rows, np.int64), np.full(rows, 6, np.int64)
-        self.tokens = np.full((max_steps, rows), -1, np.int64)
-        self.sampling = turnaround.Sampling()
+        self.tokens = np.full((kept_steps, rows), -1, np.int64)
+        self.sampling = (turnaround.Sampling * rows)()
         names = [name for name, kind in turnaround.TurnAround._fields_ if kind is ctypes.c_void_p and name != "sampling"]
         places = {name: getattr(self, name).ctypes.data for name in names} | {"sampling": ctypes.addressof(self.sampling)}
         self.state = turnaround.TurnAround(
-            rows=rows, vocabulary=vocabulary, max_steps=max_steps, stop_count=len(stop_ids), **places
+            rows=rows, vocabulary=vocabulary, kept_steps=kept_steps, stop_count=len(stop_ids), **places
         )
 
-    def turn(self, library: ctypes.CDLL, sampling: Sampling, logits: Array) -> Array:
+    def turn(self, library: ctypes.CDLL, sampling: Sampling | list[Sampling], logits: Array) -> Array:
         self.logits[:] = logits
-        ctypes.pointer(self.sampling)[0] = turnaround.Sampling.of(sampling)
+        each = sampling if isinstance(sampling, list) else [sampling] * len(logits)
+        self.sampling[:] = [turnaround.Sampling.of(one) for one in each]
         library.skd_turnaround_host(ctypes.byref(self.state))
         return self.input_ids
 
@@ -75,7 +76,7 @@ def _logits(rng: np.random.Generator, rows: int, vocabulary: int) -> Iterator[Ar
 @pytest.mark.parametrize("vocabulary", [1, 99, 2048, 50272])
 def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int, host: ctypes.CDLL) -> None:
     rng, rows = np.random.default_rng(vocabulary), 3
-    batch = Batch(rows, vocabulary, max_steps=4)
+    batch = Batch(rows, vocabulary, kept_steps=4)
     for step, logits in enumerate(_logits(rng, rows, vocabulary)):
         expected = choose_tokens(logits, sampling, batch.row_ids, step)
         assert batch.turn(host, sampling, logits).tolist() == expected.tolist(), step
@@ -89,25 +90,38 @@ def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
 
 
 def test_it_makes_the_next_steps_inputs(host: ctypes.CDLL) -> None:
-    batch = Batch(2, 5, max_steps=3)
+    batch = Batch(2, 5, kept_steps=3)
     batch.turn(host, Sampling(), np.eye(2, 5, 3, dtype=np.float32))
     assert (batch.input_ids.tolist(), batch.position_ids.tolist(), batch.seqlens_k.tolist()) == ([3, 4], [7, 7], [1, 1])
     assert batch.steps.tolist() == [1, 1] and batch.tokens.T.tolist() == [[3, -1, -1], [4, -1, -1]]
 
 
 def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(host: ctypes.CDLL) -> None:
-    batch = Batch(2, 6, max_steps=3, stop_ids=(2, 5))
+    batch = Batch(2, 6, kept_steps=3, stop_ids=(2, 5))
     for likeliest in ([1, 5], [3, 4], [2, 0]):
         batch.turn(host, Sampling(), np.eye(6, dtype=np.float32)[likeliest])
     assert batch.tokens.T.tolist() == [[1, 3, 2], [5, 5, 5]]
     assert batch.finished.tolist() == [1, 1] and batch.position_ids.tolist() == [9, 9]
 
 
-def test_it_never_writes_behind_the_last_step(host: ctypes.CDLL) -> None:
-    batch = Batch(1, 4, max_steps=2)
-    for _ in range(5):
-        batch.turn(host, Sampling(), np.eye(1, 4, 1, dtype=np.float32))
-    assert batch.steps.tolist() == [2] and batch.tokens.T.tolist() == [[1, 1]]
+def test_each_row_is_sampled_as_its_own_settings_and_steps_say(host: ctypes.CDLL) -> None:
+    each = [Sampling(), Sampling(do_sample=True, seed=3), Sampling(do_sample=True, temperature=2.0, top_k=9, top_p=0.9, seed=4)]
+    logits = np.random.default_rng(0).normal(0, 2, (3, 200)).astype(np.float32)
+    batch = Batch(3, 200, kept_steps=1)
+    batch.steps[:] = steps = [7, 0, 2]
+    expected = [
+        int(choose_tokens(logits[row : row + 1], each[row], batch.row_ids[row : row + 1], step)[0])
+        for row, step in enumerate(steps)
+    ]
+    assert batch.turn(host, each, logits).tolist() == expected
+    assert batch.steps.tolist() == [8, 1, 3] and batch.tokens.tolist() == [expected]
+
+
+def test_the_last_steps_that_there_is_room_for_are_kept(host: ctypes.CDLL) -> None:
+    batch = Batch(1, 6, kept_steps=2)
+    for likeliest in (1, 2, 3, 4, 5):
+        batch.turn(host, Sampling(), np.eye(1, 6, likeliest, dtype=np.float32))
+    assert batch.steps.tolist() == [5] and batch.tokens.T.tolist() == [[5, 4]]
 
 
 def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -116,7 +130,7 @@ def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(t
     library = turnaround.build(tmp_path / "turnaround.so", device=True)
     built = (tmp_path / "turnaround.so").read_bytes()
     assert all(f"sm_{architecture}".encode() in built for architecture in turnaround.ARCHITECTURES)
-    batch = Batch(1, 4, max_steps=1)
+    batch = Batch(1, 4, kept_steps=1)
     assert batch.turn(library, Sampling(), np.eye(1, 4, 2, dtype=np.float32)).tolist() == [2]
     if not Path("/dev/nvidia0").exists():
         library.skd_turnaround_error.restype = ctypes.c_char_p
