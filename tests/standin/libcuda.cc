@@ -50,6 +50,7 @@ std::map<uintptr_t, Block> blocks;
 size_t taken = 0;
 int replayed = 0;
 int events = 0;  // that were made
+int sent = 0;    // copies from the host
 
 // What was asked for and nobody has waited for yet, of all streams: there is one. Never destroyed, as memory may be freed late.
 struct Queue {
@@ -125,13 +126,14 @@ CUresult Free(uintptr_t pointer) {
 
 extern "C" {
 
-// For tests: how many graphs were launched, how many events made, how much memory is taken (pinned too); take all GPU memory.
+// For tests: how many graphs were launched, events made, copies sent; how much memory is taken (pinned too); take all GPU memory.
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
+int standin_sent() { return sent; }
 size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
-int standin_without_pinned = 0, standin_without_graphs = 0;  // whether there is no memory for them
-int standin_copies_left = -1;                                // of those within the GPU, before they fail; below 0: all work
+int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
+int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
 
 // For tests: `call` in a kernel's place.
 CUresult standin_launch(CUstream stream, CUhostFn call, void* data) {
@@ -171,6 +173,7 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute name, CUdevicept
   return *static_cast<unsigned*>(value) = block->type, CUDA_SUCCESS;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  ++sent;
   if (BlockOf(reinterpret_cast<uintptr_t>(from)) != nullptr) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
   if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   const auto* first = static_cast<const char*>(from);  // pageable memory is read at once
@@ -250,6 +253,7 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
 }
 CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
                         CUstream stream, void** parameters, void**) {
+  if (standin_without_kernels) return CUDA_ERROR_OUT_OF_MEMORY;
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
   if (x != static_cast<unsigned>(state.rows) || threads != SKD_TURNAROUND_THREADS) return CUDA_ERROR_INVALID_VALUE;
   return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL});

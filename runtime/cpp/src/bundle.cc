@@ -13,6 +13,7 @@
 #include "cpu_features.h"
 #include "error.h"
 #include "process_memory.h"
+#include "turn_around.h"
 
 namespace skd {
 namespace {
@@ -121,6 +122,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   const bool compiled = target.name == "cpu";  // else the graph is made for the device when it is loaded
   const Device device = asked_device.value_or(compiled ? Device::kCpu : Device::kCuda);
   CheckProvider(device);
+  if (device == Device::kCuda) TurnAroundKernel();  // which takes the driver a while where it has not done it before
   if (compiled) CheckCompiled(target, path);
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);

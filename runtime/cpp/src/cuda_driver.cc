@@ -51,6 +51,9 @@ Driver Load() {
   Find(library, "cuGraphLaunch", &driver.launch);
   Find(library, "cuGraphDestroy", &driver.destroy_graph);
   Find(library, "cuGraphExecDestroy", &driver.destroy_launchable);
+  Find(library, "cuModuleLoadData", &driver.load);
+  Find(library, "cuModuleGetFunction", &driver.kernel_of);
+  Find(library, "cuLaunchKernel", &driver.launch_kernel);
   int device = 0;
   Check(driver, start(0));
   Check(driver, device_of(&device, 0));

@@ -15,6 +15,8 @@ struct Event;
 struct Graph;
 struct Node;
 struct Launchable;  // CUgraphExec
+struct Module;
+struct Kernel;  // CUfunction
 
 // CUDA_MEMCPY3D: what a graph's copies are told by; the source is all that is read here.
 struct Copy3D {
@@ -53,6 +55,10 @@ struct Driver {
   Result (*launch)(Launchable* launchable, Stream* stream);
   Result (*destroy_graph)(Graph* graph);
   Result (*destroy_launchable)(Launchable* launchable);
+  Result (*load)(Module** module, const void* image);
+  Result (*kernel_of)(Kernel** kernel, Module* module, const char* name);
+  Result (*launch_kernel)(Kernel* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                          unsigned block_z, unsigned shared_bytes, Stream* stream, void** arguments, void** more);
   void* context;  // the device's primary one, which ONNX Runtime uses too
 };
 

@@ -54,9 +54,17 @@ void Quietly(Work work) noexcept {
   }
 }
 
+void Mark(const Turn& turn) { Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream)); }
+
 void WaitForAll(const Turn& turn) {
-  Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
+  Mark(turn);
   Check(turn.driver, turn.driver.wait(turn.shared.event));
+}
+
+// Without the turn: other threads put their work on the stream meanwhile.
+void WaitForMark() {
+  const Driver& driver = cuda_driver::Ready();
+  Check(driver, driver.wait(TheStream().event));
 }
 
 Address Of(const std::byte* memory) { return reinterpret_cast<Address>(memory); }
@@ -148,11 +156,9 @@ void Receive(void* to, const std::byte* from, size_t bytes) {
   {
     const Turn turn;
     Check(turn.driver, turn.driver.receive(to, Of(from), bytes, turn.shared.stream));
-    Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
+    Mark(turn);
   }
-  // without the turn: other threads put their work on the stream meanwhile
-  const Driver& driver = cuda_driver::Ready();
-  Check(driver, driver.wait(TheStream().event));
+  WaitForMark();
 }
 
 void Copy(std::byte* to, const std::byte* from, size_t bytes) {
@@ -165,11 +171,30 @@ void Clear(std::byte* memory, size_t bytes) {
   Check(turn.driver, turn.driver.set(Of(memory), 0, bytes, turn.shared.stream));
 }
 
+void Wait() {
+  Mark(Turn());
+  WaitForMark();
+}
+
 void* Handle() { return TheStream().stream; }
 
 void Run(const Calls& calls) {
   const Turn turn;
   calls();
+}
+
+cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name) {
+  const Turn turn;
+  cuda_driver::Module* module = nullptr;
+  cuda_driver::Kernel* kernel = nullptr;
+  Check(turn.driver, turn.driver.load(&module, ptx));
+  Check(turn.driver, turn.driver.kernel_of(&kernel, module, name));
+  return kernel;
+}
+
+void Launch(cuda_driver::Kernel* kernel, unsigned blocks, unsigned threads, void* argument) {
+  const Turn turn;
+  Check(turn.driver, turn.driver.launch_kernel(kernel, blocks, 1, 1, threads, 1, 1, 0, turn.shared.stream, &argument, nullptr));
 }
 
 Graph::Graph(const Calls& calls) : launchable_(nullptr) {

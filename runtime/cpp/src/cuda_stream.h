@@ -21,17 +21,24 @@ void Free(std::byte* memory) noexcept;
 std::byte* AllocateHost(size_t bytes);
 void FreeHost(std::byte* memory) noexcept;
 
-// From the host. `from`, where it is of AllocateHost, must stay as it is until a Receive that was asked for later returns.
+// From the host. `from`, where it is of AllocateHost, must stay as it is until a Wait that was asked for later returns.
 void Send(std::byte* to, const void* from, size_t bytes);
-// To the host; returns when it is there, and everything that was asked for before is done.
+// To the host, and Wait.
 void Receive(void* to, const std::byte* from, size_t bytes);
 void Copy(std::byte* to, const std::byte* from, size_t bytes);
 void Clear(std::byte* memory, size_t bytes);
+// Until everything that was asked for before is done.
+void Wait();
 
 // A cudaStream_t, for ONNX Runtime.
 void* Handle();
 // Calls that put work on the stream.
 void Run(const Calls& calls);
+
+// Kernel `name` of `ptx`, which the driver compiles for the GPU at hand; stays loaded.
+cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name);
+// `argument`: its only one, which is read before this returns.
+void Launch(cuda_driver::Kernel* kernel, unsigned blocks, unsigned threads, void* argument);
 
 // Recorded work, launched in one go.
 class Graph {

@@ -2,14 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "elapsed.h"
-#include "error.h"
 
 namespace skd {
 namespace {
@@ -33,6 +31,11 @@ Tensor LogitsAt(const Memory& memory, std::byte* data, std::vector<int64_t> shap
 }
 
 }  // namespace
+
+void ThrowHalfway(const Error& error) {
+  if (error.code() != SKD_ERROR_CAPACITY) throw error;
+  throw TargetError("a decode step ended halfway (" + std::string(error.what()) + ")", "destroy the session and make another");
+}
 
 Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new)
     : bundle_(std::move(bundle)),
@@ -82,20 +85,22 @@ int64_t Decoder::Step(const int64_t* tokens) {
     longest = std::max(longest, static_cast<int32_t>(length + 1));
     totals_[Size(row)] = longest;  // of the rows from this one on
   }
-  counts_.clear();
-  for (const Position& position : positions_) counts_.push_back(schedule_.LayersAt(position.t));
-  if (counts_ != route_counts_) FindRoute();
   ids_.Send(count);
   position_ids_.Send(count);
   seqlens_k_.Send(count);
+  return Step();
+}
+
+int64_t Decoder::Step() {
+  counts_.clear();
+  for (const Position& position : positions_) counts_.push_back(schedule_.LayersAt(position.t));
+  if (counts_ != route_counts_) FindRoute();
   const auto began = std::chrono::steady_clock::now();
   try {
     // nothing lies between two calls, so one clock does for all (50 ns a reading)
     for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
-    logits_.Receive(0, count * vocab_size_);  // waits, where calls do not
   } catch (const Error& error) {
-    if (error.code() != SKD_ERROR_CAPACITY) throw;  // which would say that all is as it was
-    throw TargetError("a decode step ended halfway (" + std::string(error.what()) + ")", "destroy the session and make another");
+    ThrowHalfway(error);
   }
   engine_ns_ += NanosecondsSince(began);
   for (Position& position : positions_) {
@@ -103,6 +108,16 @@ int64_t Decoder::Step(const int64_t* tokens) {
     ++position.t;
   }
   return counts_.back();
+}
+
+const float* Decoder::Logits(int64_t row) const {
+  logits_.Receive(row * vocab_size_, vocab_size_);
+  return logits_.data() + row * vocab_size_;
+}
+
+Decoder::Seen Decoder::At(int64_t row) {
+  return {reinterpret_cast<int64_t*>(ids_.seen(row)), reinterpret_cast<int64_t*>(position_ids_.seen(row)),
+          reinterpret_cast<int32_t*>(seqlens_k_.seen(row)), reinterpret_cast<const float*>(logits_.seen(row * vocab_size_))};
 }
 
 // A segment runs on the suffix of the rows that compute its layers; counts never fall from row to row.
@@ -138,7 +153,6 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
              Int64s(memory, names::kLast, prompt_last_.seen(), {1})},
             {LogitsAt(memory, logits_.seen(row * vocab_size_), {1, vocab_size_})})
       .Run();
-  logits_.Receive(row * vocab_size_, vocab_size_);
 }
 
 // Positions `first` .. `count` - 1 of a prompt.
@@ -213,7 +227,7 @@ const Binding& Decoder::Head() {
 void Decoder::CopyRow(int64_t from, int64_t to) {
   positions_[Size(to)] = positions_[Size(from)];
   kv_.CopyRow(from, to, positions_[Size(from)].length);
-  std::memcpy(logits_.data() + to * vocab_size_, logits_.data() + from * vocab_size_, Size(vocab_size_) * sizeof(float));
+  bundle_->memory.Copy(logits_.seen(to * vocab_size_), logits_.seen(from * vocab_size_), Size(vocab_size_) * sizeof(float));
 }
 
 }  // namespace skd

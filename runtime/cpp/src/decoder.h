@@ -9,16 +9,23 @@
 
 #include "bindings.h"
 #include "bundle.h"
+#include "error.h"
 #include "kv_buffer.h"
 #include "memory.h"
 
 namespace skd {
+
+// Throws what ended a decode step that had begun: as it is, but for SKD_ERROR_CAPACITY, which would say that all is as it was.
+[[noreturn]] void ThrowHalfway(const Error& error);
 
 // One batch on its way: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
 //
 // The rows active in any segment are a suffix of the batch, because rows are ordered by how far they have come: the largest
 // position first, which has the fewest layers. Rows join and leave at any time; both move at most one row a group of equal
 // positions.
+//
+// On a GPU work goes on after Add and Step: Logits waits for it, and so must somebody before the next of them, which writes what
+// the GPU may not have read yet.
 class Decoder {
  public:
   Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new);
@@ -34,8 +41,17 @@ class Decoder {
   // Feed one token a row; returns how many layers the deepest row computed. Throws SKD_ERROR_CAPACITY where it has not begun;
   // after anything else rows may be half a step ahead.
   int64_t Step(const int64_t* tokens);
-  // [V] float32, of the next token of `row`.
-  const float* Logits(int64_t row) const { return logits_.data() + row * vocab_size_; }
+  // The same where what it feeds, and the rows' positions, are there already: the GPU has made them of the step before.
+  int64_t Step();
+  // [V] float32, of the next token of `row`. Valid until the next call.
+  const float* Logits(int64_t row) const;
+  // What engines see of a row, and of those after it: the next step's inputs, the last one's logits.
+  struct Seen {
+    int64_t *ids, *positions;
+    int32_t* seqlens_k;
+    const float* logits;
+  };
+  Seen At(int64_t row);
 
   uint64_t engine_ns() const { return engine_ns_; }
   // Runs of engines in steps that were launches of CUDA graphs.
@@ -65,7 +81,7 @@ class Decoder {
   KvBuffer kv_;
   std::vector<Position> positions_;
   Block hidden_, prompt_hidden_;  // [rows, H], [max_prompt, H]
-  Twin<float> logits_;
+  mutable Twin<float> logits_;    // on the host where they have been asked for
   Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
   Twin<int32_t> seqlens_k_;
   // 0, 1, ..: each pass over a part of a prompt reads its own, so none is rewritten that a pass before may not have read yet

@@ -51,6 +51,7 @@ Session::Session(std::shared_ptr<const Bundle> bundle, const skd_session_options
       decoder_(bundle_,
                options.full_depth != 0 ? Schedule::FullDepth(bundle_->manifest.model.num_layers) : bundle_->manifest.schedule,
                max_rows_, max_prompt_, max_new_) {
+  if (!bundle_->memory.on_host()) turn_around_.emplace(bundle_->memory, max_rows_, bundle_->manifest.model.vocab_size);
   rows_.reserve(static_cast<size_t>(max_rows_));
   tokens_.resize(static_cast<size_t>(max_rows_));
   events_.reserve(static_cast<size_t>(max_rows_));
@@ -79,6 +80,7 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
   sampler_.Prepare(bundle_->manifest.model.vocab_size, options);  // what fails later would leave a row without its token
   const auto began = std::chrono::steady_clock::now();
   rows_.emplace_back();
+  told_ = false;
   size_t index = 0;
   try {
     index = static_cast<size_t>(decoder_.Add(prompt, static_cast<int64_t>(length), Mover{&rows_}));
@@ -86,8 +88,18 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
     rows_.pop_back();
     throw;
   }
-  rows_[index] = {next_id_++, 0, 0, false, SKD_FINISH_NONE, options};
-  Choose(index);
+  rows_[index] = {next_id_, 0, 0, false, SKD_FINISH_NONE, options};
+  try {
+    if (turn_around_) {
+      turn_around_->Tell(static_cast<int64_t>(index), options, 0);
+      turn_around_->Send(static_cast<int64_t>(index), 1);
+    }
+    Choose(index, 1);
+  } catch (...) {
+    Remove(index);
+    throw;
+  }
+  ++next_id_;
   counters_.prefill_ns += NanosecondsSince(began);
   return rows_[index].id;
 }
@@ -102,12 +114,15 @@ const std::vector<skd_event>& Session::Step() {
   }
   if (events_.empty() && !rows_.empty()) {
     const auto began = std::chrono::steady_clock::now();
-    std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
-    const auto layers = static_cast<uint32_t>(decoder_.Step(tokens_.data()));
-    for (size_t index = 0; index < rows_.size(); ++index) {
-      Choose(index);
-      events_.push_back({rows_[index].id, rows_[index].token, layers, 0, rows_[index].finish});
+    const auto layers = static_cast<uint32_t>(Climb());
+    const uint64_t waited = turn_around_ ? turn_around_->waited_ns() : 0;
+    try {
+      Choose(0, rows_.size());
+    } catch (const Error& error) {
+      ThrowHalfway(error);
     }
+    if (turn_around_) waited_ns_ += turn_around_->waited_ns() - waited;
+    for (const Row& row : rows_) events_.push_back({row.id, row.token, layers, 0, row.finish});
     ++counters_.decode_steps;
     counters_.decode_ns += NanosecondsSince(began);
   }
@@ -121,7 +136,7 @@ const float* Session::Logits(uint64_t row) const { return decoder_.Logits(static
 
 skd_counters Session::Counters() const {
   skd_counters counters = counters_;
-  counters.decode_engine_ns = decoder_.engine_ns();
+  counters.decode_engine_ns = decoder_.engine_ns() + waited_ns_;
   counters.kv_bytes = decoder_.kv_bytes();
   counters.graph_launches = decoder_.graph_launches();
   return counters;
@@ -134,18 +149,40 @@ size_t Session::Find(uint64_t row) const {
   return static_cast<size_t>(found - rows_.begin());
 }
 
-// The next token of a row, from its logits.
-void Session::Choose(size_t index) {
-  Row& row = rows_[index];
-  row.token = sampler_.Choose(decoder_.Logits(static_cast<int64_t>(index)), bundle_->manifest.model.vocab_size, row.options,
-                              row.produced);
-  ++row.produced;
+// One decode step of all rows; returns its layers.
+int64_t Session::Climb() {
+  if (turn_around_ && told_) return decoder_.Step();
+  std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
+  if (turn_around_) {
+    for (size_t i = 0; i < rows_.size(); ++i) turn_around_->Tell(static_cast<int64_t>(i), rows_[i].options, rows_[i].produced);
+    turn_around_->Send(0, static_cast<int64_t>(rows_.size()));
+  }
+  const int64_t layers = decoder_.Step(tokens_.data());
+  told_ = true;
+  return layers;
+}
+
+// The next tokens of `count` rows from `first` on, from their logits.
+void Session::Choose(size_t first, size_t count) {
+  const auto start = static_cast<int64_t>(first);
+  const int64_t* chosen = turn_around_ ? turn_around_->Run(decoder_.At(start), start, static_cast<int64_t>(count)) : nullptr;
+  for (size_t index = first; index < first + count; ++index) {
+    Row* row = &rows_[index];
+    Take(row, chosen != nullptr ? chosen[index - first]
+                                : sampler_.Choose(decoder_.Logits(static_cast<int64_t>(index)),
+                                                  bundle_->manifest.model.vocab_size, row->options, row->produced));
+  }
+}
+
+void Session::Take(Row* row, int64_t token) {
+  row->token = token;
+  ++row->produced;
   ++counters_.tokens;
   const auto& ends = bundle_->manifest.model.eos_token_ids;
-  if (row.options.ignore_eos == 0 && std::find(ends.begin(), ends.end(), row.token) != ends.end()) {
-    row.finish = SKD_FINISH_STOP;
-  } else if (row.produced == row.options.max_new_tokens) {
-    row.finish = SKD_FINISH_LENGTH;
+  if (row->options.ignore_eos == 0 && std::find(ends.begin(), ends.end(), token) != ends.end()) {
+    row->finish = SKD_FINISH_STOP;
+  } else if (row->produced == row->options.max_new_tokens) {
+    row->finish = SKD_FINISH_LENGTH;
   }
 }
 
@@ -156,6 +193,7 @@ void Session::RemoveEnded() {
 }
 
 void Session::Remove(size_t index) {
+  told_ = false;
   decoder_.Remove(static_cast<int64_t>(index), Mover{&rows_});
   rows_.pop_back();
 }

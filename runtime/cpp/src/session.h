@@ -3,11 +3,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "decoder.h"
 #include "sampling.h"
 #include "skipdecode/skipdecode.h"
+#include "turn_around.h"
 
 namespace skd {
 
@@ -42,19 +44,24 @@ class Session {
   };
 
   size_t Find(uint64_t row) const;
-  void Choose(size_t index);
+  int64_t Climb();
+  void Choose(size_t first, size_t count);
+  void Take(Row* row, int64_t token);
   void RemoveEnded();
   void Remove(size_t index);
 
   std::shared_ptr<const Bundle> bundle_;
   int64_t max_rows_, max_prompt_, max_new_;
   Decoder decoder_;
-  Sampler sampler_;
-  std::vector<Row> rows_;  // in the decoder's order
+  Sampler sampler_;                        // on the host; or
+  std::optional<TurnAround> turn_around_;  // on a GPU
+  bool told_ = false;                      // whether the GPU has each row's newest token, place and settings
+  std::vector<Row> rows_;                  // in the decoder's order
   std::vector<int64_t> tokens_;
   std::vector<skd_event> events_;
   uint64_t next_id_ = 0;
   skd_counters counters_{};
+  uint64_t waited_ns_ = 0;  // in decode steps, for a GPU
 };
 
 }  // namespace skd

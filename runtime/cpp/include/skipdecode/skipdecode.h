@@ -108,7 +108,7 @@ typedef struct skd_counters {
   uint64_t tokens; /* generated, of all rows */
   uint64_t prefill_ns;
   uint64_t decode_ns;        /* of all decode steps */
-  uint64_t decode_engine_ns; /* the part of decode_ns from the first ONNX Runtime call until the logits are on the host */
+  uint64_t decode_engine_ns; /* the part of decode_ns in calls of ONNX Runtime; on a GPU also in waiting for its tokens */
   uint64_t kv_bytes;         /* of the KV buffer */
   uint64_t graph_launches;   /* engine runs in decode steps that were CUDA graph launches */
 } skd_counters;
@@ -150,7 +150,7 @@ SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, si
 /* End a row now and free its place. Errors: CAPACITY for a row that is not there (any more). */
 SKD_API skd_status* skd_session_cancel(skd_session* session, uint64_t row);
 /* The logits [V] float32 that the row's newest token was chosen from; valid until the session's next call. Of a row that has
- * ended: an error. Errors: CAPACITY. */
+ * ended: an error. On a GPU they come to the host with this call. Errors: CAPACITY; on a GPU TARGET. */
 SKD_API skd_status* skd_session_logits(const skd_session* session, uint64_t row, const float** logits);
 /* Fill `counters`, whose struct_size the caller has set. Errors: INTERNAL. */
 SKD_API skd_status* skd_session_get_counters(const skd_session* session, skd_counters* counters);

@@ -1,0 +1,170 @@
+// Sessions as on a GPU, which chooses their tokens; beside sessions of the same engines on the host, which chooses its own.
+#include <dlfcn.h>
+
+#include <catch2/catch.hpp>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bundle.h"
+#include "device_bundles.h"
+#include "error.h"
+#include "gpu_engines.h"
+#include "session.h"
+
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
+
+skd_session_options Room() {
+  skd_session_options options = skd_session_options_default();
+  options.max_rows = 3;
+  options.max_prompt_tokens = 8;
+  return options;
+}
+
+// Row `number` in a way of its own: greedy, with top-p, with top-k, as likely as they are.
+skd_row_options Way(uint32_t number, uint32_t max_new_tokens) {
+  skd_row_options options = skd_row_options_default();
+  options.max_new_tokens = max_new_tokens;
+  options.do_sample = number % 4 == 0 ? 0 : 1;
+  options.temperature = 0.5 + number;
+  options.top_p = number % 4 == 1 ? 0.9 : 1;
+  options.top_k = number % 4 == 2 ? 20 : number % 4 == 3 ? UINT32_MAX : 0;
+  options.seed = 1000 + number;
+  options.generator_row = 7 * number;
+  options.ignore_eos = 1;
+  return options;
+}
+
+// What rows get that come and go: their tokens, and the logits of which each was chosen.
+class Run {
+ public:
+  explicit Run(const std::shared_ptr<const skd::Bundle>& bundle)
+      : session_(bundle, Room()), vocab_size_(bundle->manifest.model.vocab_size) {
+    Add(0, 20);
+    Step(3);
+    const uint64_t leaves = Add(1, 15);
+    Add(2, 4);
+    Step(3);
+    const std::map<uint64_t, std::vector<float>> before = latest_;
+    session_.Cancel(leaves);
+    latest_.erase(leaves);
+    Collect();
+    for (const auto& [row, found] : latest_) CHECK((found == before.at(row)));
+    Add(3, 9);
+    Step(30);
+  }
+
+  std::map<uint64_t, Tokens> tokens;
+  std::vector<std::vector<float>> logits;
+
+  uint64_t graph_launches() const { return session_.Counters().graph_launches; }
+
+ private:
+  uint64_t Add(uint32_t number, uint32_t max_new_tokens) {
+    const Tokens& prompt = kPrompts[number];
+    const uint64_t row = session_.Add(prompt.data(), prompt.size(), Way(number, max_new_tokens));
+    latest_[row] = {};
+    Collect();
+    return row;
+  }
+  void Step(int count) {
+    while (count-- > 0) {
+      for (const skd_event& event : session_.Step()) {
+        tokens[event.row].push_back(event.token);
+        if (event.finish != SKD_FINISH_NONE) latest_.erase(event.row);
+      }
+      Collect();
+    }
+  }
+  void Collect() {
+    for (auto& [row, found] : latest_) {
+      const float* now = session_.Logits(row);
+      found.assign(now, now + vocab_size_);
+      logits.push_back(found);
+    }
+  }
+
+  skd::Session session_;
+  int64_t vocab_size_;
+  std::map<uint64_t, std::vector<float>> latest_;  // logits of the rows that go on
+};
+
+template <typename Function>
+Function* Standin(const char* name) {
+  return reinterpret_cast<Function*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), name));
+}
+
+int* Switch(const char* name) { return Standin<int>(name); }
+
+}  // namespace
+
+TEST_CASE("a GPU chooses the tokens that the host would, for rows that come and go and sample each in its own way") {
+  for (const std::string& path : DeviceBundles()) {
+    const Run wanted(skd::LoadBundle(path, "cuda", 2, "", false, skd::Device::kCpu));
+    REQUIRE(wanted.tokens.size() == 4);
+    const GpuEngines engines;
+    for (const bool graphs : {false, true}) {
+      INFO(path << (graphs ? " by graphs" : " by calls"));
+      const Run found(skd::LoadBundle(path, "cuda", 2, "", graphs));
+      CHECK(found.tokens == wanted.tokens);
+      CHECK((found.logits == wanted.logits));
+      CHECK((found.graph_launches() > 0) == graphs);
+    }
+  }
+}
+
+TEST_CASE("a step of rows that stay as they are sends nothing to the GPU") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
+  for (const uint32_t number : {0, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), Way(number, 6));
+  session.Step();
+  session.Step();
+  const int sent = Standin<int()>("standin_sent")();
+  session.Step();
+  session.Step();
+  CHECK(Standin<int()>("standin_sent")() == sent);
+}
+
+TEST_CASE("a row whose first token the GPU has no memory to choose takes no place") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
+  int* const without_kernels = Switch("standin_without_kernels");
+  const auto add = [&session] { return session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 3)); };
+  *without_kernels = 1;
+  try {
+    add();
+    FAIL("it was added");
+  } catch (const skd::Error& error) {
+    CHECK(error.code() == SKD_ERROR_CAPACITY);
+  }
+  CHECK(session.Step().empty());
+  *without_kernels = 0;
+  CHECK(add() == 0);
+  CHECK(session.Step().size() == 1);
+}
+
+TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that all is as it was") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
+  session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 3));
+  session.Step();
+  int* const without_kernels = Switch("standin_without_kernels");
+  *without_kernels = 1;
+  try {
+    session.Step();
+    FAIL("it was made");
+  } catch (const skd::Error& error) {
+    CHECK(error.code() == SKD_ERROR_TARGET);
+    CHECK(std::string(error.what()).find("ended halfway") != std::string::npos);
+  }
+  *without_kernels = 0;
+}
