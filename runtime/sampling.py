@@ -10,7 +10,7 @@ from skipdecode.errors import CapacityError
 from skipdecode.kv_buffer import FloatArray, IntArray
 
 _MASK = (1 << 64) - 1
-_FIRST, _GROWTH = 256, 16  # likeliest tokens that are looked at first; times as many, where that was not enough
+_BINS, _BINS_PER_NAT = 1024, 16  # what is 64 nats below the likeliest token has no mass to speak of, and shares the last bin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,45 +54,58 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
     if not sampling.do_sample:
         likeliest: IntArray = logits.argmax(axis=1)
         return likeliest
-    most = min(sampling.top_k or logits.shape[1], logits.shape[1])
-    size, waiting = (most if sampling.top_k else min(_FIRST, most)), np.arange(len(logits))
-    top = logits.max(axis=1, keepdims=True)
-    totals = _mass(logits, top, sampling).sum(axis=1) if size < most else np.zeros(len(logits))
-    draws = np.array([uniform(sampling.seed, int(row), step) for row in rows])
-    tokens: IntArray = np.zeros(len(logits), dtype=np.int64)
-    while len(waiting):  # sorting a whole vocabulary takes longer than a decode step; the choice is nearly always among the first
-        left = logits if len(waiting) == len(logits) else logits[waiting]
-        ids = _likeliest(left, size)
-        mass = _mass(np.take_along_axis(left, ids, axis=1), top[waiting], sampling)
-        cumulated = mass.cumsum(axis=1)
-        total = cumulated[:, -1] if size == most else totals[waiting]
-        kept = (cumulated - mass < sampling.top_p * total[:, None]).sum(axis=1)
-        ended = (kept < size) | (size == most)  # what top_p keeps lies within `ids`
-        kept_mass = np.where(ended, np.take_along_axis(cumulated, kept[:, None] - 1, axis=1)[:, 0], total)
-        picks = (cumulated <= (draws[waiting] * kept_mass)[:, None]).sum(axis=1)
-        found = ended | ((sampling.top_p == 1) & (picks < size))
-        tokens[waiting[found]] = np.take_along_axis(ids, np.minimum(picks, kept - 1)[:, None], axis=1)[found, 0]
-        waiting, size = waiting[~found], min(_GROWTH * size, most)
-    return tokens
+    draws = (uniform(sampling.seed, int(row), step) for row in rows)
+    return np.array([_choose(line, sampling, draw) for line, draw in zip(logits, draws, strict=True)])
 
 
-def _mass(logits: FloatArray, top: FloatArray, sampling: Sampling) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Probability of each token over the likeliest one's."""
-    below: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = logits.astype(np.float64) - top.astype(np.float64)
-    with np.errstate(over="ignore"):  # at temperatures next to 0 all but the likeliest are infinitely far below it
-        return np.exp(below / sampling.temperature)
+def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
+    """One row's token of its logits [V].
+
+    Sorting a vocabulary takes longer than many a decode step. So tokens are put into bins by their logits, and only the bin in
+    which the k-th one, the end of what top-p keeps, or the draw lies is sorted.
+    """
+    top = logits.max()
+    steepness = min(_BINS_PER_NAT / sampling.temperature, 1e30)  # a temperature next to 0 is none in fp32
+    with np.errstate(over="ignore", invalid="ignore"):
+        bins = np.fmin((top - logits) * np.float32(steepness), _BINS - 1).astype(np.intp)
+    if not 0 < sampling.top_k < len(logits):
+        return _draw(logits, bins, top, sampling, draw)
+    ids = _likeliest(logits, bins, sampling.top_k)
+    return int(ids[_draw(logits[ids], bins[ids], top, sampling, draw)])
 
 
-def _likeliest(logits: FloatArray, count: int) -> IntArray:
-    """Ids of each row's `count` likeliest tokens, likeliest first, of equals the lower id first."""
-    if count >= logits.shape[1]:
-        return np.argsort(-logits, axis=1, kind="stable")
-    bounds = -np.partition(-logits, count - 1, axis=1)[:, count - 1]
-    rows = []
-    for row, bound in zip(logits, bounds, strict=True):
-        known = np.flatnonzero(~(row < bound))  # more than `count` where tokens are equal
-        rows.append(known[np.argsort(-row[known], kind="stable")[:count]])
-    return np.stack(rows)
+def _likeliest(logits: FloatArray, bins: IntArray, count: int) -> IntArray:
+    """Ids of the `count` likeliest tokens, rising; of equals the lower ids."""
+    cut = int(np.searchsorted(np.bincount(bins).cumsum(), count))
+    members = np.flatnonzero(bins == cut)
+    surely = np.flatnonzero(bins < cut)
+    first = members[np.argsort(-logits[members], kind="stable")[: count - len(surely)]]
+    return np.sort(np.concatenate([surely, first]))
+
+
+def _draw(logits: FloatArray, bins: IntArray, top: np.float32, sampling: Sampling, draw: float) -> int:
+    """The place of the token that `draw` falls on, among what top-p keeps of these."""
+    mass = logits.astype(np.float64)  # probability over the likeliest token's
+    with np.errstate(over="ignore", invalid="ignore"):
+        mass -= float(top)
+        mass /= sampling.temperature  # next to 0, all but the likeliest are infinitely far below it
+        np.exp(mass, out=mass)
+    running = np.bincount(bins, weights=mass).cumsum()
+
+    def passing(limit: float) -> tuple[int, float]:
+        """The first token, likeliest first, with which the running mass is above `limit`, and that mass; else the last one."""
+        found = min(int(np.searchsorted(running, limit, side="right")), len(running) - 1)
+        members = np.flatnonzero(bins == found)
+        order = members[np.argsort(-logits[members], kind="stable")]
+        within = (running[found - 1] if found else 0.0) + mass[order].cumsum()
+        place = min(int(np.searchsorted(within, limit, side="right")), len(order) - 1)
+        return int(order[place]), float(within[place])
+
+    kept = float(running[-1])
+    if sampling.top_p < 1:
+        _, kept = passing(float(np.nextafter(sampling.top_p * kept, 0)))  # that reaches it is enough
+    token, _ = passing(draw * kept)
+    return token
 
 
 def uniform(seed: int, row: int, step: int) -> float:

@@ -23,6 +23,11 @@ def test_training_measures_both_models() -> None:
     assert [line.split(":")[0] for line in lines] == ["opt full depth", "opt 2x", "llama full depth", "llama 2x"]
 
 
+def test_choosing_measures_every_case() -> None:
+    cases = json.loads(_run("choosing.py").splitlines()[-1])["cases"]
+    assert len(cases) == 2 * 2 * 3 and all(case["times_as_fast_as_transformers"] > 0 for case in cases)
+
+
 def test_decode_measures_every_system_that_is_installed() -> None:
     # a third of this test's time was threads that spin while the others of their step wait for a core
     figures = json.loads(_run("decode.py", "--threads", "1").splitlines()[-1])["models"]["llama"]

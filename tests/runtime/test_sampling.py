@@ -42,8 +42,11 @@ def test_top_k_among_equals_keeps_the_lower_ids(top_k: int) -> None:
     assert max(places) < top_k and len({*places}) > min(top_k, 50) * 0.6
 
 
-def test_top_k_of_nothing_but_nan_is_some_token() -> None:
-    (token,) = choose_tokens(np.full((1, 9), np.nan, np.float32), Sampling(do_sample=True, top_k=3), np.arange(1), 0)
+@pytest.mark.parametrize("logits", [[np.nan] * 9, [0.5] * 8 + [np.nan], [0.5] * 8 + [np.inf], [np.inf] * 9], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 1e-320}], ids=str)
+def test_of_logits_that_are_no_numbers_some_token_is_chosen(logits: list[float], changes: dict[str, float]) -> None:
+    rows = np.array([logits], dtype=np.float32)
+    (token,) = choose_tokens(rows, Sampling(do_sample=True, **changes), np.arange(1), 0)
     assert 0 <= token < 9
 
 
@@ -51,7 +54,7 @@ def test_top_k_of_nothing_but_nan_is_some_token() -> None:
     "changes", [{}, {"top_p": 0.3}, {"top_p": 0.999}, {"temperature": 30.0}, {"temperature": 30.0, "top_p": 0.9}]
 )
 def test_the_choice_is_that_of_a_sorted_vocabulary(changes: dict[str, float]) -> None:
-    """A vocabulary larger than what is looked at first, peaked and flat."""
+    """Peaked and flat."""
     logits = np.random.default_rng(0).normal(0, 3, (40, 6000)).astype(np.float32)
     sampling = Sampling(do_sample=True, seed=5, **changes)
     tokens = choose_tokens(logits, sampling, np.arange(40), 3)

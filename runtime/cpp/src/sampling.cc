@@ -64,51 +64,75 @@ double Uniform(uint64_t seed, uint64_t row, uint64_t step) {
 
 void Sampler::Prepare(int64_t vocab_size, const skd_row_options& options) {
   if (options.do_sample == 0) return;
-  order_.reserve(static_cast<size_t>(vocab_size));
-  mass_.reserve(static_cast<size_t>(vocab_size));
+  const auto count = static_cast<size_t>(vocab_size);
+  bins_.reserve(count);
+  members_.reserve(count);
 }
 
 int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
-  if (options.do_sample != 0) return Sample(logits, vocab_size, options, step);
-  return Likeliest(logits, vocab_size);
+  const int64_t likeliest = Likeliest(logits, vocab_size);
+  if (options.do_sample == 0) return likeliest;
+  const auto count = static_cast<size_t>(vocab_size);
+  const Weights weights{logits, static_cast<int32_t>(likeliest), options.temperature};
+  binned_ = options.top_k == 0 || options.top_k >= count;
+  double kept = binned_ ? PutIntoBins(weights, count) : KeepLikeliest(weights, count, options.top_k);
+  if (options.top_p < 1) kept = Passing(weights, std::nextafter(options.top_p * kept, 0.0)).mass;  // that reaches it is enough
+  return Passing(weights, Uniform(options.seed, options.generator_row, step) * kept).id;
 }
 
-int64_t Sampler::Sample(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
-  // sorting a whole vocabulary takes longer than a decode step; the choice is nearly always among the first
-  constexpr size_t kFirst = 256, kGrowth = 16;
-  const auto count = static_cast<size_t>(vocab_size);
-  const size_t most = options.top_k == 0 ? count : std::min<size_t>(options.top_k, count);
-  const auto top = static_cast<double>(logits[Likeliest(logits, vocab_size)]);
-  const auto mass = [&](size_t id) { return std::exp((static_cast<double>(logits[id]) - top) / options.temperature); };
-  double total = 0.0;
-  for (size_t id = 0; options.top_k == 0 && id < count; ++id) total += mass(id);
-  const double draw = Uniform(options.seed, options.generator_row, step);
-  order_.resize(count);
-  std::iota(order_.begin(), order_.end(), 0);
-  for (size_t size = options.top_k == 0 ? std::min(kFirst, most) : most;; size = std::min(kGrowth * size, most)) {
-    const auto likelier = [logits](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); };
-    std::partial_sort(order_.begin(), order_.begin() + static_cast<ptrdiff_t>(size), order_.end(), likelier);
-    mass_.resize(size);
-    for (size_t i = 0; i < size; ++i) mass_[i] = mass(static_cast<size_t>(order_[i]));
-    if (size == most) total = std::accumulate(mass_.begin(), mass_.end(), 0.0);
-    double kept_mass = 0.0;
-    size_t kept = 0;
-    // compared as Python compares, but for the last bits of the total, which numpy sums in pairs
-    for (double cumulated = 0.0; kept < size; ++kept) {
-      cumulated += mass_[kept];
-      if (!(cumulated - mass_[kept] < options.top_p * total)) break;
-      kept_mass = cumulated;
-    }
-    const bool ended = kept < size || size == most;  // what top_p keeps lies within these
-    if (!ended && options.top_p < 1) continue;
-    const double bound = draw * (ended ? kept_mass : total);
-    double sum = 0.0;
-    for (size_t i = 0; i < kept; ++i) {
-      sum += mass_[i];
-      if (sum > bound) return order_[i];
-    }
-    if (ended) return order_[kept > 0 ? kept - 1 : 0];
+bool Sampler::Weights::Likelier(int32_t a, int32_t b) const { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); }
+
+double Sampler::Weights::MassOf(size_t id) const {
+  return std::exp((static_cast<double>(logits[id]) - static_cast<double>(logits[likeliest])) / temperature);
+}
+
+double Sampler::PutIntoBins(const Weights& weights, size_t count) {
+  const auto steepness = static_cast<float>(std::min(kBinsPerNat / weights.temperature, 1e30));  // next to 0 it is none in fp32
+  bins_.resize(count);
+  for (size_t id = 0; id < count; ++id) {
+    const float place = (weights.logits[weights.likeliest] - weights.logits[id]) * steepness;
+    bins_[id] = static_cast<uint16_t>(place < kBins - 1 ? place : kBins - 1);
   }
+  bin_mass_.fill(0);
+  for (size_t id = 0; id < count; ++id) bin_mass_[bins_[id]] += weights.MassOf(id);
+  return std::accumulate(bin_mass_.begin(), bin_mass_.end(), 0.0);
+}
+
+double Sampler::KeepLikeliest(const Weights& weights, size_t count, size_t most) {
+  members_.resize(count);
+  std::iota(members_.begin(), members_.end(), 0);
+  std::partial_sort(members_.begin(), members_.begin() + static_cast<ptrdiff_t>(most), members_.end(),
+                    [&weights](int32_t a, int32_t b) { return weights.Likelier(a, b); });
+  members_.resize(most);
+  double total = 0;
+  for (const int32_t id : members_) total += weights.MassOf(static_cast<size_t>(id));
+  return total;
+}
+
+Sampler::Found Sampler::Passing(const Weights& weights, double limit) {
+  double mass = binned_ ? GoToBin(weights, limit) : 0;
+  for (const int32_t id : members_) {
+    mass += weights.MassOf(static_cast<size_t>(id));
+    if (mass > limit) return {id, mass};
+  }
+  return {members_.back(), mass};
+}
+
+double Sampler::GoToBin(const Weights& weights, double limit) {
+  double before = 0;
+  uint16_t bin = 0, last = 0;
+  for (; bin < kBins && !(before + bin_mass_[bin] > limit); ++bin) {
+    if (bin_mass_[bin] > 0) last = bin;
+    before += bin_mass_[bin];
+  }
+  if (bin == kBins) before -= bin_mass_[bin = last];
+  members_.clear();
+  for (size_t id = 0; id < bins_.size(); ++id) {
+    if (bins_[id] == bin) members_.push_back(static_cast<int32_t>(id));
+  }
+  if (members_.empty()) members_.push_back(weights.likeliest);  // logits that are NaN or infinite: any token is as good
+  std::sort(members_.begin(), members_.end(), [&weights](int32_t a, int32_t b) { return weights.Likelier(a, b); });
+  return before;
 }
 
 }  // namespace skd

@@ -1,0 +1,101 @@
+// Tokens that the host chooses, against a vocabulary that is sorted.
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "sampling.h"
+
+namespace {
+
+using Logits = std::vector<float>;
+
+skd_row_options Options(double temperature, uint32_t top_k, double top_p) {
+  skd_row_options options = skd_row_options_default();
+  options.do_sample = 1;
+  options.temperature = temperature;
+  options.top_k = top_k;
+  options.top_p = top_p;
+  options.seed = 5;
+  return options;
+}
+
+int64_t Sorted(const Logits& logits, const skd_row_options& options, uint64_t step) {
+  std::vector<int64_t> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto logit = [&logits](int64_t id) { return logits[static_cast<size_t>(id)]; };
+  std::stable_sort(order.begin(), order.end(), [&logit](int64_t a, int64_t b) { return logit(a) > logit(b); });
+  if (options.top_k > 0) order.resize(std::min<size_t>(options.top_k, order.size()));
+  std::vector<double> mass;
+  for (const int64_t id : order) mass.push_back(std::exp((double{logit(id)} - double{logit(order[0])}) / options.temperature));
+  const double total = std::accumulate(mass.begin(), mass.end(), 0.0);
+  double kept = 0;
+  size_t count = 0;
+  while (count < mass.size() && kept < options.top_p * total) kept += mass[count++];
+  const double bound = skd::Uniform(options.seed, options.generator_row, step) * kept;
+  double running = 0;
+  for (size_t i = 0; i < count; ++i) {
+    running += mass[i];
+    if (running > bound) return order[i];
+  }
+  return order[count - 1];
+}
+
+// Peaked, flat, all within a bin, full of equal ones, masked.
+std::vector<Logits> Examples(size_t count) {
+  std::mt19937 generator(static_cast<uint32_t>(count));
+  std::normal_distribution<float> normal;
+  std::vector<Logits> examples(5, Logits(count));
+  for (size_t id = 0; id < count; ++id) {
+    const float drawn = normal(generator);
+    examples[0][id] = 5 * drawn;
+    examples[1][id] = 0.5F * drawn;
+    examples[2][id] = 0.001F * drawn;
+    examples[3][id] = std::round(drawn);
+    examples[4][id] = id % 3 == 0 ? drawn : -std::numeric_limits<float>::infinity();
+  }
+  return examples;
+}
+
+}  // namespace
+
+TEST_CASE("the token is that of a sorted vocabulary, peaked and flat") {
+  for (const size_t count : {size_t{1}, size_t{99}, size_t{6000}}) {
+    const std::vector<Logits> examples = Examples(count);
+    for (const skd_row_options& options :
+         {Options(1, 0, 1), Options(1e-320, 0, 0.9), Options(0.01, 0, 1), Options(1, 0, 0.9), Options(30, 0, 0.999),
+          Options(1, 40, 1), Options(1, 40, 0.8), Options(1, 100000, 0.5), Options(1, 0, 1e-9)}) {
+      skd::Sampler sampler;
+      sampler.Prepare(static_cast<int64_t>(count), options);
+      for (size_t example = 0; example < examples.size(); ++example) {
+        for (uint64_t step = 0; step < 20; ++step) {
+          INFO(count << " tokens, example " << example << ", step " << step << ", temperature " << options.temperature
+                     << ", top_k " << options.top_k << ", top_p " << options.top_p);
+          const Logits& logits = examples[example];
+          const int64_t found = sampler.Choose(logits.data(), static_cast<int64_t>(count), options, step);
+          REQUIRE(found == Sorted(logits, options, step));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("logits that are no numbers give some token") {
+  for (const float broken : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const size_t all : {size_t{0}, size_t{1}}) {
+      Logits logits(50, all == 1 ? broken : 0.5F);
+      logits[7] = broken;
+      for (const skd_row_options& options : {Options(1, 0, 1), Options(1, 0, 0.9), Options(1, 5, 1), Options(1e-320, 0, 1)}) {
+        skd::Sampler sampler;
+        sampler.Prepare(50, options);
+        const int64_t found = sampler.Choose(logits.data(), 50, options, 0);
+        CHECK((found >= 0 && found < 50));
+      }
+    }
+  }
+}
