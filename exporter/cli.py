@@ -136,10 +136,7 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
             check_signals()
             show(what, done)
 
-        try:
-            manifest = export(request, report)
-        except BrokenPipeError as error:  # a connection's; `guarded` would take it for a reader of the output that went away
-            raise ConnectionError(error.errno, error.strerror) from error
+        manifest = export(request, report)
     if not options.quiet:
         for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
             print(f"{_WARNING}{warning}", file=sys.stderr)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -38,10 +40,10 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader went away
-        _drop_unwritable()
-        return 0
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            _drop_unwritable()
+            return 0
         if debug:
             raise
         _drop_unwritable()
@@ -58,6 +60,15 @@ def _make_streams_print_anything() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads an output any more; a connection of the command's own breaks in the same words."""
+    outputs = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # one that is no file
+            outputs.register(stream.fileno(), 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in outputs.poll(0))
 
 
 def _drop_unwritable() -> None:

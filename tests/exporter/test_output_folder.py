@@ -237,17 +237,6 @@ def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(m
     assert (caught.value.code, reached) == (143, ["layer 0"])
 
 
-def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_went_away(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: object) -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    monkeypatch.setattr(cli, "export", broken)
-    assert cli.main(["opt-125m", "--out", "bundle"]) == 2
-    assert capsys.readouterr().err.startswith("cannot go on (Broken pipe)")
-
-
 def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         try:

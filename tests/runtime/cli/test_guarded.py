@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def test_a_file_that_the_system_does_not_give_is_one_line_that_names_it(capsys: 
     assert capsys.readouterr().err.startswith("/var/cache/x: cannot go on (Permission denied); free space, check permissions")
     with pytest.raises(PermissionError):
         guarded(fails, debug=True)
+
+
+def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_went_away(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert guarded(fails, debug=False) == 2
+    assert capsys.readouterr().err.startswith("cannot go on (Broken pipe)")
+    code = "from skipdecode.cli import guarded; raise SystemExit(guarded(lambda: print('x' * 10**6) or 0, debug=False))"
+    ended = _shell(f'{{ python -c "{code}"; echo $? >&2; }} | true', Path())
+    assert (ended.stdout, ended.stderr) == ("", "0\n")
 
 
 def test_nothing_is_sent_to_the_maker_of_onnx_runtime(zoo: Zoo, tmp_path: Path) -> None:
