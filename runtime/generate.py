@@ -144,6 +144,7 @@ class Generator:
                 self._prefill_s = time.perf_counter() - started
             yield Step(tuple(newest), layers)
             if not left:
+                self.engines.after_run()
                 return
 
     def _tokens(

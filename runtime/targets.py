@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import platform
 from collections.abc import Callable
@@ -128,9 +129,11 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace |
             f"export the model again with --target {target.name}:{device.capability} --force, or cuda where that is unknown",
             where=str(bundle),
         )  # fmt: skip
-    shared = tensorrt.PlanRuntime(target.name, device, KernelCache(_kernels_of(bundle)))
+    kernels = KernelCache(_kernels_of(bundle))
+    shared = tensorrt.PlanRuntime(target.name, device, kernels)
     run = device.turn_around()
-    return plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared, trace))
+    engines = plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared, trace))
+    return dataclasses.replace(engines, after_run=kernels.keep)
 
 
 def _kernels_of(bundle: Path) -> Path:

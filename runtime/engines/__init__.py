@@ -50,6 +50,7 @@ class Engines:
     slots: tuple[int, ...] | None = None  # of each layer's KV buffer, where engines are built for that many alone
     most_prompt_tokens: int | None = None  # that a prompt's pass may have, then of one row; None: any number, of any rows
     turn_around: turnaround.Run | None = None  # between two steps on the device; None: tokens are chosen on the host
+    after_run: Call = lambda: None  # keeps what they have compiled, for the next start
 
 
 def bind_segment(engine: Engine, inputs: Mapping[str, Array], hidden: Array, states: Iterable[Mapping[str, Array]]) -> Call:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from skipdecode import manifest as manifests
 from skipdecode.device_loop import AHEAD
 from skipdecode.schedule import Anchor
 from tests.runtime import device
@@ -58,6 +60,20 @@ def test_generations_are_those_of_the_loop_on_the_host(
         expected = host.generate(**request)
         assert answer["tokens"] == [row.token_ids for row in expected.sequences]
         assert answer["layers"] == list(expected.layers)
+
+
+def test_a_process_that_is_killed_has_kept_the_kernels_that_its_runs_compiled(
+    driver: Path, gpu_bundle: Callable[[Anchor], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bundle, folder = gpu_bundle(Anchor.GENERATED), tmp_path / "skipdecode" / "kernels"
+    assert _run(driver, bundle, REQUESTS[:1], "killed").returncode == -signal.SIGKILL
+    (kept,) = folder.iterdir()
+    segments = len(manifests.read(bundle).segments)
+    assert len(kept.read_bytes().split()) == 2 + segments + 2, "segments, embedding and head"
+    written = kept.stat().st_ino
+    assert _run(driver, bundle, REQUESTS[:2], "killed").returncode == -signal.SIGKILL
+    assert [each.stat().st_ino for each in folder.iterdir()] == [written], "nothing new"
 
 
 def test_without_graphs_the_steps_calls_are_made_one_by_one(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:

@@ -4,7 +4,7 @@ On standard input a JSON list of `generate`'s arguments; on standard output thei
 taken after each (the GPU's and pinned ones), and how many steps were launched as a graph, how many events were made.
 `plain`: without graphs; `full`: on a GPU whose memory is taken; `without_pinned`, `without_graphs`: no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
-`allocating`: plans are of a version that allocates while they run.
+`allocating`: plans are of a version that allocates while they run; `killed`: the process ends as a signal would end it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +60,9 @@ def main() -> None:
         taken.append(_driver.standin_taken())
     counts = {"replayed": _driver.standin_replayed(), "events": _driver.standin_events()}
     json.dump({"generations": answers, "taken": taken, **counts}, sys.stdout)
+    if "killed" in sys.argv:
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
