@@ -1,72 +1,136 @@
-"""What does choosing a token take? `runtime/sampling.py` against transformers' own warpers and a draw, a row at a time and 16.
+"""What does choosing a token take? Ours against transformers' own warpers and a draw, a row at a time and 16, in turns.
 
-Logits are made: `peaked` as a trained model's are (probabilities fall with the 1.5th power of the rank, 3 nats of entropy),
-`flat` as an untrained one's (8 nats), which keeps many tokens.
+On the host `runtime/sampling.py`; on a GPU (`--device cuda`) the turn-around's kernel, 20 of them that follow each other, and the
+same of transformers. Logits are made: `peaked` as a trained model's are (probabilities fall with the 1.5th power of the rank, 3
+nats of entropy), `flat` as an untrained one's (8 nats), which keeps many tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import machine
 import numpy as np
 import torch
+from gpu_systems import device_facts
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from skipdecode.cuda import CudaDevice
+from skipdecode.device import HostDevice
+from skipdecode.memory import DeviceMemory
+from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling, choose_tokens
 
 SAMPLINGS = {
+    "greedy": Sampling(),
     "temperature 1": Sampling(do_sample=True),
     "top_p 0.95": Sampling(do_sample=True, top_p=0.95),
     "top_k 50, top_p 0.95, temperature 0.8": Sampling(do_sample=True, temperature=0.8, top_k=50, top_p=0.95),
 }
+_FOLLOWING = 20  # choices that a GPU makes without being waited for
+
+Logits = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 
-def main() -> None:
+def main() -> int:
     """Measure, write the results, and print a line a case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a small vocabulary, nothing written")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the logits are (%(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="a small vocabulary, a GPU's code on the host, nothing written")
+    options = parser.parse_args()
+    device = device_facts() if options.device == "cuda" and not options.smoke else {}
+    if isinstance(device, str):
+        print(f"choosing.py: {device}", file=sys.stderr)
+        return 2
     torch.set_num_threads(2)
     cases = [
-        _measure(vocabulary, rows, shape, name, rounds=3 if smoke else 11)
-        for vocabulary in ((500,) if smoke else (8192, 50272, 128256)) for rows in (1, 16) for shape in ("peaked", "flat")
+        _measure(vocabulary, rows, shape, name, options)
+        for vocabulary in ((500,) if options.smoke else (8192, 50272, 128256)) for rows in (1, 16) for shape in ("peaked", "flat")
         for name in SAMPLINGS
     ]  # fmt: skip
     for case in cases:
-        print(f"{case['vocabulary']:6} x {case['rows']:2} {case['logits']:6} {case['sampling']:38} {case['ms']:7.2f} ms, "
-              f"transformers {case['transformers_ms']:7.2f} ms, {case['times_as_fast_as_transformers']:.1f}x")  # fmt: skip
-    if smoke:
+        print(f"{case['vocabulary']:6} x {case['rows']:2} {case['logits']:6} {case['sampling']:38} {case['ms']:8.3f} ms, "
+              f"transformers {case['transformers_ms']:8.3f} ms, {case['times_as_fast_as_transformers']:.1f}x")  # fmt: skip
+    if options.smoke:
         print(json.dumps({"cases": cases}))
     else:
-        print(machine.write_results("choosing", {"machine": machine.facts(), "cases": cases}))
+        print(machine.write_results("choosing", {"machine": machine.facts() | device, "cases": cases}))
+    return 0
 
 
-def _measure(vocabulary: int, rows: int, shape: str, name: str, rounds: int) -> dict[str, Any]:
+def _measure(vocabulary: int, rows: int, shape: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     ranks = rng.permuted(np.tile(np.arange(vocabulary), (rows, 1)), axis=1) + 1.0
     noise = rng.normal(0, 0.5 if shape == "peaked" else 2.5, ranks.shape)
     logits = (noise - (1.5 * np.log(ranks) if shape == "peaked" else 0)).astype(np.float32)
-    numbers, sampling = np.arange(rows), SAMPLINGS[name]
-    ours, theirs = [], []
-    warped, draw = _transformers(torch.from_numpy(logits), sampling), torch.Generator().manual_seed(0)
-    for step in range(rounds):  # in turns
-        ours.append(_ms(lambda step=step: choose_tokens(logits, sampling, numbers, step)))
-        theirs.append(_ms(lambda: torch.multinomial(warped(), 1, generator=draw)))
+    on_gpu = options.device == "cuda"
+    where = "cpu" if options.smoke else options.device
+    ours = _Kernel(logits, SAMPLINGS[name], where) if on_gpu else _Host(logits, SAMPLINGS[name])
+    theirs = _transformers(torch.from_numpy(logits).to(where), SAMPLINGS[name])
+    wait_theirs = torch.cuda.synchronize if where == "cuda" else lambda: None
+    block = _FOLLOWING if on_gpu else 1
+    pairs = [
+        (_ms(ours, ours.wait, block), _ms(theirs, wait_theirs, block)) for _ in range(3 if options.smoke else 12)
+    ][1:]  # the first allocates  # fmt: skip
     return {
         "vocabulary": vocabulary, "rows": rows, "logits": shape, "sampling": name,
-        "ms": statistics.median(ours), "transformers_ms": statistics.median(theirs),
-        "times_as_fast_as_transformers": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+        "ms": statistics.median(a for a, _ in pairs), "transformers_ms": statistics.median(b for _, b in pairs),
+        "times_as_fast_as_transformers": statistics.median(b / a for a, b in pairs),
     }  # fmt: skip
 
 
-def _transformers(logits: torch.Tensor, sampling: Sampling) -> Callable[[], torch.Tensor]:
-    """Probabilities [B,V] as `generate` makes them."""
+class _Host:
+    def __init__(self, logits: Logits, sampling: Sampling) -> None:
+        self._logits, self._sampling, self._rows, self._step = logits, sampling, np.arange(len(logits)), 0
+
+    def __call__(self) -> None:
+        choose_tokens(self._logits, self._sampling, self._rows, self._step)
+        self._step += 1
+
+    def wait(self) -> None:
+        pass
+
+
+class _Kernel:
+    """The turn-around's, on a GPU; `where` cpu: its host version."""
+
+    def __init__(self, logits: Logits, sampling: Sampling, where: str) -> None:
+        self._device = device = CudaDevice() if where == "cuda" else HostDevice()
+        self._run = device.turn_around() if isinstance(device, CudaDevice) else _on_the_host()
+        memory, rows = DeviceMemory(device, "float16"), len(logits)
+        settings = bytes(turnaround.Sampling.of(sampling)) * rows
+        arrays = {name: np.zeros(rows, np.int64) for name in ("row_ids", "stop_ids", "input_ids", "position_ids", "tokens")}
+        arrays |= {name: np.zeros(rows, np.int32) for name in ("steps", "seqlens_k", "finished")}
+        arrays |= {"logits": logits, "sampling": np.frombuffer(settings, np.uint8)}
+        self._twins = {name: memory.twin(array)[0] for name, array in arrays.items()}
+        self._state = turnaround.TurnAround(
+            rows=rows, vocabulary=logits.shape[1], kept_steps=1, stop_count=0,
+            **{name: twin.pointer for name, twin in self._twins.items()},
+        )  # fmt: skip
+
+    def __call__(self) -> None:
+        self._run(self._state)
+
+    def wait(self) -> None:
+        self._device.mark()()
+
+
+def _on_the_host() -> turnaround.Run:
+    library = turnaround.build(Path(tempfile.mkdtemp()) / "turnaround.so", device=False)
+    return lambda state: library.skd_turnaround_host(ctypes.byref(state))
+
+
+def _transformers(logits: torch.Tensor, sampling: Sampling) -> Callable[[], None]:
+    """As `generate` does it."""
     warpers: list[Any] = []
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -75,20 +139,26 @@ def _transformers(logits: torch.Tensor, sampling: Sampling) -> Callable[[], torc
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
 
-    def probabilities() -> torch.Tensor:
+    def choose() -> None:
         scores = logits
         for warper in warpers:
             scores = warper(None, scores)
-        return torch.softmax(scores, dim=-1)
+        if sampling.do_sample:
+            torch.multinomial(torch.softmax(scores, dim=-1), 1)
+        else:
+            torch.argmax(scores, dim=-1)
 
-    return probabilities
+    return choose
 
 
-def _ms(call: Callable[[], Any]) -> float:
+def _ms(choose: Callable[[], None], wait: Callable[[], Any], times: int) -> float:
+    """Of one choice."""
     started = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - started)
+    for _ in range(times):
+        choose()
+    wait()
+    return 1000 * (time.perf_counter() - started) / times
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

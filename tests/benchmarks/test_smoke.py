@@ -23,9 +23,10 @@ def test_training_measures_both_models() -> None:
     assert [line.split(":")[0] for line in lines] == ["opt full depth", "opt 2x", "llama full depth", "llama 2x"]
 
 
-def test_choosing_measures_every_case() -> None:
-    cases = json.loads(_run("choosing.py").splitlines()[-1])["cases"]
-    assert len(cases) == 2 * 2 * 3 and all(case["times_as_fast_as_transformers"] > 0 for case in cases)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_choosing_measures_every_case(device: str) -> None:
+    cases = json.loads(_run("choosing.py", "--device", device).splitlines()[-1])["cases"]
+    assert len(cases) == 2 * 2 * 4 and all(case["times_as_fast_as_transformers"] > 0 for case in cases)
 
 
 def test_decode_measures_every_system_that_is_installed() -> None:
