@@ -170,7 +170,11 @@ class CudaDevice:
     def turn_around(self) -> turnaround.Run:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
         driver = self._driver
-        module = self._call(driver.cuModuleLoadData, turnaround.PTX.read_bytes() + b"\0")
+        driver.cuCtxSetCurrent(self._context)
+        answer = driver.cuModuleLoadData(turnaround.PTX.read_bytes() + b"\0")
+        if answer[0] == driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+            raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
+        module = self._checked(answer)
         kernel = self._call(driver.cuModuleGetFunction, module, turnaround.KERNEL.encode())
         self._turn_around_module = module
 

@@ -55,7 +55,7 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
         likeliest: IntArray = logits.argmax(axis=1)
         return likeliest
     draws = (uniform(sampling.seed, int(row), step) for row in rows)
-    return np.array([_choose(line, sampling, draw) for line, draw in zip(logits, draws, strict=True)])
+    return np.array([_choose(line, sampling, draw) for line, draw in zip(logits, draws, strict=True)], dtype=np.int64)
 
 
 def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
@@ -65,6 +65,8 @@ def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
     which the k-th one, the end of what top-p keeps, or the draw lies is sorted.
     """
     top = logits.max()
+    if not np.isfinite(top):
+        return int(logits.argmax())
     steepness = min(_BINS_PER_NAT / sampling.temperature, 1e30)  # a temperature next to 0 is none in fp32
     with np.errstate(over="ignore", invalid="ignore"):
         bins = np.fmin((top - logits) * np.float32(steepness), _BINS - 1).astype(np.intp)
@@ -77,34 +79,41 @@ def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
 def _likeliest(logits: FloatArray, bins: IntArray, count: int) -> IntArray:
     """Ids of the `count` likeliest tokens, rising; of equals the lower ids."""
     cut = int(np.searchsorted(np.bincount(bins).cumsum(), count))
-    members = np.flatnonzero(bins == cut)
     surely = np.flatnonzero(bins < cut)
-    first = members[np.argsort(-logits[members], kind="stable")[: count - len(surely)]]
-    return np.sort(np.concatenate([surely, first]))
+    return np.sort(np.concatenate([surely, _sorted(logits, bins, cut)[: count - len(surely)]]))
+
+
+def _sorted(logits: FloatArray, bins: IntArray, which: int) -> IntArray:
+    """Places of a bin's tokens, likeliest first, of equals the lower one first."""
+    members = np.flatnonzero(bins == which)
+    return members[np.argsort(-logits[members], kind="stable")]
 
 
 def _draw(logits: FloatArray, bins: IntArray, top: np.float32, sampling: Sampling, draw: float) -> int:
     """The place of the token that `draw` falls on, among what top-p keeps of these."""
     mass = logits.astype(np.float64)  # probability over the likeliest token's
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore"):
         mass -= float(top)
         mass /= sampling.temperature  # next to 0, all but the likeliest are infinitely far below it
         np.exp(mass, out=mass)
-    running = np.bincount(bins, weights=mass).cumsum()
+    after = np.bincount(bins, weights=mass).cumsum()  # the mass down to each bin's end
+    order: dict[int, IntArray] = {}  # of bins that were sorted
 
     def passing(limit: float) -> tuple[int, float]:
-        """The first token, likeliest first, with which the running mass is above `limit`, and that mass; else the last one."""
-        found = min(int(np.searchsorted(running, limit, side="right")), len(running) - 1)
-        members = np.flatnonzero(bins == found)
-        order = members[np.argsort(-logits[members], kind="stable")]
-        within = (running[found - 1] if found else 0.0) + mass[order].cumsum()
-        place = min(int(np.searchsorted(within, limit, side="right")), len(order) - 1)
-        return int(order[place]), float(within[place])
+        """The first token, likeliest first, with which the running mass is above `limit`, and that mass."""
+        which = int(np.searchsorted(after, limit, side="right"))
+        if which not in order:
+            order[which] = _sorted(logits, bins, which)
+        members = order[which]
+        running = (after[which - 1] if which else 0.0) + mass[members].cumsum()
+        place = min(int(np.searchsorted(running, limit, side="right")), len(members) - 1)
+        # sums of the same numbers in another order, which must not pass each other
+        return int(members[place]), float(min(running[place], after[which]))
 
-    kept = float(running[-1])
+    kept = float(after[-1])
     if sampling.top_p < 1:
         _, kept = passing(float(np.nextafter(sampling.top_p * kept, 0)))  # that reaches it is enough
-    token, _ = passing(draw * kept)
+    token, _ = passing(min(draw * kept, float(np.nextafter(kept, 0))))
     return token
 
 

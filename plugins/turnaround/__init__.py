@@ -16,7 +16,7 @@ from skipdecode.errors import TargetError
 
 SOURCE = Path(__file__).parent / "turnaround.cu"
 PTX = SOURCE.with_suffix(".ptx")  # written by `write_ptx`, for compute capability 7.5 and all later ones
-KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and choose.h have them
+KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and turnaround.h have them
 _MOST = 2**31 - 1  # of a C int; no vocabulary is larger
 ARCHITECTURES = ("80", "89", "90")  # compute capabilities that `build` compiles the kernel for
 

@@ -161,7 +161,7 @@ SKD_BOTH int32_t ChooseToken(Row<Block>& row, const SkdSampling& how, int64_t ro
   return IdOf(row.Passing(mass, least, static_cast<uint64_t>(drawn)));
 }
 
-// One row's turn-around; `first` is whether this thread writes the row's state.
+// One row's turn-around; a block's first thread writes the row's state.
 template <class Block>
 SKD_BOTH void TurnAround(Block block, Scratch& scratch, const SkdTurnaround& state, int32_t index) {
   const int32_t step = state.steps[index];

@@ -38,7 +38,7 @@ typedef struct SkdTurnaround {
   int64_t* position_ids;        // [B], advanced
   int32_t* seqlens_k;           // [B], advanced
   int32_t* finished;            // [B], 0 or 1
-  int64_t* tokens;              // [kept_steps, B], written at the row's step, over that of kept_steps before
+  int64_t* tokens;              // [kept_steps, B], a row's at its step modulo kept_steps
 } SkdTurnaround;
 
 // Enqueue on `stream` (a cudaStream_t). Returns 0, or a CUDA error number. Only in a library that nvcc has built.

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -16,18 +17,20 @@ namespace {
 // What the functions below share: ONNX Runtime calls them without saying for whom.
 struct Shared {
   const OrtApi* real = nullptr;
-  bool on_gpu = false;              // whether the last memory that was described is the GPU's
   std::deque<int32_t> of_the_host;  // what a run reads on the host, where it may change once the run was asked for
   std::string not_loaded, stopped;  // why
   int runs_left = 0;
 };
 Shared shared;
+std::mutex mutex;                  // of what threads share
+thread_local bool on_gpu = false;  // whether the last memory that was described is the GPU's
 
 // Done when the stream comes to it, in a graph as often as that is launched.
 void PutOnStream(std::function<void()> work) {
   using Launch = int(void*, void (*)(void*), void*);
   static auto* const launch = reinterpret_cast<Launch*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "standin_launch"));
   static std::deque<std::function<void()>> kept;
+  const std::lock_guard<std::mutex> lock(mutex);
   kept.push_back(std::move(work));
   const auto call = [](void* data) { (*static_cast<std::function<void()>*>(data))(); };
   if (launch(skd::cuda_stream::Handle(), call, &kept.back()) != 0) throw std::logic_error("the stream takes no work");
@@ -71,13 +74,16 @@ OrtStatusPtr CreateSession(const OrtEnv* environment, const char* path, const Or
 }
 
 OrtStatusPtr CreateMemory(const char* name, OrtAllocatorType kind, int number, OrtMemType type, OrtMemoryInfo** info) noexcept {
-  shared.on_gpu = std::strcmp(name, "Cuda") == 0;
+  on_gpu = std::strcmp(name, "Cuda") == 0;
   return shared.real->CreateMemoryInfo("Cpu", kind, number, type, info);
 }
 
 OrtStatusPtr CreateTensor(const OrtMemoryInfo* info, void* data, size_t bytes, const int64_t* shape, size_t rank,
                           ONNXTensorElementDataType type, OrtValue** value) noexcept {
-  if (!shared.on_gpu) data = &shared.of_the_host.emplace_back(*static_cast<const int32_t*>(data));
+  if (!on_gpu) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    data = &shared.of_the_host.emplace_back(*static_cast<const int32_t*>(data));
+  }
   return shared.real->CreateTensorWithDataAsOrtValue(info, data, bytes, shape, rank, type, value);
 }
 
@@ -88,7 +94,8 @@ OrtStatusPtr Run(OrtSession* session, const OrtRunOptions* options, const OrtIoB
 }
 
 void Release(OrtIoBinding* binding) {
-  PutOnStream([binding] { shared.real->ReleaseIoBinding(binding); });
+  // in its turn, so that it is not recorded for a graph of another thread's
+  skd::cuda_stream::Run([binding] { PutOnStream([binding] { shared.real->ReleaseIoBinding(binding); }); });
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include "engine.h"
 
 // While one lives, ONNX Runtime says that it has CUDA, and a run is work on the stream of the stand-in for NVIDIA's driver
-// (tests/standin/libcuda.cc), whose memory is the host's. One at a time, for one thread.
+// (tests/standin/libcuda.cc), whose memory is the host's. One at a time; RefuseToLoad and StopAfter are for one thread.
 class GpuEngines {
  public:
   GpuEngines();

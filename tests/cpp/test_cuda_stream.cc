@@ -13,6 +13,7 @@
 #include "cuda_stream.h"
 #include "error.h"
 #include "replay.h"
+#include "turn_around.h"
 
 namespace {
 
@@ -136,6 +137,15 @@ TEST_CASE("what a run throws while it is recorded is thrown by the call that fol
   CHECK_FALSE(replay.Run([&] { Enqueue(&done); }));
   Wait();
   CHECK(done == 2);
+}
+
+TEST_CASE("a driver that is older than the kernel's language is told as that") {
+  int* const old = Driver<int>("standin_old");
+  *old = 1;
+  CHECK_THROWS_WITH(skd::cuda_stream::LoadKernel(skd::kTurnAroundPtx, "skd_turnaround_kernel"),
+                    "the NVIDIA driver is older than CUDA 13; install driver 580 or a later one");
+  *old = 0;
+  CHECK(skd::cuda_stream::LoadKernel(skd::kTurnAroundPtx, "skd_turnaround_kernel") != nullptr);
 }
 
 TEST_CASE("threads take turns on the stream, and each records its own runs") {

@@ -3,8 +3,10 @@
 
 #include <catch2/catch.hpp>
 #include <cstdint>
+#include <future>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -55,7 +57,10 @@ class Run {
     session_.Cancel(leaves);
     latest_.erase(leaves);
     Collect();
-    for (const auto& [row, found] : latest_) CHECK((found == before.at(row)));
+    for (const auto& [row, found] : latest_) {
+      if (found != before.at(row))
+        throw std::logic_error("a row's logits have changed");  // Catch's assertions are for one thread
+    }
     Add(3, 9);
     Step(30);
   }
@@ -149,6 +154,54 @@ TEST_CASE("a row whose first token the GPU has no memory to choose takes no plac
   *without_kernels = 0;
   CHECK(add() == 0);
   CHECK(session.Step().size() == 1);
+}
+
+TEST_CASE("rows that had made room for one whose first token the GPU could not choose go on as before") {
+  const std::string absolute = DeviceBundles().back();  // longer prompts go before shorter ones, and move them
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  const auto bundle = skd::LoadBundle(absolute, "cuda", 2, "");
+  std::map<bool, std::map<uint64_t, Tokens>> tokens;
+  std::map<bool, std::vector<float>> logits;
+  for (const bool fails : {false, true}) {
+    skd::Session session(bundle, Room());
+    for (const uint32_t number : {3, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), Way(number, 8));
+    session.Step();
+    session.Step();
+    *Switch("standin_without_kernels") = fails ? 1 : 0;
+    if (fails) CHECK_THROWS_AS(session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 8)), skd::Error);
+    *Switch("standin_without_kernels") = 0;
+    const float* found = session.Logits(1);
+    logits[fails].assign(found, found + bundle->manifest.model.vocab_size);
+    for (int step = 0; step < 8; ++step) {
+      for (const skd_event& event : session.Step()) tokens[fails][event.row].push_back(event.token);
+    }
+  }
+  CHECK(tokens[true] == tokens[false]);
+  CHECK((logits[true] == logits[false]));
+}
+
+TEST_CASE("time that a GPU's tokens are waited for is its engines'") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
+  session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 9));
+  while (!session.Step().empty()) {
+  }
+  const skd_counters counters = session.Counters();
+  CHECK(counters.decode_engine_ns > counters.decode_ns / 2);  // the stand-in's engines run while they are waited for
+  CHECK(counters.decode_engine_ns <= counters.decode_ns);
+}
+
+TEST_CASE("sessions on threads of their own share a GPU's stream, and get the tokens that they get alone") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
+  const Run wanted(bundle);
+  std::vector<std::future<std::map<uint64_t, Tokens>>> others;
+  others.reserve(3);
+  for (int i = 0; i < 3; ++i) others.push_back(std::async(std::launch::async, [&bundle] { return Run(bundle).tokens; }));
+  for (auto& other : others) CHECK(other.get() == wanted.tokens);
 }
 
 TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that all is as it was") {

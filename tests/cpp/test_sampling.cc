@@ -21,11 +21,16 @@ skd_row_options Options(double temperature, uint32_t top_k, double top_p) {
   options.temperature = temperature;
   options.top_k = top_k;
   options.top_p = top_p;
-  options.seed = 5;
   return options;
 }
 
-int64_t Sorted(const Logits& logits, const skd_row_options& options, uint64_t step) {
+// The tokens that may be chosen, likeliest first, and the mass down to each.
+struct Kept {
+  std::vector<int64_t> ids;
+  std::vector<double> running;
+};
+
+Kept Sorted(const Logits& logits, const skd_row_options& options) {
   std::vector<int64_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
   const auto logit = [&logits](int64_t id) { return logits[static_cast<size_t>(id)]; };
@@ -34,16 +39,18 @@ int64_t Sorted(const Logits& logits, const skd_row_options& options, uint64_t st
   std::vector<double> mass;
   for (const int64_t id : order) mass.push_back(std::exp((double{logit(id)} - double{logit(order[0])}) / options.temperature));
   const double total = std::accumulate(mass.begin(), mass.end(), 0.0);
-  double kept = 0;
-  size_t count = 0;
-  while (count < mass.size() && kept < options.top_p * total) kept += mass[count++];
-  const double bound = skd::Uniform(options.seed, options.generator_row, step) * kept;
-  double running = 0;
-  for (size_t i = 0; i < count; ++i) {
-    running += mass[i];
-    if (running > bound) return order[i];
+  Kept kept;
+  for (double running = 0; kept.ids.size() < order.size() && running < options.top_p * total;) {
+    running += mass[kept.ids.size()];
+    kept.ids.push_back(order[kept.ids.size()]);
+    kept.running.push_back(running);
   }
-  return order[count - 1];
+  return kept;
+}
+
+int64_t Drawn(const Kept& kept, double draw) {
+  const auto found = std::upper_bound(kept.running.begin(), kept.running.end(), draw * kept.running.back());
+  return kept.ids[static_cast<size_t>(std::min(found, kept.running.end() - 1) - kept.running.begin())];
 }
 
 // Peaked, flat, all within a bin, full of equal ones, masked.
@@ -69,33 +76,51 @@ TEST_CASE("the token is that of a sorted vocabulary, peaked and flat") {
     const std::vector<Logits> examples = Examples(count);
     for (const skd_row_options& options :
          {Options(1, 0, 1), Options(1e-320, 0, 0.9), Options(0.01, 0, 1), Options(1, 0, 0.9), Options(30, 0, 0.999),
-          Options(1, 40, 1), Options(1, 40, 0.8), Options(1, 100000, 0.5), Options(1, 0, 1e-9)}) {
+          Options(1, 40, 1), Options(1, 40, 0.8), Options(1, 4000, 0.99), Options(1, 100000, 0.5), Options(1, 0, 1e-9)}) {
       skd::Sampler sampler;
       sampler.Prepare(static_cast<int64_t>(count), options);
       for (size_t example = 0; example < examples.size(); ++example) {
+        const Kept kept = Sorted(examples[example], options);
         for (uint64_t step = 0; step < 20; ++step) {
           INFO(count << " tokens, example " << example << ", step " << step << ", temperature " << options.temperature
                      << ", top_k " << options.top_k << ", top_p " << options.top_p);
-          const Logits& logits = examples[example];
-          const int64_t found = sampler.Choose(logits.data(), static_cast<int64_t>(count), options, step);
-          REQUIRE(found == Sorted(logits, options, step));
+          const double draw = skd::Uniform(5, 0, step);
+          REQUIRE(sampler.Choose(examples[example].data(), static_cast<int64_t>(count), options, draw) == Drawn(kept, draw));
         }
       }
     }
   }
 }
 
-TEST_CASE("logits that are no numbers give some token") {
+TEST_CASE("of logits that are no numbers some token is chosen, of one that is infinite that") {
   for (const float broken : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    for (const size_t all : {size_t{0}, size_t{1}}) {
-      Logits logits(50, all == 1 ? broken : 0.5F);
+    for (const bool all : {false, true}) {
+      Logits logits(50, all ? broken : 0.5F);
       logits[7] = broken;
-      for (const skd_row_options& options : {Options(1, 0, 1), Options(1, 0, 0.9), Options(1, 5, 1), Options(1e-320, 0, 1)}) {
+      for (const skd_row_options& options :
+           {Options(1, 0, 1), Options(1, 0, 0.9), Options(1, 5, 1), Options(1, 49, 1), Options(1e-320, 0, 1)}) {
         skd::Sampler sampler;
         sampler.Prepare(50, options);
-        const int64_t found = sampler.Choose(logits.data(), 50, options, 0);
+        const int64_t found = sampler.Choose(logits.data(), 50, options, 0.6);
         CHECK((found >= 0 && found < 50));
+        CHECK((found == 7 || all || std::isnan(broken)));
       }
+    }
+  }
+}
+
+TEST_CASE("a draw next to 1 takes one of the tokens that are kept, none of no probability") {
+  const std::vector<Logits> examples = Examples(6000);
+  for (const double top_p : {1.0, 1 - 1e-15, 0.9, 0.5}) {
+    for (size_t example = 0; example < examples.size(); ++example) {
+      INFO("top_p " << top_p << ", example " << example);
+      const skd_row_options options = Options(1, 0, top_p);
+      skd::Sampler sampler;
+      sampler.Prepare(6000, options);
+      const int64_t found = sampler.Choose(examples[example].data(), 6000, options, 0x1.fffffffffffffp-1);
+      const Kept kept = Sorted(examples[example], options);
+      CHECK((std::find(kept.ids.begin(), kept.ids.end(), found) != kept.ids.end()));
+      CHECK(examples[example][static_cast<size_t>(found)] > -std::numeric_limits<float>::infinity());
     }
   }
 }

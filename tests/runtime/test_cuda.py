@@ -112,6 +112,11 @@ def test_a_loop_that_makes_way_for_another_leaves_nothing_behind(driver: Path, g
     assert taken == taken[:4] * 3
 
 
+def test_a_driver_that_is_older_than_the_kernels_language_is_one_line(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
+    done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], "old")
+    assert (done.returncode, done.stderr) == (2, "the NVIDIA driver is older than CUDA 13; install driver 580 or a later one\n")
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [

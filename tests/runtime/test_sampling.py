@@ -47,7 +47,7 @@ def test_top_k_among_equals_keeps_the_lower_ids(top_k: int) -> None:
 def test_of_logits_that_are_no_numbers_some_token_is_chosen(logits: list[float], changes: dict[str, float]) -> None:
     rows = np.array([logits], dtype=np.float32)
     (token,) = choose_tokens(rows, Sampling(do_sample=True, **changes), np.arange(1), 0)
-    assert 0 <= token < 9
+    assert 0 <= token < 9 and (token == 8 or logits != [0.5] * 8 + [np.inf])
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,19 @@ def test_the_choice_is_that_of_a_sorted_vocabulary(changes: dict[str, float]) ->
         mass = np.exp((line[order].astype(np.float64) - line.max()) / sampling.temperature)
         kept = mass * (np.cumsum(mass) - mass < sampling.top_p * mass.sum())
         assert token == order[np.searchsorted(np.cumsum(kept), uniform(5, row, 3) * kept.sum(), side="right")], row
+
+
+@pytest.mark.parametrize("top_p", [1.0, 1 - 1e-15, 0.9, 0.5])
+def test_a_draw_next_to_1_takes_one_of_the_tokens_that_are_kept(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipdecode.sampling.uniform", lambda *_: 1 - 2**-53)
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1, (60, 6000)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.5] = -np.inf
+    tokens = choose_tokens(logits, Sampling(do_sample=True, top_p=top_p), np.arange(60), 0)
+    for line, token in zip(logits, tokens.tolist(), strict=True):
+        likelier = np.sort(line[line > line[token]].astype(np.float64))
+        mass = np.exp(line.astype(np.float64) - line.max()).sum()
+        assert line[token] > -np.inf and np.exp(likelier - line.max()).sum() < top_p * mass
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9])

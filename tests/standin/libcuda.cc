@@ -102,6 +102,11 @@ const Block* BlockOf(uintptr_t pointer) {
   return pointer < start + block.bytes ? &block : nullptr;
 }
 
+bool IsOf(const void* pointer, CUmemorytype type) {
+  const Block* block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
+  return block != nullptr && block->type == type;
+}
+
 CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
@@ -133,6 +138,7 @@ int standin_sent() { return sent; }
 size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
+int standin_old = 0;                                                                      // whether it is of a CUDA before 13
 int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
 
 // For tests: `call` in a kernel's place.
@@ -196,6 +202,7 @@ CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_HOST});
 }
 CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = new CUevent_st, CUDA_SUCCESS; }
+CUresult cuEventDestroy(CUevent event) { return delete event, CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (stream->capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   return event->after = Asked(), CUDA_SUCCESS;
@@ -245,6 +252,7 @@ CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   if (std::strstr(static_cast<const char*>(image), ".visible .entry skd_turnaround_kernel(") == nullptr)
     return CUDA_ERROR_INVALID_PTX;
+  if (standin_old) return CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
   return *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
@@ -256,6 +264,10 @@ CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned thr
   if (standin_without_kernels) return CUDA_ERROR_OUT_OF_MEMORY;
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
   if (x != static_cast<unsigned>(state.rows) || threads != SKD_TURNAROUND_THREADS) return CUDA_ERROR_INVALID_VALUE;
+  for (const void* pointer : {static_cast<const void*>(state.logits), static_cast<const void*>(state.sampling),
+                              static_cast<const void*>(state.row_ids), static_cast<const void*>(state.steps)})
+    if (!IsOf(pointer, CU_MEMORYTYPE_DEVICE)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  if (!IsOf(state.input_ids, CU_MEMORYTYPE_DEVICE) || !IsOf(state.tokens, CU_MEMORYTYPE_HOST)) return CUDA_ERROR_ILLEGAL_ADDRESS;
   return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL});
 }
 

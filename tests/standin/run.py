@@ -4,7 +4,8 @@ On standard input a JSON list of `generate`'s arguments; on standard output thei
 taken after each (the GPU's and pinned ones), and how many steps were launched as a graph, how many events were made.
 `plain`: without graphs; `full`: on a GPU whose memory is taken; `without_pinned`, `without_graphs`: no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
-`allocating`: plans are of a version that allocates while they run; `killed`: the process ends as a signal would end it.
+`allocating`: plans are of a version that allocates while they run; `old`: the driver is of a CUDA before 13;
+`killed`: the process ends as a signal would end it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     bundle = Path(sys.argv[1])
     Context.allocates = "allocating" in sys.argv
     logging.basicConfig(format="%(message)s")
+    ctypes.c_int.in_dll(_driver, "standin_old").value = "old" in sys.argv
     stands_in = library(bundle, _enqueue)
     tensorrt.library = lambda target: stands_in
     generator = skipdecode.load(bundle, target="tensorrt-rtx", cuda_graphs="plain" not in sys.argv)

@@ -39,6 +39,7 @@ Driver Load() {
   Find(library, "cuMemcpyDtoDAsync_v2", &driver.copy);
   Find(library, "cuStreamCreate", &driver.create_stream);
   Find(library, "cuEventCreate", &driver.create_event);
+  Find(library, "cuEventDestroy_v2", &driver.destroy_event);
   Find(library, "cuEventRecord", &driver.record);
   Find(library, "cuEventSynchronize", &driver.wait);
   Find(library, "cuStreamBeginCapture_v2", &driver.begin_capture);

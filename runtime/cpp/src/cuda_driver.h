@@ -43,6 +43,7 @@ struct Driver {
   Result (*copy)(Address to, Address from, size_t bytes, Stream* stream);
   Result (*create_stream)(Stream** stream, unsigned flags);
   Result (*create_event)(Event** event, unsigned flags);
+  Result (*destroy_event)(Event* event);
   Result (*record)(Event* event, Stream* stream);
   Result (*wait)(Event* event);
   Result (*begin_capture)(Stream* stream, int mode);

@@ -19,6 +19,7 @@ constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: the default str
 constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr int kRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED: engines may allocate while they are recorded
 constexpr int kMemoryType = 2;        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr int kNewerPtx = 222;        // CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the driver knows an older language
 
 struct Shared {
   cuda_driver::Stream* stream = nullptr;
@@ -54,17 +55,9 @@ void Quietly(Work work) noexcept {
   }
 }
 
-void Mark(const Turn& turn) { Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream)); }
-
 void WaitForAll(const Turn& turn) {
-  Mark(turn);
+  Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
   Check(turn.driver, turn.driver.wait(turn.shared.event));
-}
-
-// Without the turn: other threads put their work on the stream meanwhile.
-void WaitForMark() {
-  const Driver& driver = cuda_driver::Ready();
-  Check(driver, driver.wait(TheStream().event));
 }
 
 Address Of(const std::byte* memory) { return reinterpret_cast<Address>(memory); }
@@ -156,9 +149,11 @@ void Receive(void* to, const std::byte* from, size_t bytes) {
   {
     const Turn turn;
     Check(turn.driver, turn.driver.receive(to, Of(from), bytes, turn.shared.stream));
-    Mark(turn);
+    Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
   }
-  WaitForMark();
+  // without the turn: other threads put their work on the stream meanwhile
+  const Driver& driver = cuda_driver::Ready();
+  Check(driver, driver.wait(TheStream().event));
 }
 
 void Copy(std::byte* to, const std::byte* from, size_t bytes) {
@@ -169,11 +164,6 @@ void Copy(std::byte* to, const std::byte* from, size_t bytes) {
 void Clear(std::byte* memory, size_t bytes) {
   const Turn turn;
   Check(turn.driver, turn.driver.set(Of(memory), 0, bytes, turn.shared.stream));
-}
-
-void Wait() {
-  Mark(Turn());
-  WaitForMark();
 }
 
 void* Handle() { return TheStream().stream; }
@@ -187,7 +177,9 @@ cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name) {
   const Turn turn;
   cuda_driver::Module* module = nullptr;
   cuda_driver::Kernel* kernel = nullptr;
-  Check(turn.driver, turn.driver.load(&module, ptx));
+  const cuda_driver::Result loaded = turn.driver.load(&module, ptx);
+  if (loaded == kNewerPtx) throw TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one");
+  Check(turn.driver, loaded);
   Check(turn.driver, turn.driver.kernel_of(&kernel, module, name));
   return kernel;
 }
@@ -195,6 +187,25 @@ cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name) {
 void Launch(cuda_driver::Kernel* kernel, unsigned blocks, unsigned threads, void* argument) {
   const Turn turn;
   Check(turn.driver, turn.driver.launch_kernel(kernel, blocks, 1, 1, threads, 1, 1, 0, turn.shared.stream, &argument, nullptr));
+}
+
+Event::Event() {
+  const Turn turn;
+  Check(turn.driver, turn.driver.create_event(&event_, kWithoutTime));
+}
+
+Event::~Event() {
+  Quietly([this](const Turn& turn) { turn.driver.destroy_event(event_); });
+}
+
+void Event::Record() {
+  const Turn turn;
+  Check(turn.driver, turn.driver.record(event_, turn.shared.stream));
+}
+
+void Event::Wait() const {
+  const Driver& driver = cuda_driver::Ready();
+  Check(driver, driver.wait(event_));
 }
 
 Graph::Graph(const Calls& calls) : launchable_(nullptr) {

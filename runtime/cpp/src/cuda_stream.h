@@ -21,14 +21,13 @@ void Free(std::byte* memory) noexcept;
 std::byte* AllocateHost(size_t bytes);
 void FreeHost(std::byte* memory) noexcept;
 
-// From the host. `from`, where it is of AllocateHost, must stay as it is until a Wait that was asked for later returns.
+// From the host. `from`, where it is of AllocateHost, must stay as it is until somebody has waited for what was asked for
+// after it: Receive, an Event's Wait.
 void Send(std::byte* to, const void* from, size_t bytes);
-// To the host, and Wait.
+// To the host; returns when it is there, and everything that was asked for before is done.
 void Receive(void* to, const std::byte* from, size_t bytes);
 void Copy(std::byte* to, const std::byte* from, size_t bytes);
 void Clear(std::byte* memory, size_t bytes);
-// Until everything that was asked for before is done.
-void Wait();
 
 // A cudaStream_t, for ONNX Runtime.
 void* Handle();
@@ -39,6 +38,22 @@ void Run(const Calls& calls);
 cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name);
 // `argument`: its only one, which is read before this returns.
 void Launch(cuda_driver::Kernel* kernel, unsigned blocks, unsigned threads, void* argument);
+
+// A place on the stream.
+class Event {
+ public:
+  Event();
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  // Behind everything that was asked for so far.
+  void Record();
+  // Until everything before it is done. Other threads put their work on the stream meanwhile.
+  void Wait() const;
+
+ private:
+  cuda_driver::Event* event_ = nullptr;
+};
 
 // Recorded work, launched in one go.
 class Graph {

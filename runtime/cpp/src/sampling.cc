@@ -65,74 +65,93 @@ double Uniform(uint64_t seed, uint64_t row, uint64_t step) {
 void Sampler::Prepare(int64_t vocab_size, const skd_row_options& options) {
   if (options.do_sample == 0) return;
   const auto count = static_cast<size_t>(vocab_size);
+  ids_.reserve(count);
   bins_.reserve(count);
-  members_.reserve(count);
+  sorted_.reserve(count);
 }
 
-int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step) {
+int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, double draw) {
   const int64_t likeliest = Likeliest(logits, vocab_size);
   if (options.do_sample == 0) return likeliest;
   const auto count = static_cast<size_t>(vocab_size);
-  const Weights weights{logits, static_cast<int32_t>(likeliest), options.temperature};
-  binned_ = options.top_k == 0 || options.top_k >= count;
-  double kept = binned_ ? PutIntoBins(weights, count) : KeepLikeliest(weights, count, options.top_k);
-  if (options.top_p < 1) kept = Passing(weights, std::nextafter(options.top_p * kept, 0.0)).mass;  // that reaches it is enough
-  return Passing(weights, Uniform(options.seed, options.generator_row, step) * kept).id;
+  const Distribution row{logits, logits[likeliest], options.temperature};
+  if (!PutIntoBins(row, count)) return likeliest;
+  if (options.top_k > 0 && options.top_k < count) KeepLikeliest(row, options.top_k);
+  double kept = Weigh(row);
+  if (options.top_p < 1) kept = Passing(row, std::nextafter(options.top_p * kept, 0.0)).mass;  // that reaches it is enough
+  return Passing(row, std::min(draw * kept, std::nextafter(kept, 0.0))).id;
 }
 
-bool Sampler::Weights::Likelier(int32_t a, int32_t b) const { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); }
-
-double Sampler::Weights::MassOf(size_t id) const {
-  return std::exp((static_cast<double>(logits[id]) - static_cast<double>(logits[likeliest])) / temperature);
+bool Sampler::Distribution::Likelier(int32_t a, int32_t b) const {
+  return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
 
-double Sampler::PutIntoBins(const Weights& weights, size_t count) {
-  const auto steepness = static_cast<float>(std::min(kBinsPerNat / weights.temperature, 1e30));  // next to 0 it is none in fp32
+double Sampler::Distribution::MassOf(int32_t id) const {
+  return std::exp((static_cast<double>(logits[id]) - static_cast<double>(top)) / temperature);
+}
+
+bool Sampler::PutIntoBins(const Distribution& row, size_t count) {
+  const auto steepness = static_cast<float>(std::min(kBinsPerNat / row.temperature, 1e30));  // next to 0 it is none in fp32
+  ids_.resize(count);
+  std::iota(ids_.begin(), ids_.end(), 0);
   bins_.resize(count);
+  bool numbers = std::isfinite(row.top);
   for (size_t id = 0; id < count; ++id) {
-    const float place = (weights.logits[weights.likeliest] - weights.logits[id]) * steepness;
+    const float place = (row.top - row.logits[id]) * steepness;
+    numbers = numbers && !std::isnan(place);
     bins_[id] = static_cast<uint16_t>(place < kBins - 1 ? place : kBins - 1);
   }
-  bin_mass_.fill(0);
-  for (size_t id = 0; id < count; ++id) bin_mass_[bins_[id]] += weights.MassOf(id);
-  return std::accumulate(bin_mass_.begin(), bin_mass_.end(), 0.0);
+  sorted_bin_ = kBins;
+  return numbers;
 }
 
-double Sampler::KeepLikeliest(const Weights& weights, size_t count, size_t most) {
-  members_.resize(count);
-  std::iota(members_.begin(), members_.end(), 0);
-  std::partial_sort(members_.begin(), members_.begin() + static_cast<ptrdiff_t>(most), members_.end(),
-                    [&weights](int32_t a, int32_t b) { return weights.Likelier(a, b); });
-  members_.resize(most);
-  double total = 0;
-  for (const int32_t id : members_) total += weights.MassOf(static_cast<size_t>(id));
-  return total;
-}
-
-Sampler::Found Sampler::Passing(const Weights& weights, double limit) {
-  double mass = binned_ ? GoToBin(weights, limit) : 0;
-  for (const int32_t id : members_) {
-    mass += weights.MassOf(static_cast<size_t>(id));
-    if (mass > limit) return {id, mass};
+void Sampler::KeepLikeliest(const Distribution& row, size_t most) {
+  std::array<size_t, kBins> counts{};
+  for (const uint16_t bin : bins_) ++counts[bin];
+  uint16_t cut = 0;
+  for (; counts[cut] < most; ++cut) most -= counts[cut];
+  Sort(row, cut);
+  const int32_t last = sorted_[most - 1];
+  size_t kept = 0;
+  for (size_t i = 0; i < ids_.size(); ++i) {
+    if (bins_[i] > cut || (bins_[i] == cut && row.Likelier(last, ids_[i]))) continue;
+    ids_[kept] = ids_[i];
+    bins_[kept++] = bins_[i];
   }
-  return {members_.back(), mass};
+  ids_.resize(kept);
+  bins_.resize(kept);
+  sorted_bin_ = kBins;
 }
 
-double Sampler::GoToBin(const Weights& weights, double limit) {
+double Sampler::Weigh(const Distribution& row) {
+  mass_.fill(0);
+  for (size_t i = 0; i < ids_.size(); ++i) mass_[bins_[i]] += row.MassOf(ids_[i]);
+  return std::accumulate(mass_.begin(), mass_.end(), 0.0);
+}
+
+Sampler::Found Sampler::Passing(const Distribution& row, double limit) {
   double before = 0;
-  uint16_t bin = 0, last = 0;
-  for (; bin < kBins && !(before + bin_mass_[bin] > limit); ++bin) {
-    if (bin_mass_[bin] > 0) last = bin;
-    before += bin_mass_[bin];
+  uint16_t bin = 0;
+  for (; !(before + mass_[bin] > limit); ++bin) before += mass_[bin];
+  const double after = before + mass_[bin];
+  Sort(row, bin);
+  Found found{sorted_.front(), before};
+  for (const int32_t id : sorted_) {
+    found = {id, found.mass + row.MassOf(id)};
+    if (found.mass > limit) break;
   }
-  if (bin == kBins) before -= bin_mass_[bin = last];
-  members_.clear();
-  for (size_t id = 0; id < bins_.size(); ++id) {
-    if (bins_[id] == bin) members_.push_back(static_cast<int32_t>(id));
+  found.mass = std::min(found.mass, after);  // sums of the same numbers in another order, which must not pass each other
+  return found;
+}
+
+void Sampler::Sort(const Distribution& row, uint16_t bin) {
+  if (sorted_bin_ == bin) return;
+  sorted_.clear();
+  for (size_t i = 0; i < ids_.size(); ++i) {
+    if (bins_[i] == bin) sorted_.push_back(ids_[i]);
   }
-  if (members_.empty()) members_.push_back(weights.likeliest);  // logits that are NaN or infinite: any token is as good
-  std::sort(members_.begin(), members_.end(), [&weights](int32_t a, int32_t b) { return weights.Likelier(a, b); });
-  return before;
+  std::sort(sorted_.begin(), sorted_.end(), [&row](int32_t a, int32_t b) { return row.Likelier(a, b); });
+  sorted_bin_ = bin;
 }
 
 }  // namespace skd

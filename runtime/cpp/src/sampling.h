@@ -19,38 +19,40 @@ class Sampler {
  public:
   // Memory for a row's tokens, once and for all: Choose allocates nothing after this.
   void Prepare(int64_t vocab_size, const skd_row_options& options);
-  // One row's logits [V] float32; `step`: 0 for the token after the prompt.
-  int64_t Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, uint64_t step);
+  // One row's logits [V] float32; `draw`: of Uniform, at step 0 for the token after the prompt.
+  int64_t Choose(const float* logits, int64_t vocab_size, const skd_row_options& options, double draw);
 
  private:
   // What is 64 nats below the likeliest token has no mass to speak of, and shares the last bin.
   static constexpr uint16_t kBins = 1024, kBinsPerNat = 16;
 
-  // A row's tokens.
-  struct Weights {
-    const float* logits;
-    int32_t likeliest;
+  struct Distribution {
+    const float* logits;  // [V]
+    float top;            // the largest of them
     double temperature;
     bool Likelier(int32_t a, int32_t b) const;  // of equals the lower id
-    double MassOf(size_t id) const;             // probability over the likeliest token's
+    double MassOf(int32_t id) const;            // probability over the likeliest token's
   };
   struct Found {
     int32_t id;
     double mass;  // of the tokens down to it
   };
 
-  // Both return the mass of the tokens that there are to choose from.
-  double PutIntoBins(const Weights& weights, size_t count);
-  double KeepLikeliest(const Weights& weights, size_t count, size_t most);
-  // The first token, likeliest first, with which the running mass is above `limit`; else the last one.
-  Found Passing(const Weights& weights, double limit);
-  // Makes the members those of the bin in which it is; returns the mass before them.
-  double GoToBin(const Weights& weights, double limit);
+  // Returns whether the logits are numbers, none of them infinite but those that forbid a token.
+  bool PutIntoBins(const Distribution& row, size_t count);
+  // Leaves the `most` likeliest alone.
+  void KeepLikeliest(const Distribution& row, size_t most);
+  // Returns the mass of all tokens.
+  double Weigh(const Distribution& row);
+  // The first token, likeliest first, with which the running mass is above `limit`, which is below that of all.
+  Found Passing(const Distribution& row, double limit);
+  void Sort(const Distribution& row, uint16_t bin);
 
-  bool binned_ = false;         // or all are members
-  std::vector<uint16_t> bins_;  // of each token
-  std::array<double, kBins> bin_mass_{};
-  std::vector<int32_t> members_;  // likeliest first
+  std::vector<int32_t> ids_;          // of the tokens that there are to choose from
+  std::vector<uint16_t> bins_;        // of each
+  std::array<double, kBins> mass_{};  // of each bin
+  std::vector<int32_t> sorted_;       // a bin's tokens, likeliest first
+  uint16_t sorted_bin_ = kBins;       // which; kBins: none
 };
 
 // A number in [0, 1): the top 53 bits of splitmix64 (Steele et al. 2014) at seed and row * 2^32 + step, twice mixed.

@@ -77,10 +77,11 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
     throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use",
                         "wait until one ends, or ask for a larger max_rows", "prompt");
   }
-  sampler_.Prepare(bundle_->manifest.model.vocab_size, options);  // what fails later would leave a row without its token
+  // what fails later would leave a row without its token
+  if (!turn_around_) sampler_.Prepare(bundle_->manifest.model.vocab_size, options);
   const auto began = std::chrono::steady_clock::now();
   rows_.emplace_back();
-  told_ = false;
+  gpu_knows_ = false;
   size_t index = 0;
   try {
     index = static_cast<size_t>(decoder_.Add(prompt, static_cast<int64_t>(length), Mover{&rows_}));
@@ -114,14 +115,14 @@ const std::vector<skd_event>& Session::Step() {
   }
   if (events_.empty() && !rows_.empty()) {
     const auto began = std::chrono::steady_clock::now();
-    const auto layers = static_cast<uint32_t>(Climb());
-    const uint64_t waited = turn_around_ ? turn_around_->waited_ns() : 0;
+    const auto layers = static_cast<uint32_t>(DecodeStep());
+    const auto stepped = std::chrono::steady_clock::now();
     try {
       Choose(0, rows_.size());
     } catch (const Error& error) {
       ThrowHalfway(error);
     }
-    if (turn_around_) waited_ns_ += turn_around_->waited_ns() - waited;
+    if (turn_around_) waited_ns_ += NanosecondsSince(stepped);
     for (const Row& row : rows_) events_.push_back({row.id, row.token, layers, 0, row.finish});
     ++counters_.decode_steps;
     counters_.decode_ns += NanosecondsSince(began);
@@ -150,15 +151,15 @@ size_t Session::Find(uint64_t row) const {
 }
 
 // One decode step of all rows; returns its layers.
-int64_t Session::Climb() {
-  if (turn_around_ && told_) return decoder_.Step();
+int64_t Session::DecodeStep() {
+  if (turn_around_ && gpu_knows_) return decoder_.Step();
   std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
   if (turn_around_) {
     for (size_t i = 0; i < rows_.size(); ++i) turn_around_->Tell(static_cast<int64_t>(i), rows_[i].options, rows_[i].produced);
     turn_around_->Send(0, static_cast<int64_t>(rows_.size()));
   }
   const int64_t layers = decoder_.Step(tokens_.data());
-  told_ = true;
+  gpu_knows_ = true;
   return layers;
 }
 
@@ -168,10 +169,13 @@ void Session::Choose(size_t first, size_t count) {
   const int64_t* chosen = turn_around_ ? turn_around_->Run(decoder_.At(start), start, static_cast<int64_t>(count)) : nullptr;
   for (size_t index = first; index < first + count; ++index) {
     Row* row = &rows_[index];
-    Take(row, chosen != nullptr ? chosen[index - first]
-                                : sampler_.Choose(decoder_.Logits(static_cast<int64_t>(index)),
-                                                  bundle_->manifest.model.vocab_size, row->options, row->produced));
+    Take(row, chosen != nullptr ? chosen[index - first] : ChooseOnHost(*row, static_cast<int64_t>(index)));
   }
+}
+
+int64_t Session::ChooseOnHost(const Row& row, int64_t index) {
+  const double draw = Uniform(row.options.seed, row.options.generator_row, row.produced);
+  return sampler_.Choose(decoder_.Logits(index), bundle_->manifest.model.vocab_size, row.options, draw);
 }
 
 void Session::Take(Row* row, int64_t token) {
@@ -193,7 +197,7 @@ void Session::RemoveEnded() {
 }
 
 void Session::Remove(size_t index) {
-  told_ = false;
+  gpu_knows_ = false;
   decoder_.Remove(static_cast<int64_t>(index), Mover{&rows_});
   rows_.pop_back();
 }

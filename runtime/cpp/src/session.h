@@ -44,8 +44,9 @@ class Session {
   };
 
   size_t Find(uint64_t row) const;
-  int64_t Climb();
+  int64_t DecodeStep();
   void Choose(size_t first, size_t count);
+  int64_t ChooseOnHost(const Row& row, int64_t index);
   void Take(Row* row, int64_t token);
   void RemoveEnded();
   void Remove(size_t index);
@@ -55,13 +56,13 @@ class Session {
   Decoder decoder_;
   Sampler sampler_;                        // on the host; or
   std::optional<TurnAround> turn_around_;  // on a GPU
-  bool told_ = false;                      // whether the GPU has each row's newest token, place and settings
+  bool gpu_knows_ = false;                 // each row's newest token, place and settings
   std::vector<Row> rows_;                  // in the decoder's order
   std::vector<int64_t> tokens_;
   std::vector<skd_event> events_;
   uint64_t next_id_ = 0;
   skd_counters counters_{};
-  uint64_t waited_ns_ = 0;  // in decode steps, for a GPU
+  uint64_t waited_ns_ = 0;  // in decode steps, for a GPU's tokens
 };
 
 }  // namespace skd

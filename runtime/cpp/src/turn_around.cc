@@ -1,10 +1,7 @@
 #include "turn_around.h"
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
-
-#include "elapsed.h"
 
 namespace skd {
 
@@ -50,9 +47,8 @@ const int64_t* TurnAround::Run(const Decoder::Seen& seen, int64_t first, int64_t
   state.finished = reinterpret_cast<int32_t*>(finished_.get());
   state.tokens = reinterpret_cast<int64_t*>(tokens_.get());
   cuda_stream::Launch(TurnAroundKernel(), static_cast<unsigned>(count), SKD_TURNAROUND_THREADS, &state);
-  const auto began = std::chrono::steady_clock::now();
-  cuda_stream::Wait();
-  waited_ns_ += NanosecondsSince(began);
+  done_.Record();
+  done_.Wait();
   return state.tokens;
 }
 

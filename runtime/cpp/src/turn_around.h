@@ -7,7 +7,7 @@
 #include "decoder.h"
 #include "memory.h"
 #include "skipdecode/skipdecode.h"
-#include "turnaround.h"
+#include "turnaround/turnaround.h"
 
 namespace skd {
 
@@ -29,9 +29,6 @@ class TurnAround {
   // everything that was asked for before is done. The GPU counts on by itself: rows that stay in their places need no Send.
   const int64_t* Run(const Decoder::Seen& seen, int64_t first, int64_t count);
 
-  // That Run has waited.
-  uint64_t waited_ns() const { return waited_ns_; }
-
  private:
   int64_t vocab_size_;
   Twin<SkdSampling> sampling_;
@@ -39,7 +36,7 @@ class TurnAround {
   Twin<int32_t> steps_;
   Block finished_;  // zeros: rows that end are taken out
   Block tokens_;    // on the host
-  uint64_t waited_ns_ = 0;
+  cuda_stream::Event done_;
 };
 
 }  // namespace skd
