@@ -8,20 +8,18 @@ nats of entropy), `flat` as an untrained one's (8 nats), which keeps many tokens
 from __future__ import annotations
 
 import argparse
-import ctypes
+import functools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import machine
 import numpy as np
 import torch
-from gpu_systems import device_facts
+from gpu_systems import device_facts, host_turn_around
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from skipdecode.cuda import CudaDevice
@@ -104,9 +102,8 @@ class _Kernel:
     """The turn-around's, on a GPU; `where` cpu: its host version."""
 
     def __init__(self, logits: Logits, sampling: Sampling, where: str) -> None:
-        self._device = device = CudaDevice() if where == "cuda" else HostDevice()
-        self._run = device.turn_around() if isinstance(device, CudaDevice) else _on_the_host()
-        memory, rows = DeviceMemory(device, "float16"), len(logits)
+        self._device, self._run = _device(where)
+        memory, rows = DeviceMemory(self._device, "float16"), len(logits)
         settings = bytes(turnaround.Sampling.of(sampling)) * rows
         arrays = {name: np.zeros(rows, np.int64) for name in ("row_ids", "stop_ids", "input_ids", "position_ids", "tokens")}
         arrays |= {name: np.zeros(rows, np.int32) for name in ("steps", "seqlens_k", "finished")}
@@ -124,9 +121,12 @@ class _Kernel:
         self._device.mark()()
 
 
-def _on_the_host() -> turnaround.Run:
-    library = turnaround.build(Path(tempfile.mkdtemp()) / "turnaround.so", device=False)
-    return lambda state: library.skd_turnaround_host(ctypes.byref(state))
+@functools.cache
+def _device(where: str) -> tuple[CudaDevice | HostDevice, turnaround.Run]:
+    if where == "cpu":
+        return HostDevice(), host_turn_around()
+    device = CudaDevice()
+    return device, device.turn_around()
 
 
 def _transformers(logits: torch.Tensor, sampling: Sampling) -> Callable[[], None]:

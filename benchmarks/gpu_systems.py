@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,17 +58,12 @@ class Ours:
         self._bytes = StepBytes(manifest=self.manifest, target=target)
 
     def _on_cpu(self, bundle: Path, target: Any) -> Any:
-        import ctypes
-
         from skipdecode.device import HostDevice
         from skipdecode.engines.ort import use_threads
-        from skipdecode.plugins import turnaround
         from skipdecode.targets import load_device_engines
 
         use_threads(1)  # more of them spin while the other systems' wait for a core
-        library = turnaround.build(bundle.parent / "turnaround.so", device=False)
-        run = lambda state: library.skd_turnaround_host(ctypes.byref(state))  # noqa: E731
-        return load_device_engines(self.manifest, bundle, target, HostDevice(), run)
+        return load_device_engines(self.manifest, bundle, target, HostDevice(), host_turn_around())
 
     def cell(self, batch: int, context: int) -> dict[str, Any]:
         """Prompts of `context` tokens, then `BLOCK` steps of each variant on top, again and again: ms of each, medians' source.
@@ -107,6 +103,17 @@ class Ours:
         ]
         # 0 graphs: steps were calls, one by one
         return {"prefill_ms": prefill_ms[1], "variants": rows, "graphs": loop.graphs}
+
+
+def host_turn_around() -> Any:
+    """The turn-around's host version, to see that what a GPU runs does run."""
+    import ctypes
+
+    from skipdecode.plugins import turnaround
+
+    with tempfile.TemporaryDirectory() as folder:  # what is loaded needs no file
+        library = turnaround.build(Path(folder) / "turnaround.so", device=False)
+    return lambda state: library.skd_turnaround_host(ctypes.byref(state))
 
 
 def _prefill_ms(loop: Any, prompts: list[list[int]]) -> float:

@@ -170,11 +170,7 @@ class CudaDevice:
     def turn_around(self) -> turnaround.Run:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
         driver = self._driver
-        driver.cuCtxSetCurrent(self._context)
-        answer = driver.cuModuleLoadData(turnaround.PTX.read_bytes() + b"\0")
-        if answer[0] == driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
-            raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
-        module = self._checked(answer)
+        module = self._call(driver.cuModuleLoadData, turnaround.PTX.read_bytes() + b"\0")
         kernel = self._call(driver.cuModuleGetFunction, module, turnaround.KERNEL.encode())
         self._turn_around_module = module
 
@@ -194,6 +190,8 @@ class CudaDevice:
         code, *values = answer
         if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise CapacityError("CUDA has no memory left for its own use", _ASK_FOR_LESS)
+        if code == self._driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+            raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
         if code != self._driver.CUresult.CUDA_SUCCESS:
             _, text = self._driver.cuGetErrorString(code)
             said = text.decode() if isinstance(text, bytes) else code.name

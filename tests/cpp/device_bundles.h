@@ -1,12 +1,17 @@
-// Bundles with a cpu and a cuda target, which SKD_TEST_DEVICE_BUNDLES names: the last one has an absolute anchor.
+// Bundles with a cpu and a cuda target, which SKD_TEST_DEVICE_BUNDLES names: the last one has an absolute anchor; and prompts.
 #pragma once
 
 #include <catch2/catch.hpp>
+#include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
+
+using Tokens = std::vector<int64_t>;
+
+inline const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
 
 inline std::vector<std::string> DeviceBundles() {
   const char* paths = std::getenv("SKD_TEST_DEVICE_BUNDLES");

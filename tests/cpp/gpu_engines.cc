@@ -1,7 +1,5 @@
 #include "gpu_engines.h"
 
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -11,6 +9,7 @@
 #include <utility>
 
 #include "cuda_stream.h"
+#include "standin_driver.h"
 
 namespace {
 
@@ -27,8 +26,7 @@ thread_local bool on_gpu = false;  // whether the last memory that was described
 
 // Done when the stream comes to it, in a graph as often as that is launched.
 void PutOnStream(std::function<void()> work) {
-  using Launch = int(void*, void (*)(void*), void*);
-  static auto* const launch = reinterpret_cast<Launch*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "standin_launch"));
+  static auto* const launch = Driver<int(void*, void (*)(void*), void*)>("standin_launch");
   static std::deque<std::function<void()>> kept;
   const std::lock_guard<std::mutex> lock(mutex);
   kept.push_back(std::move(work));

@@ -1,30 +1,21 @@
 // The GPU's stream and graphs, on a stand-in for NVIDIA's driver (tests/standin/libcuda.cc), which must be found first.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <future>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cuda_stream.h"
 #include "error.h"
 #include "replay.h"
+#include "standin_driver.h"
 #include "turn_around.h"
 
 namespace {
 
 constexpr size_t kBytes = 64;
-
-template <typename Function>
-Function* Driver(const char* name) {
-  void* found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
-  if (found == nullptr) throw std::runtime_error(name);
-  return reinterpret_cast<Function*>(found);
-}
 
 // Of work, by whichever thread waits for it.
 using Counter = std::atomic<int>;

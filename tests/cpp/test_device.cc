@@ -12,10 +12,6 @@
 
 namespace {
 
-using Tokens = std::vector<int64_t>;
-
-const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
-
 // The same rows on both targets, which must stay near each other: fp16 engines against fp32 ones.
 class Pair {
  public:

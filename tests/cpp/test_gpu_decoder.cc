@@ -1,6 +1,4 @@
 // The decoder as on a GPU: its memory and stream are the stand-in's for NVIDIA's driver, its engines run in their turn there.
-#include <dlfcn.h>
-
 #include <catch2/catch.hpp>
 #include <memory>
 #include <string>
@@ -11,13 +9,12 @@
 #include "device_bundles.h"
 #include "error.h"
 #include "gpu_engines.h"
+#include "standin_driver.h"
 
 namespace {
 
-using Tokens = std::vector<int64_t>;
 using Logits = std::vector<std::vector<float>>;
 
-const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
 constexpr auto kIgnore = [](int64_t, int64_t) {};
 
 // Rows that come and go, and steps enough for graphs.
@@ -86,7 +83,7 @@ TEST_CASE("a prompt that a GPU cannot make room for leaves as many rows as there
   const auto add = [&decoder](const Tokens& prompt) { decoder.Add(prompt.data(), static_cast<int64_t>(prompt.size()), kIgnore); };
   add(kPrompts[3]);
   add(kPrompts[1]);
-  int* const copies_left = static_cast<int*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "standin_copies_left"));
+  int* const copies_left = Driver<int>("standin_copies_left");
   int failed = 0;
   for (bool added = false; !added; ++failed) {
     *copies_left = failed;

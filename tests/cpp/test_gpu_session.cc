@@ -1,6 +1,4 @@
 // Sessions as on a GPU, which chooses their tokens; beside sessions of the same engines on the host, which chooses its own.
-#include <dlfcn.h>
-
 #include <catch2/catch.hpp>
 #include <cstdint>
 #include <future>
@@ -15,12 +13,9 @@
 #include "error.h"
 #include "gpu_engines.h"
 #include "session.h"
+#include "standin_driver.h"
 
 namespace {
-
-using Tokens = std::vector<int64_t>;
-
-const Tokens kPrompts[] = {{9, 8, 7, 6, 5, 4, 3}, {5, 6}, {40, 41, 42, 43}, {90}};
 
 skd_session_options Room() {
   skd_session_options options = skd_session_options_default();
@@ -100,13 +95,6 @@ class Run {
   std::map<uint64_t, std::vector<float>> latest_;  // logits of the rows that go on
 };
 
-template <typename Function>
-Function* Standin(const char* name) {
-  return reinterpret_cast<Function*>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), name));
-}
-
-int* Switch(const char* name) { return Standin<int>(name); }
-
 }  // namespace
 
 TEST_CASE("a GPU chooses the tokens that the host would, for rows that come and go and sample each in its own way") {
@@ -131,17 +119,17 @@ TEST_CASE("a step of rows that stay as they are sends nothing to the GPU") {
   for (const uint32_t number : {0, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), Way(number, 6));
   session.Step();
   session.Step();
-  const int sent = Standin<int()>("standin_sent")();
+  const int sent = Driver<int()>("standin_sent")();
   session.Step();
   session.Step();
-  CHECK(Standin<int()>("standin_sent")() == sent);
+  CHECK(Driver<int()>("standin_sent")() == sent);
 }
 
 TEST_CASE("a row whose first token the GPU has no memory to choose takes no place") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
-  int* const without_kernels = Switch("standin_without_kernels");
+  int* const without_kernels = Driver<int>("standin_without_kernels");
   const auto add = [&session] { return session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 3)); };
   *without_kernels = 1;
   try {
@@ -168,9 +156,9 @@ TEST_CASE("rows that had made room for one whose first token the GPU could not c
     for (const uint32_t number : {3, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), Way(number, 8));
     session.Step();
     session.Step();
-    *Switch("standin_without_kernels") = fails ? 1 : 0;
+    *Driver<int>("standin_without_kernels") = fails ? 1 : 0;
     if (fails) CHECK_THROWS_AS(session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 8)), skd::Error);
-    *Switch("standin_without_kernels") = 0;
+    *Driver<int>("standin_without_kernels") = 0;
     const float* found = session.Logits(1);
     logits[fails].assign(found, found + bundle->manifest.model.vocab_size);
     for (int step = 0; step < 8; ++step) {
@@ -210,7 +198,7 @@ TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
   session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 3));
   session.Step();
-  int* const without_kernels = Switch("standin_without_kernels");
+  int* const without_kernels = Driver<int>("standin_without_kernels");
   *without_kernels = 1;
   try {
     session.Step();

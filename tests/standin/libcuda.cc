@@ -12,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -264,10 +265,10 @@ CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned thr
   if (standin_without_kernels) return CUDA_ERROR_OUT_OF_MEMORY;
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
   if (x != static_cast<unsigned>(state.rows) || threads != SKD_TURNAROUND_THREADS) return CUDA_ERROR_INVALID_VALUE;
-  for (const void* pointer : {static_cast<const void*>(state.logits), static_cast<const void*>(state.sampling),
-                              static_cast<const void*>(state.row_ids), static_cast<const void*>(state.steps)})
+  using Pointers = std::initializer_list<const void*>;
+  for (const void* pointer : Pointers{state.logits, state.sampling, state.row_ids, state.steps, state.input_ids})
     if (!IsOf(pointer, CU_MEMORYTYPE_DEVICE)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-  if (!IsOf(state.input_ids, CU_MEMORYTYPE_DEVICE) || !IsOf(state.tokens, CU_MEMORYTYPE_HOST)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  if (!IsOf(state.tokens, CU_MEMORYTYPE_HOST)) return CUDA_ERROR_ILLEGAL_ADDRESS;
   return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL});
 }
 

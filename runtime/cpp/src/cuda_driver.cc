@@ -10,7 +10,7 @@
 namespace skd::cuda_driver {
 namespace {
 
-constexpr Result kOutOfMemory = 2;
+constexpr Result kOutOfMemory = 2, kNewerPtx = 222;  // the latter: it knows an older PTX than a kernel is in
 
 template <typename Function>
 void Find(void* library, const char* name, Function* function) {
@@ -75,6 +75,7 @@ void Check(const Driver& driver, Result result) {
   if (result == kOutOfMemory) {
     throw CapacityError("CUDA has no memory left", "ask for fewer rows, shorter prompts or fewer new tokens");
   }
+  if (result == kNewerPtx) throw TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one");
   const char* text = nullptr;
   const bool described = driver.describe(result, &text) == 0 && text != nullptr;
   throw TargetError("the NVIDIA driver fails (" + (described ? std::string(text) : std::to_string(result)) + ")",

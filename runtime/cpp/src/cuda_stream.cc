@@ -19,7 +19,6 @@ constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: the default str
 constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr int kRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED: engines may allocate while they are recorded
 constexpr int kMemoryType = 2;        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-constexpr int kNewerPtx = 222;        // CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the driver knows an older language
 
 struct Shared {
   cuda_driver::Stream* stream = nullptr;
@@ -177,9 +176,7 @@ cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name) {
   const Turn turn;
   cuda_driver::Module* module = nullptr;
   cuda_driver::Kernel* kernel = nullptr;
-  const cuda_driver::Result loaded = turn.driver.load(&module, ptx);
-  if (loaded == kNewerPtx) throw TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one");
-  Check(turn.driver, loaded);
+  Check(turn.driver, turn.driver.load(&module, ptx));
   Check(turn.driver, turn.driver.kernel_of(&kernel, module, name));
   return kernel;
 }

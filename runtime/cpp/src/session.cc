@@ -152,14 +152,14 @@ size_t Session::Find(uint64_t row) const {
 
 // One decode step of all rows; returns its layers.
 int64_t Session::DecodeStep() {
-  if (turn_around_ && gpu_knows_) return decoder_.Step();
+  if (gpu_knows_) return decoder_.Step();
   std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
   if (turn_around_) {
     for (size_t i = 0; i < rows_.size(); ++i) turn_around_->Tell(static_cast<int64_t>(i), rows_[i].options, rows_[i].produced);
     turn_around_->Send(0, static_cast<int64_t>(rows_.size()));
   }
   const int64_t layers = decoder_.Step(tokens_.data());
-  gpu_knows_ = true;
+  gpu_knows_ = turn_around_.has_value();
   return layers;
 }
 
