@@ -10,6 +10,7 @@ import onnx_ir as ir
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import is_parameter
 
+_TABLE = 4096  # numbers of the largest that a trace makes, and names as its module did
 LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a constant
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
 
@@ -47,7 +48,8 @@ def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
     An input that has the name of an output below it (keys and values that a layer reads of another) becomes that output.
 
     Values keep their names where these say something (inputs, outputs, parameters) and get the graph's name in front
-    where they do not. Parameters of the same name (a tied embedding and head) become one initializer.
+    where they do not. Parameters of the same name (a tied embedding and head) become one initializer; what a trace names alike
+    and is not (rotary frequencies of layers that have their own) does not.
     """
     graph = ir.Graph([], [], nodes=[], name=name, opset_imports={})
     inputs: dict[str, ir.Value] = {}
@@ -104,7 +106,18 @@ def _merge_inputs(graph: ir.Graph, part: ir.Graph, inputs: dict[str, ir.Value], 
 def _merge_initializers(graph: ir.Graph, part: ir.Graph) -> None:
     for name, value in list(part.initializers.items()):
         del part.initializers[name]
-        if name in graph.initializers:
-            ir.convenience.replace_all_uses_with(value, graph.initializers[name])
-        else:
-            graph.register_initializer(value)
+        known = graph.initializers.get(name)
+        if known is not None and _same(known, value):
+            ir.convenience.replace_all_uses_with(value, known)
+            continue
+        if known is not None:
+            value.name = f"{part.name}.{name}"
+        graph.register_initializer(value)
+
+
+def _same(one: ir.Value, other: ir.Value) -> bool:
+    """Whether initializers of one name are one tensor: what is larger than a table is a weight of the checkpoint."""
+    first, second = one.const_value, other.const_value
+    if first is None or second is None or first.size > _TABLE:
+        return True
+    return first.shape == second.shape and bool(np.array_equal(first.numpy(), second.numpy()))

@@ -70,6 +70,13 @@ def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) ->
     _assert_agrees(config, tmp_path)
 
 
+def test_layers_that_turn_by_bases_of_their_own_may_share_a_segment(tmp_path: Path) -> None:
+    config = RELATIVES["granite_swa"]()
+    config.layer_rope_theta, config.layer_types = config.layer_rope_theta[:2], config.layer_types[:2]
+    assert config.layer_rope_theta[0] != config.layer_rope_theta[1]
+    _assert_agrees(config, tmp_path)
+
+
 def test_rotary_scalings_that_look_at_the_runs_length_are_exact_below_the_original_one(tmp_path: Path) -> None:
     longrope = {"short_factor": [1.0 + index / 4 for index in range(8)], "long_factor": [9.0] * 8}
     for name, scaling in (

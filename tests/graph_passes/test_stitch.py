@@ -62,6 +62,18 @@ def test_parameters_of_the_same_name_become_one() -> None:
     assert [name for name in model.graph.initializers if name.startswith("tied")] == ["tied.weight"]
 
 
+def test_tables_of_the_same_name_that_differ_stay_each_layers_own() -> None:
+    """Rotary frequencies of layers with bases of their own were once all the lowest layer's."""
+    layers = _layers(2)
+    for index, layer in enumerate(layers):
+        table = ir.tensor(np.array([index], dtype=np.float32), name="rotary.inv_freq")
+        layer.graph.register_initializer(ir.Value(name=table.name, const_value=table))
+    model = stitch(layers, name="segment")
+    tables = {name: value.const_value for name, value in model.graph.initializers.items() if name.endswith("rotary.inv_freq")}
+    assert [*tables] == ["rotary.inv_freq", f"{layers[1].graph.name}.rotary.inv_freq"]
+    assert [table.numpy().tolist() for table in tables.values() if table is not None] == [[0.0], [1.0]]
+
+
 def _reader(layer: int, keys_of: int) -> ir.Model:
     """A layer that reads the keys of another, and its own number."""
     template = ir.from_onnx_text(
