@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser cpp bench clean
+.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser provider cpp bench clean
 
 install: $(VENV)/.installed
 
@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/python examples/e2e/demo.py
 
 # two processes, a file in one of them: tests share what they export by file
-test: install browser cpp
+test: install browser provider cpp
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # the C++ library, its tests and examples: optimised, and with the sanitizers that the tests run them under
@@ -35,6 +35,13 @@ browser:
 	{ test "$$(id -u)" -eq 0 && apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	echo "no chromium and chromium-driver: the report's tests will be skipped" >&2
+
+# ONNX Runtime with its CUDA provider, beside the one that is installed: tests run it on stand-ins for CUDA and its driver, and
+# say where it is not to be had (other machines than x86-64)
+provider: install
+	@test -d build/onnxruntime-gpu/onnxruntime || \
+	$(PIP) --no-deps --target build/onnxruntime-gpu onnxruntime-gpu==1.31.1 || \
+	echo "no onnxruntime-gpu: tests of its CUDA provider will be skipped" >&2
 
 # the turn-around's kernel for runtimes without a compiler; commit what changes
 ptx: install

@@ -1,4 +1,4 @@
-"""Builds libcuda.cc, which stands in for NVIDIA's driver."""
+"""Builds what stands in for NVIDIA's driver (libcuda.cc) and, on it, for CUDA's runtime and cuBLAS (libcudart.cc)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,29 @@ import pytest
 
 from skipdecode.plugins import turnaround
 
-_SOURCE = Path(__file__).parent / "libcuda.cc"
+_HERE = Path(__file__).parent
+_RUNTIME = "libcudart.so.13"
+_IN_THE_SAME_FILE = ("libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10")
 
 
 def build(folder: Path) -> Path:
     """A libcuda.so.1 in `folder`, which goes on LD_LIBRARY_PATH; returns the folder. Skips where nvcc is missing."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc, which brings cuda.h, is not on the PATH")
-    command = ["nvcc", "-std=c++17", "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror"]
-    command += ["-Xlinker", "-soname=libcuda.so.1", "-x", "c++", str(_SOURCE), str(turnaround.SOURCE)]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    _compile(folder / "libcuda.so.1", str(_HERE / "libcuda.cc"), str(turnaround.SOURCE))
     return folder
+
+
+def build_runtime(folder: Path) -> Path:
+    """`build`, and the libraries that onnxruntime-gpu is linked to."""
+    build(folder)
+    _compile(folder / _RUNTIME, str(_HERE / "libcudart.cc"), "-L", str(folder), "-l:libcuda.so.1")
+    for name in _IN_THE_SAME_FILE:
+        (folder / name).symlink_to(_RUNTIME)
+    return folder
+
+
+def _compile(library: Path, *given: str) -> None:
+    command = ["nvcc", "-std=c++17", "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror"]
+    command += ["-Xlinker", f"-soname={library.name}", "-x", "c++", *given]
+    subprocess.run([*command, "-o", str(library)], check=True)

@@ -2,6 +2,8 @@
 // they were captured. Work is done in its order and as late as the driver may do it, when somebody waits for it: pinned memory
 // that changes before that is seen to change. Only what runtime/cuda.py and runtime/cpp call is here. It computes nothing but
 // the turn-around (its host version), and says nothing about a GPU's speed; what it shows is that the calls fit together.
+#include "libcuda.h"
+
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -24,7 +26,8 @@ using Work = std::function<void()>;
 struct CUgraphNode_st {
   Work work;
   CUgraphNodeType type;
-  uintptr_t source = 0;  // of a copy
+  uintptr_t source = 0;   // of a copy
+  std::string name = {};  // of a kernel
 };
 struct CUgraph_st {
   std::vector<CUgraphNode_st> nodes;
@@ -50,8 +53,9 @@ struct Block {
 std::map<uintptr_t, Block> blocks;
 size_t taken = 0;
 int replayed = 0;
-int events = 0;  // that were made
-int sent = 0;    // copies from the host
+int events = 0;        // that were made
+int sent = 0;          // copies from the host
+std::string captured;  // the last graph's nodes, a line each
 
 // What was asked for and nobody has waited for yet, of all streams: there is one. Never destroyed, as memory may be freed late.
 struct Queue {
@@ -141,6 +145,18 @@ void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
 int standin_old = 0;                                                                      // whether it is of a CUDA before 13
 int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
+
+// For tests: the nodes of the graph that was made last, a line each: a kernel's name, or what another one does.
+const char* standin_captured() { return captured.c_str(); }
+
+CUresult standin_kernel(CUstream stream, const char* name) {
+  return Enqueue(stream, {[] {}, CU_GRAPH_NODE_TYPE_KERNEL, 0, name});
+}
+bool standin_capturing(CUstream stream) { return stream->capture != nullptr; }
+CUmemorytype standin_type_of(const void* pointer) {
+  const Block* block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
+  return block != nullptr ? block->type : CUmemorytype{};
+}
 
 // For tests: `call` in a kernel's place.
 CUresult standin_launch(CUstream stream, CUhostFn call, void* data) {
@@ -236,6 +252,9 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
   taken += graph->nodes.size();
+  captured.clear();
+  for (const CUgraphNode_st& node : graph->nodes)
+    captured += (node.type == CU_GRAPH_NODE_TYPE_KERNEL ? node.name : "no kernel") + "\n";
   return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
@@ -269,7 +288,12 @@ CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned thr
   for (const void* pointer : Pointers{state.logits, state.sampling, state.row_ids, state.steps, state.input_ids})
     if (!IsOf(pointer, CU_MEMORYTYPE_DEVICE)) return CUDA_ERROR_ILLEGAL_ADDRESS;
   if (!IsOf(state.tokens, CU_MEMORYTYPE_HOST)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-  return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL});
+  return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL, 0, "skd_turnaround_kernel"});
+}
+CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  return CUDA_ERROR_NOT_SUPPORTED;  // ONNX Runtime's provider is linked to it
 }
 
 // cuda-python asks for every function of the driver by name; one that is not here is missing to it.
