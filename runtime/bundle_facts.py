@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from skipdecode import manifest as manifests
-from skipdecode.kv_buffer import fixed_slots, plan_slots, slots_per_layer, state_numbers
+from skipdecode.kv_buffer import fixed_slots, plan_slots, slots_per_layer, state_bytes
 from skipdecode.manifest import Manifest, Target, Variant
 from skipdecode.schedule import Schedule, full_depth
 
@@ -70,8 +70,8 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = Non
     slots = slots_per_layer(schedule, longest // 2, longest - longest // 2)
     if target is not None and target.fixed_kv_buffer:
         slots = fixed_slots(slots, plan_slots(manifest, target))
-    numbers = sum(state_numbers(manifest.model, layer, count) for layer, count in enumerate(slots) if count)
-    return numbers * (target.float_bytes if target else 4)
+    float_bytes = target.float_bytes if target else 4
+    return sum(state_bytes(manifest.model, layer, count, float_bytes) for layer, count in enumerate(slots) if count)
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:

@@ -12,8 +12,8 @@ from skipdecode import bindings as names
 from skipdecode.device import Call
 from skipdecode.engines import Engines, bind_segment
 from skipdecode.errors import CapacityError
-from skipdecode.kv_buffer import FloatArray, IntArray, KVBuffer, fixed_slots, slots_per_layer
-from skipdecode.memory import Array, HostMemory
+from skipdecode.kv_buffer import KVBuffer, fixed_slots, slots_per_layer
+from skipdecode.memory import Array, FloatArray, HostMemory, IntArray
 from skipdecode.model import Model
 from skipdecode.prefill import PREFILL_CHUNK, Prefill
 from skipdecode.schedule import Anchor, Schedule

@@ -18,8 +18,7 @@ from skipdecode import bindings as names
 from skipdecode.decoder import Decoder, Route
 from skipdecode.device import Call, HostArray
 from skipdecode.errors import CapacityError
-from skipdecode.kv_buffer import IntArray
-from skipdecode.memory import DeviceArray, DeviceMemory
+from skipdecode.memory import DeviceArray, DeviceMemory, IntArray
 from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from skipdecode.decoder import Decoder
 from skipdecode.generation import Row
-from skipdecode.kv_buffer import IntArray
-from skipdecode.memory import HostMemory
+from skipdecode.memory import HostMemory, IntArray
 from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.trace import Trace, traced
 

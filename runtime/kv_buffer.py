@@ -7,7 +7,7 @@ read the keys and values of another.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,13 @@ import numpy as np
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Target
-from skipdecode.memory import Memory
+from skipdecode.memory import IntArray, Memory
 from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
 # TensorRT-RTX 1.7.1 fails to build plans of two layers or more for few slots: up to 32 in fp16, up to 64 in bf16
 LEAST_SLOTS = 128
-FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+STATE_BYTES = 4  # of a number in a state: fp32 on every target, since each step's rounding would stay in it
 
 
 def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...]:
@@ -86,39 +85,41 @@ def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...
     )
 
 
-def state_numbers(model: Model, layer: int, slots: int) -> int:
-    """Elements of `layer_state`, per row."""
-    return sum(map(math.prod, layer_state(model, layer, slots).values()))
+def state_bytes(model: Model, layer: int, slots: int, float_bytes: int) -> int:
+    """Of `layer_state`, per row, whose keys and values have numbers of `float_bytes`."""
+    constant = constant_state(model, layer)
+    return sum(
+        math.prod(shape) * (STATE_BYTES if name in constant else float_bytes)
+        for name, shape in layer_state(model, layer, slots).items()
+    )
 
 
 class KVBuffer:
     """Memory and lengths, nothing else.
 
-    One allocation: numpy asks for huge pages only for large arrays, and each decode step reads every valid slot.
+    One allocation for all keys and values: numpy asks for huge pages only for large arrays, and each decode step reads every
+    valid slot; another one for states.
 
     Args:
         slots: C, of each layer; 0: it needs none, nor any other state.
 
     Attributes:
-        layers: of each layer the arrays [B, ...] of `layer_state`, in the memory's float type; none where no step computes it.
+        layers: of each layer the arrays [B, ...] of `layer_state`, keys and values in the memory's float type; none where no
+            step computes it.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
-        states = [layer_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
-        self.layers: list[dict[str, Any]] = [{} for _ in slots]
         self._model, self._memory = model, memory
-        self._block = block = memory.floats((rows * sum(math.prod(shape) for state in states for shape in state.values()),))
-        self._constant: list[Any] = []
-        self._with_slots: list[Any] = []
-        end = 0  # in numbers
-        for layer, (arrays, state) in enumerate(zip(self.layers, states, strict=True)):
-            constant = constant_state(model, layer)
-            for name, shape in state.items():
-                start, end = end, end + rows * math.prod(shape)
-                arrays[name] = block[start:end].reshape(rows, *shape)
-                (self._constant if name in constant else self._with_slots).append(arrays[name])
         self._has = [count > 0 for count in slots]
+        states = [constant_state(model, layer) if count else {} for layer, count in enumerate(slots)]
+        keys = [layer_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
+        for of_layer, constant in zip(keys, states, strict=True):
+            for name in constant:
+                del of_layer[name]
+        self._key_block, self._keys = _divided(memory.floats, rows, keys)
+        self._state_block, self._states = _divided(memory.wide_floats, rows, states)
+        self.layers: list[dict[str, Any]] = [one | other for one, other in zip(self._keys, self._states, strict=True)]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:
@@ -137,10 +138,12 @@ class KVBuffer:
     def move(self, row: int, place: int) -> None:
         """Let `row` lie at `place`, over the row that was there; on the host."""
         length = int(self.lengths[row])
-        for array in self._constant:
-            array[place] = array[row]
-        for array in self._with_slots:
-            array[place, :, :length] = array[row, :, :length]
+        for states in self._states:
+            for array in states.values():
+                array[place] = array[row]
+        for keys in self._keys:
+            for array in keys.values():
+                array[place, :, :length] = array[row, :, :length]
         self.lengths[place] = length
 
     def clear(self, *, slots: bool) -> None:
@@ -149,5 +152,20 @@ class KVBuffer:
         Args:
             slots: keys and values too. Most engines read no slot before it is written.
         """
-        for array in [self._block] if slots else self._constant:
-            self._memory.clear(array)
+        for block in (self._state_block, self._key_block) if slots else (self._state_block,):
+            self._memory.clear(block)
+
+
+def _divided(
+    allocate: Callable[[tuple[int, ...]], Any], rows: int, shapes: Sequence[dict[str, tuple[int, ...]]]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """One allocation, and each layer's arrays [rows, ...] in it, of these shapes."""
+    block = allocate((rows * sum(math.prod(shape) for of_layer in shapes for shape in of_layer.values()),))
+    layers: list[dict[str, Any]] = []
+    end = 0  # in numbers
+    for of_layer in shapes:
+        layers.append({})
+        for name, shape in of_layer.items():
+            start, end = end, end + rows * math.prod(shape)
+            layers[-1][name] = block[start:end].reshape(rows, *shape)
+    return block, layers

@@ -62,6 +62,8 @@ class DeviceArray:
 
 
 Array = HostArray | DeviceArray
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class HostMemory:
@@ -75,6 +77,10 @@ class HostMemory:
         """
         return _zeros(shape, np.float32)
 
+    def wide_floats(self, shape: tuple[int, ...]) -> Any:
+        """Zeros in fp32; else as `floats`."""
+        return _zeros(shape, np.float32)
+
     def twin(self, array: HostArray) -> tuple[Any, Call | None]:
         """`array` as engines see it, and the call that shows them what the host writes later; None: they see it at once."""
         return array, None
@@ -85,11 +91,15 @@ class HostMemory:
         return array, array, None
 
     def clear(self, array: Any) -> None:
-        """Write zeros to an array of `floats`, or to a part of one."""
+        """Write zeros to an array of `floats` or `wide_floats`, or to a part of one."""
         array[...] = 0
 
+    def chosen(self, rows: Any, positions: IntArray) -> Any:
+        """Of `floats` [B,S,H] one position of each row, [B,1,H], in memory of its own."""
+        return rows[np.arange(len(positions)), positions][:, None]
+
     def to_host(self, array: Any) -> HostArray:
-        """An array of `floats`, in fp32."""
+        """An array of `floats` or `wide_floats`, in fp32."""
         return np.asarray(array)
 
 
@@ -109,8 +119,11 @@ class DeviceMemory:
         Raises:
             CapacityError: the device has not this much memory.
         """
-        element_type, stored = _FLOATS[self._dtype]
-        return self._array(shape, element_type, np.dtype(stored).itemsize)
+        return self._floats(shape, self._dtype)
+
+    def wide_floats(self, shape: tuple[int, ...]) -> DeviceArray:
+        """As `HostMemory.wide_floats`."""
+        return self._floats(shape, "float32")
 
     def twin(self, array: HostArray) -> tuple[DeviceArray, Call]:
         """As `HostMemory.twin`."""
@@ -132,13 +145,26 @@ class DeviceMemory:
         """As `HostMemory.clear`."""
         self.device.clear(array.pointer, array.nbytes)
 
+    def chosen(self, rows: DeviceArray, positions: IntArray) -> DeviceArray:
+        """As `HostMemory.chosen`."""
+        made = self.floats((rows.shape[0], 1, rows.shape[2]))
+        for row, position in enumerate(positions.tolist()):
+            source = rows[row : row + 1].reshape(*rows.shape[1:])[position : position + 1]
+            self.device.copy(made[row : row + 1].pointer, source.pointer, source.nbytes)
+        return made
+
     def to_host(self, array: DeviceArray) -> HostArray:
-        """An array of `floats`, in fp32."""
-        part = self.device.mirror(array.shape, _FLOATS[self._dtype][1])
+        """As `HostMemory.to_host`."""
+        stored = next(stored for element_type, stored in _FLOATS.values() if element_type == array.element_type)
+        part = self.device.mirror(array.shape, stored)
         self.device.fetch(array.pointer, part)()
-        if self._dtype == "bfloat16":
+        if array.element_type == _BFLOAT16:
             part = (part.astype(np.uint32) << 16).view(np.float32)  # the upper half of an fp32
         return np.asarray(part, dtype=np.float32)
+
+    def _floats(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        element_type, stored = _FLOATS[dtype]
+        return self._array(shape, element_type, np.dtype(stored).itemsize)
 
     def _array(self, shape: tuple[int, ...], element_type: Any, itemsize: int) -> DeviceArray:
         block = self.device.allocate(math.prod(shape) * itemsize)

@@ -10,8 +10,8 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.engines import Engines, bind_segment
-from skipdecode.kv_buffer import IntArray, KVBuffer, layer_state
-from skipdecode.memory import Array
+from skipdecode.kv_buffer import KVBuffer, constant_state, layer_state
+from skipdecode.memory import Array, IntArray
 from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
@@ -100,8 +100,8 @@ class Prefill:
         Returns:
             [B,1,H].
         """
-        count, length = hidden.shape[:2]
-        ends = hidden if length == 1 else hidden[np.arange(count), last].reshape(count, 1, -1)
+        length = hidden.shape[1]
+        ends = hidden if length == 1 else self._memory.chosen(hidden, last)
         longest = int(last[0]) + 1
         piece = self._told(slice(longest - 1, longest), last[:, None], last)
         for index in range(self._first_keeping_none, len(self._engines.segments)):
@@ -151,8 +151,11 @@ class Prefill:
 
     def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
         """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""
-        shapes = layer_state(self._model, layer, slots)
-        return {name: self._memory.floats((count, *shape)) for name, shape in shapes.items()}
+        shapes, constant = layer_state(self._model, layer, slots), constant_state(self._model, layer)
+        memory = self._memory
+        return {
+            name: (memory.wide_floats if name in constant else memory.floats)((count, *shape)) for name, shape in shapes.items()
+        }
 
 
 def _passes(lengths: Sequence[int], most: int, padding: int) -> Iterator[slice]:

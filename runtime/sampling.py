@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skipdecode.errors import CapacityError
-from skipdecode.kv_buffer import FloatArray, IntArray
+from skipdecode.memory import FloatArray, IntArray
 
 _MASK = (1 << 64) - 1
 _BINS, _BINS_PER_NAT = 1024, 16  # what is 64 nats below the likeliest token has no mass to speak of, and shares the last bin

@@ -13,7 +13,7 @@ from pathlib import Path
 from skipdecode import bindings as names
 from skipdecode.engines.ort import OrtEngine, Tensor
 from skipdecode.errors import BundleError
-from skipdecode.kv_buffer import keys_read, layer_state
+from skipdecode.kv_buffer import constant_state, keys_read, layer_state
 from skipdecode.model import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
@@ -50,8 +50,9 @@ def embed_contract(model: Model, floats: str) -> Contract:
 
 def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contract:
     """Of the engine that computes `layers`."""
-    states = chain(*(layer_state(model, layer, _SLOTS).items() for layer in layers))
-    past = {name: _state(shape, floats) for name, shape in states}
+    kept = chain(*(layer_state(model, layer, _SLOTS).items() for layer in layers))
+    states = {name for layer in layers for name in constant_state(model, layer)}
+    past = {name: _state(shape, "float32" if name in states else floats) for name, shape in kept}
     lengths = {name: ("int32", (_ANY,)) for name in (names.SEQLENS_K, names.TOTAL_SEQUENCE_LENGTH)}
     present = {names.present(name): tensor for name, tensor in past.items()}
     sources = keys_read(model, layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from skipdecode.kv_buffer import state_numbers
+from skipdecode.kv_buffer import state_bytes
 from skipdecode.manifest import Manifest, Target
 from skipdecode.schedule import active_layers
 
@@ -24,8 +24,8 @@ class StepBytes:
         """Bytes of one step of the variant with `num_layers` layers, `batch` rows and `context` valid positions each."""
         schedule, model = self.manifest.schedule, self.manifest.model
         active = active_layers(model.num_layers, schedule.warmup_layers, num_layers)
-        state = sum(state_numbers(model, layer, context) for layer in active) * batch * self.target.float_bytes
-        return self._weights(frozenset(active)) + state
+        kept = sum(state_bytes(model, layer, context, self.target.float_bytes) for layer in active)
+        return self._weights(frozenset(active)) + kept * batch
 
     def _weights(self, active: Collection[int]) -> int:
         segments = zip(self.manifest.segments, self.target.segment_weight_bytes, strict=True)

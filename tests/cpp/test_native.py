@@ -32,9 +32,9 @@ def environment(**more: str | Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def gpu_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """For cpu and cuda, in fp16: OPT, and a Llama that skips layers of the prompt too."""
+    """For cpu and cuda, in fp16: OPT, a Llama that skips layers of the prompt too, and short convolutions, which keep states."""
     paths = []
-    for name, anchor in (("opt", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE)):
+    for name, anchor in (("opt", Anchor.GENERATED), ("lfm2", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE)):
         paths.append(tmp_path_factory.mktemp("gpu") / name)
         schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10, max_variants=3, anchor=anchor)
         export(

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipdecode.device import ALIGNMENT
-from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, keys_read, slots_per_layer, static_slots
-from skipdecode.memory import HostMemory
+from skipdecode.device import ALIGNMENT, HostDevice
+from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, keys_read, slots_per_layer, state_bytes, static_slots
+from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.model import Keys, Model, State, StateLayers
 from skipdecode.schedule import Anchor, Schedule
 from tests.runtime.test_schedule import schedules
@@ -78,6 +78,27 @@ def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> 
     buffer = KVBuffer(MODEL, 5, (7, 0, 4), HostMemory())
     assert sum(array.nbytes for layer in buffer.layers for array in layer.values()) == 2 * 5 * 2 * 4 * 4 * (7 + 4)
     assert [buffer.has(layer) for layer in range(3)] == [True, False, True]
+
+
+def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
+    """Each step's rounding would stay in a state."""
+    conv = State(name="conv_state", shape=(7, 3))
+    groups = (StateLayers(layers=(1,), keys=Keys(num_heads=1, head_size=6), keys_of=None, states=(conv,)),)
+    model = dataclasses.replace(MODEL, num_layers=2, state_layers=groups)
+    memory = DeviceMemory(HostDevice(), "bfloat16")
+    buffer = KVBuffer(model, 3, (7, 4), memory)
+    sizes = [{name: array.nbytes // 3 for name, array in layer.items()} for layer in buffer.layers]
+    keys, own = 2 * 7 * 4 * 2, 4 * 6 * 2
+    assert sizes == [
+        {"past_key.0": keys, "past_value.0": keys},
+        {"past_key.1": own, "past_value.1": own, "past_conv_state.1": 84},
+    ]
+    assert [state_bytes(model, layer, slots, 2) for layer, slots in enumerate((7, 4))] == [2 * keys, 2 * own + 84]
+    state, half = buffer.layers[1]["past_conv_state.1"], np.full((1, 7, 3), 0.1, dtype=np.float32)
+    memory.device.send(state[1:2].pointer, half)
+    np.testing.assert_array_equal(memory.to_host(state)[1:2], half)
+    buffer.clear(slots=False)
+    assert not memory.to_host(state).any()
 
 
 def test_layers_keep_states_or_keys_of_their_own_sizes_or_read_anothers_and_only_states_are_cleared() -> None:

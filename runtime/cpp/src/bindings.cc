@@ -84,9 +84,10 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
 int64_t TiedRows(const Model& model) { return (model.vocab_size + 7) / 8 * 8; }
 
 void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
+  const ONNXTensorElementDataType type = array.has_slots ? memory.floats() : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   std::vector<int64_t> shape = WithRows(array, rows);
-  inputs.push_back(memory.Floats(array.past, data, shape));
-  outputs.push_back(memory.Floats(array.present, data, std::move(shape)));
+  inputs.push_back(memory.Of(array.past, data, shape, type));
+  outputs.push_back(memory.Of(array.present, data, std::move(shape), type));
 }
 
 void Bindings::AddRead(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {

@@ -9,6 +9,8 @@
 namespace skd {
 namespace {
 
+constexpr int64_t kAlignment = 16;  // bytes, that attention's kernels read at a time
+
 // Position t of a row lies in slot t (absolute) or prompt + t (generated); none where no decode step computes the layer.
 int64_t Slots(const Schedule& schedule, int64_t layer, int64_t prompt, int64_t new_tokens) {
   const std::optional<int64_t> cap = schedule.Cap(layer);
@@ -30,8 +32,9 @@ KvBuffer::KvBuffer(const Memory& memory, const Model& model, std::vector<int64_t
   for (int64_t layer = 0; layer < static_cast<int64_t>(slots_.size()); ++layer) {
     if (!Has(layer)) continue;
     for (StateArray& of : LayerState(model, layer, SlotsOf(layer))) {
-      const auto size = static_cast<int64_t>(memory.float_size());
+      const auto size = static_cast<int64_t>(of.has_slots ? memory.float_size() : sizeof(float));
       const int64_t row_bytes = std::accumulate(of.shape.begin(), of.shape.end(), size, std::multiplies<>());
+      bytes_ = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;  // keys and values after a state of any size
       layers_[static_cast<size_t>(layer)].push_back({std::move(of), bytes_, row_bytes});
       bytes_ += rows * row_bytes;
     }

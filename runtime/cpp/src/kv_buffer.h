@@ -16,7 +16,7 @@ namespace skd {
 // Slots of each layer where no row has more tokens than `prompt` and `new_tokens`; 0: no decode step computes the layer.
 std::vector<int64_t> SlotsPerLayer(const Schedule& schedule, int64_t prompt, int64_t new_tokens);
 
-// Memory and nothing else: each layer's arrays [B, ...] as LayerState says, in the memory's float type, zeros at first.
+// Memory and nothing else: each layer's arrays [B, ...] as LayerState says, zeros at first.
 class KvBuffer {
  public:
   // `slots`: C, of each layer; 0: it needs none, nor any other state. `memory` must outlive the buffer.

@@ -13,7 +13,9 @@ namespace skd {
 struct StateArray {
   std::string past, present;   // the engine's input and output: "past_key.3", "present_key.3"
   std::vector<int64_t> shape;  // of one row
-  bool has_slots;              // a slot a position, written before it is read: [KVH, C, D]; else zeros before the first token
+  // A slot a position, written before it is read: [KVH, C, D], in the engines' float type; else zeros before the first token, in
+  // fp32 on every target, since each step's rounding would stay in it.
+  bool has_slots;
 };
 
 // As kv_buffer.layer_state of Python: `layer`'s arrays where a row has `slots` slots.

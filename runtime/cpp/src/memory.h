@@ -22,6 +22,7 @@ class Memory {
   bool on_host() const { return device_ == Device::kCpu; }
   // Whether engines read what the host writes as it is: those for CPUs, in float32. Others have copies, on a CPU too.
   bool in_place() const { return on_host() && floats_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  ONNXTensorElementDataType floats() const { return floats_; }
   size_t float_size() const { return SizeOf(floats_); }
   // Throws SKD_ERROR_CAPACITY, std::bad_alloc.
   Block Allocate(size_t bytes) const;
