@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser provider cpp bench clean
+.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser provider survey cpp bench clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +42,10 @@ provider: install
 	@test -d build/onnxruntime-gpu/onnxruntime || \
 	$(PIP) --no-deps --target build/onnxruntime-gpu onnxruntime-gpu==1.31.1 || \
 	echo "no onnxruntime-gpu: tests of its CUDA provider will be skipped" >&2
+
+# slow, and not part of CI: every architecture's cuda engines on that provider
+survey: provider
+	rm -rf build/survey && $(BIN)/python -m tests.standin.survey build/survey
 
 # the turn-around's kernel for runtimes without a compiler; commit what changes
 ptx: install

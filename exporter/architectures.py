@@ -20,12 +20,6 @@ MIXTURES = (
     "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h",
     "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
-# those of them that choose as ONNX Runtime's operator does, the K largest of a softmax; other routers have nodes that count rows,
-# which its CUDA provider leaves to the CPU
-SOFTMAX_ROUTED = (
-    "flex_olmo", "granitemoe", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe",
-    "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
 # those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
@@ -41,10 +35,10 @@ HYBRIDS = {
 OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 # older than transformers' interface for attention (see own_attention)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-# those with what has been run on a CPU alone, and what layers of hybrids have of that kind
-_CPU_ALONE = {
-    **dict.fromkeys(LATENT, "keys and values that are expanded from a latent"),
-    **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
+# those with what a target's attention has no place for, and what layers of hybrids have of that kind
+_NOT_ON_CUDA = dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)")
+_NOT_ON_TENSORRT = {
+    **_NOT_ON_CUDA,
     **dict.fromkeys(OWN_HEADS, "layers whose keys differ in size"),
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
@@ -219,10 +213,11 @@ def layer_kind(config: Any, layer: int) -> str | None:
     return None if kinds is None else kinds[layer]
 
 
-def run_on_cpu_alone(config: Any) -> str | None:
-    """What of the model has not been run on GPUs; None: nothing."""
+def not_on_gpu(config: Any, *, tensorrt: bool) -> str | None:
+    """What of the model TensorRT or ONNX Runtime's CUDA provider do not take; None: nothing."""
     names = (config.model_type, *(layer_kinds(config) or ()))
-    return next((_CPU_ALONE[name] for name in names if name in _CPU_ALONE), None)
+    refused = _NOT_ON_TENSORRT if tensorrt else _NOT_ON_CUDA
+    return next((refused[name] for name in names if name in refused), None)
 
 
 def declared(config: Any, name: str) -> Any:

@@ -12,13 +12,17 @@ import onnx_ir as ir
 import onnxruntime
 
 from skipdecode import manifest
+from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
 from skipdecode.exporter.request import Job
+from skipdecode.graph_passes.even_split import EvenSplitPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
+from skipdecode.graph_passes.float_operators import FloatOperatorsPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
+from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
@@ -26,7 +30,9 @@ from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
+from skipdecode.graph_passes.top_maximum import TopMaximumPass
 from skipdecode.graph_passes.uniform_norm import UniformNormPass
+from skipdecode.graph_passes.wide_states import WideStatesPass
 
 FOLDER = "targets/cuda"
 
@@ -71,8 +77,13 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
     return [
         NarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
+        WideStatesPass(),
+        LowerLinearAttentionPass(opset=OPSET),
+        EvenSplitPass(),
+        TopMaximumPass(),
         LowerExpertsPass(),
         FuseRouterPass(),
+        FloatOperatorsPass(),
         OrderQKVPass(),
         PackQKVPass(),
         SkipNormPass(),

@@ -15,10 +15,17 @@ EXPERTS_NAME = "skipdecode_onnx"
 
 def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """hidden [T,H], K of E experts `chosen` for each token [T,K] int64, their weights [T,K] -> [T,H]."""
-    tokens, experts = hidden.shape[0], module.down_proj.shape[0]
-    shares = torch.zeros(tokens, experts, dtype=hidden.dtype).scatter(1, chosen, weights.to(hidden.dtype))
+    weights, experts = weights.to(hidden.dtype), module.down_proj.shape[0]
+    # a product, as zeros of a size that is worked out at run time are nodes that ONNX Runtime's CUDA provider leaves to the CPU
+    none = torch.matmul(weights, torch.zeros(weights.shape[1], experts, dtype=hidden.dtype))
+    shares = none.scatter(1, chosen, weights)
     products = (_biased if module.has_bias else _gated if module.has_gate else _squared)(module, hidden)
-    return (products * shares.T[:, :, None]).sum(0)
+    weighed, first = products * shares.T[:, :, None], torch.tensor([0])
+    # the operator itself: of narrow floats torch's own would first be traced as a cast to fp32
+    total: torch.Tensor = torch.onnx.ops.symbolic(
+        "ReduceSum", (weighed, first), {"keepdims": 0}, dtype=hidden.dtype, shape=hidden.shape, version=OPSET
+    )
+    return total
 
 
 def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

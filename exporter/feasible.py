@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import SOFTMAX_ROUTED, run_on_cpu_alone
+from skipdecode.exporter.architectures import not_on_gpu
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -57,10 +57,8 @@ def check_feasible(
         TargetError: a target does not take the model, or not with these options.
         BundleError: the disk is too full.
     """
-    what = run_on_cpu_alone(skeleton.config)
-    if what is not None and any(target.name != "cpu" for target in targets):
-        message = f"{skeleton.config.model_type} has {what}, which is run on cpu alone"
-        raise TargetError(message, "choose cpu", where="--target")
+    for target in targets:
+        _check_taken(target, skeleton.config)
     if any(parameter.endswith(_EXPERTS) for parameter in skeleton.shapes):
         _check_mixture(request, targets, skeleton)
     _check_builder(request, targets, skeleton, limits, schedule)
@@ -69,6 +67,14 @@ def check_feasible(
             check_packs_quantised()
         _check_block(request.quantize_block, skeleton)
     _check_disk(request, targets, skeleton)
+
+
+def _check_taken(target: TargetRequest, config: Any) -> None:
+    what = None if target.name == "cpu" else not_on_gpu(config, tensorrt=target.is_tensorrt)
+    if what is not None:
+        others = "cpu" if not_on_gpu(config, tensorrt=False) else "cpu or cuda"
+        message = f"{config.model_type} has {what}, which {target.name} does not take"
+        raise TargetError(message, f"choose {others}", where="--target")
 
 
 def _check_builder(
@@ -98,8 +104,6 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], ske
         raise TargetError(f"{name} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target")
     if not any(target.name == "cuda" for target in targets):
         return
-    if name not in SOFTMAX_ROUTED:
-        raise TargetError(f"{name} chooses its experts as no CUDA kernel of ONNX Runtime does", "choose cpu", where="--target")
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load
     for width, what in _widths(skeleton).items():
         if width % multiple:

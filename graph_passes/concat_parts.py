@@ -24,7 +24,7 @@ class ConcatPartsPass(ir.passes.InPlacePass):
     """Two parts of the last of four axes; declines where a width is not static or the two do not fill the tensor."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewriter.RewritePass([_TwoParts.rule()])(model).modified
+        modified = rewriter.RewritePass([_TwoParts.rule(), _TwoNarrowParts.rule()])(model).modified
         if modified:
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified)
@@ -35,7 +35,12 @@ class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
         super().__init__(remove_nodes=False)  # constants have other readers
 
     def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
-        empty = op.ConstantOfShape(shape)
+        return self.written(op, op.ConstantOfShape(shape), first, second, (start1, end1, start2, end2))
+
+    @staticmethod
+    def written(op: Any, empty: Any, first: Any, second: Any, bounds: tuple[Any, ...]) -> Any:
+        """The pattern of both parts in an empty tensor."""
+        start1, end1, start2, end2 = bounds
         return _written(op, _written(op, empty, first, start1, end1), second, start2, end2)
 
     def check(self, context: Any, first: ir.Value, second: ir.Value, **bounds: ir.Value) -> MatchResult:
@@ -53,6 +58,13 @@ class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
 
     def rewrite(self, op: Any, first: ir.Value, second: ir.Value, **_: Any) -> Any:
         return op.Concat(first, second, axis=-1)
+
+
+class _TwoNarrowParts(_TwoParts):
+    """An empty tensor of narrow floats is traced as a cast one of fp32."""
+
+    def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
+        return self.written(op, op.Cast(op.ConstantOfShape(shape)), first, second, (start1, end1, start2, end2))
 
 
 def _written(op: Any, rows: Any, part: Any, start: Any, end: Any) -> Any:

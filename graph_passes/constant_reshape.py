@@ -2,8 +2,10 @@
 
     Reshape(x [B,S,64], Concat(Shape(x)[0], Shape(x)[1], 4, 16)) -> Reshape(x, [0, 0, 4, 16])
     Reshape(x) to the shape that x has                           -> x
+    Reshape(x [B*S,64], Concat(B, S, 64)), hidden being [B,S,64] -> Reshape(x, Shape(hidden))
 
-Each layer loses a handful of tiny operators, which cost as much as they compute nothing (2 us each on a CPU).
+Each layer loses a handful of tiny operators, which cost as much as they compute nothing (2 us each on a CPU), and which ONNX
+Runtime's CUDA provider leaves to the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_ov
 
 
 class ConstantReshapePass(ir.passes.InPlacePass):
-    """Declines where more than one dimension is neither known nor the input's own at the same place."""
+    """Declines where more than one dimension is neither known nor the input's own at the same place, nor an input so shaped."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False
@@ -25,10 +27,9 @@ class ConstantReshapePass(ir.passes.InPlacePass):
             if source is not None and node.op_type == "Reshape" and same_shape(source, old) and can_take_over(old, source):
                 take_over(old, source)
             elif sizes is not None:
-                shape = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
-                model.graph.insert_before(node, shape)
-                node.replace_input_with(1, shape.outputs[0])
-                node.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
+                _tell(model.graph, node, ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))}))
+            elif (alike := _input_so_shaped(model.graph, node)) is not None:
+                _tell(model.graph, node, ir.node("Shape", [alike]))
             else:
                 continue
             changed = True
@@ -37,12 +38,29 @@ class ConstantReshapePass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, changed)
 
 
-def _constant_sizes(node: ir.Node) -> list[int] | None:
+def _tell(graph: ir.Graph, reshape: ir.Node, target: ir.Node) -> None:
+    graph.insert_before(reshape, target)
+    reshape.replace_input_with(1, target.outputs[0])
+    reshape.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
+
+
+def _worked_out(node: ir.Node) -> bool:
+    """Whether it is a Reshape whose target other operators make."""
     if node.op_type != "Reshape" or node.domain != "" or node.inputs[0] is None or node.inputs[1] is None:
-        return None
-    target, source, made = node.inputs[1], node.inputs[0].shape, node.outputs[0].shape
-    producer = target.producer()
-    if target.const_value is not None or producer is None or producer.op_type == "Constant" or source is None or made is None:
+        return False
+    producer = node.inputs[1].producer()
+    return producer is not None and producer.op_type not in ("Constant", "Shape") and node.inputs[1].const_value is None
+
+
+def _input_so_shaped(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
+    """An input of the graph whose shape is that of the Reshape's output."""
+    found = (value for value in graph.inputs if _worked_out(node) and same_shape(node.outputs[0], value))
+    return next(found, None)
+
+
+def _constant_sizes(node: ir.Node) -> list[int] | None:
+    source, made = node.inputs[0].shape if node.inputs and node.inputs[0] else None, node.outputs[0].shape
+    if not _worked_out(node) or source is None or made is None:
         return None
     sizes = [_size(source, made, axis) for axis in range(len(made))]
     return sizes if sizes.count(-1) <= 1 else None

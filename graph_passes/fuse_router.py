@@ -66,7 +66,7 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
 def _unflattened(flat: ir.Value | None) -> ir.Value | None:
     """The rows [B,S,H] that `flat` [T,H] came from; where it came from elsewhere, itself."""
     rows = _input(_producer(flat, "Reshape"), 0)
-    return rows if rows is not None and flat is not None and flattens(rows, flat) else flat
+    return rows if rows is not None and flat is not None and rows.dtype == flat.dtype and flattens(rows, flat) else flat
 
 
 def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Value, int] | None:

@@ -37,9 +37,8 @@ class LowerExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewriter.RewritePass([_Experts.rule(), _NarrowExperts.rule(), _SquaredExperts.rule(), _BiasedExperts.rule()])(
-            model
-        ).modified
+        kinds = (_Experts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
+        modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
             RemoveUnusedNodesPass()(model)
@@ -61,13 +60,10 @@ class LowerExpertsPass(ir.passes.InPlacePass):
 
 class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-        return op.ReduceSum(self.weighted(op, x, zeros, chosen, weights, gate_up, down), [0], keepdims=0)
-
-    def weighted(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
         both = op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(gate_up, perm=[0, 2, 1]))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
         products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), op.Transpose(down, perm=[0, 2, 1]))
-        return _weighted(op, products, zeros, chosen, weights)
+        return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
 
     def check(self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value, **__: Any) -> MatchResult:
         return _check(chosen, gate_up, down)
@@ -77,14 +73,6 @@ class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
     ) -> Any:
         parameters = (op.initializer(_taking_turns(gate_up)), None, down)
         return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=1.0, activation_beta=0.0)
-
-
-class _NarrowExperts(_Experts):
-    """A sum of narrow floats is traced in fp32."""
-
-    def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-        products = self.weighted(op, x, zeros, chosen, weights, gate_up, down)
-        return op.Cast(op.ReduceSum(op.Cast(products), [0], keepdims=0))
 
 
 class _SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]
@@ -114,11 +102,15 @@ class _BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         up_bias: Any, down_bias: Any, alpha: Any, beta: Any, limit: Any, low: Any, high: Any,
     ) -> Any:  # fmt: skip
         both = op.Add(op.MatMul(op.Unsqueeze(x, [0]), gate_up), op.Unsqueeze(up_bias, [1]))
-        gate = op.Clip(op.Slice(both, [0], [_MOST], [2], [2]), None, limit)
-        up = op.Clip(op.Slice(both, [1], [_MOST], [2], [2]), low, high)
+        gate = self.clamped(op, op.Slice(both, [0], [_MOST], [2], [2]), None, limit)
+        up = self.clamped(op, op.Slice(both, [1], [_MOST], [2], [2]), low, high)
         inner = op.Mul(op.Add(up, beta), op.Mul(gate, op.Sigmoid(op.Mul(gate, alpha))))
         products = op.Add(op.MatMul(inner, down), op.Unsqueeze(down_bias, [1]))
         return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
+
+    def clamped(self, op: Any, value: Any, low: Any, high: Any) -> Any:
+        """The pattern of values within two bounds, or up to one."""
+        return op.Clip(value, low, high)
 
     def check(
         self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value,
@@ -142,6 +134,13 @@ class _BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         )  # fmt: skip
 
 
+class _NarrowBiasedExperts(_BiasedExperts):
+    """Bounds of narrow floats are traced as two operators."""
+
+    def clamped(self, op: Any, value: Any, low: Any, high: Any) -> Any:
+        return op.Min(value if low is None else op.Max(value, low), high)
+
+
 def _check(chosen: ir.Value, gate_up: ir.Value, down: ir.Value) -> MatchResult:
     result = MatchResult()
     if gate_up.const_value is None or down.const_value is None:
@@ -162,9 +161,11 @@ def _mixture(
 ) -> Any:
     """The operator; `parameters` are W_gate_up [E,2I,H], its bias [E,2I], W_down [E,H,I], its bias [E,H]."""
     shares = op.ScatterElements(zeros, chosen, weights, axis=1)
+    logits = op.Log(shares)
+    shares.type = logits.type = weights.type
     assert chosen.shape is not None
     mixed = op.MoE(
-        x, op.Log(shares), *parameters, k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, **activation,
+        x, logits, *parameters, k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, **activation,
         normalize_routing_weights=1, _domain=MS_DOMAIN,
     )  # fmt: skip
     return op.Mul(mixed, op.ReduceSum(weights, op.Constant(value_ints=[1]), keepdims=1))

@@ -1,4 +1,4 @@
-"""Rows of a batch stay [B,S,H] where a model flattens them to [B*S,H] and back (OPT, GPT-2).
+"""Rows of a batch stay [B,S,H] where a model flattens them to [B*S,H] and back (OPT, GPT-2), heads [B,S,N,D] alike (Qwen3.5).
 
     Reshape(x [B,S,H], [-1,H]) .. LayerNormalization, Gemm(W, bias), Relu, Add .. Reshape(y, [B,S,N])
     -> the same operators on [B,S,H]; Gemm(W, bias) becomes MatMul(W) and Add(bias)
@@ -9,6 +9,7 @@ at full depth, batch 1, interleaved (AMD EPYC, 2 cores): OPT 24 x 1024 1.03x as 
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -32,8 +33,13 @@ class UnflattenPass(ir.passes.InPlacePass):
                 if same_shape(old, whole[source]) and can_take_over(old, whole[source]):
                     take_over(old, whole[source])
                     changed = True
+                elif _joins_heads(whole[source], old):
+                    node.replace_input_with(0, whole[source])
+                    changed = True
             elif node.op_type == "Reshape" and source is not None and flattens(source, node.outputs[0]):
                 whole[node.outputs[0]] = source
+            elif node.op_type == "Reshape" and source is not None and _flattens_heads(source, node.outputs[0]):
+                whole[node.outputs[0]] = _heads(graph, node)
             elif any(value in whole for value in node.inputs):
                 _follow(graph, node, whole)
         # a chain whose end could not be unflattened has been written twice, and the copy is unused
@@ -81,12 +87,43 @@ def _matmul(graph: ir.Graph, node: ir.Node, inputs: list[ir.Value | None]) -> ir
 
 
 def flattens(source: ir.Value, flat: ir.Value) -> bool:
-    """[B,S,H] -> [B*S,H]."""
-    if source.shape is None or flat.shape is None or len(source.shape) != 3 or len(flat.shape) != 2:
+    """[B,S,H] -> [B*S,H], or [B,S,N,D] -> [B*S*N,D]."""
+    if source.shape is None or flat.shape is None or len(source.shape) not in (3, 4) or len(flat.shape) != 2:
         return False
-    return isinstance(flat.shape[1], int) and source.shape[2] == flat.shape[1]
+    return isinstance(flat.shape[1], int) and source.shape[-1] == flat.shape[1]
+
+
+def _flattens_heads(rows: ir.Value, flat: ir.Value) -> bool:
+    """[B,S,N*D] -> [B*S*N,D]."""
+    if rows.shape is None or flat.shape is None or len(rows.shape) != 3 or len(flat.shape) != 2:
+        return False
+    joined, size = rows.shape[2], flat.shape[1]
+    return isinstance(joined, int) and isinstance(size, int) and joined % size == 0
+
+
+def _heads(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """[B,S,N,D] of the rows that `node` flattens."""
+    (rows, _), flat = node.inputs, node.outputs[0]
+    assert rows is not None and rows.shape is not None and flat.shape is not None
+    joined, size = rows.shape[2], flat.shape[1]
+    assert isinstance(joined, int) and isinstance(size, int)
+    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, joined // size, size]))})
+    divided = ir.node("Reshape", [rows, shape.outputs[0]])
+    divided.outputs[0].shape, divided.outputs[0].type = ir.Shape([*rows.shape[:2], joined // size, size]), flat.type
+    graph.insert_before(node, [shape, divided])
+    return divided.outputs[0]
+
+
+def _joins_heads(heads: ir.Value, rows: ir.Value) -> bool:
+    """[B,S,N,D] -> [B,S,N*D]."""
+    if heads.shape is None or rows.shape is None or len(heads.shape) != 4 or len(rows.shape) != 3:
+        return False
+    return heads.shape[:2] == rows.shape[:2]
 
 
 def _is_of_one_row(value: ir.Value) -> bool:
-    """A parameter or constant that is the same for every row."""
+    """A parameter or constant that is the same for every row, cast or not."""
+    node = value.producer()
+    if node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
+        value = node.inputs[0]
     return value.const_value is not None or value.is_initializer()

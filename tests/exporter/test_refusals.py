@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -106,46 +107,38 @@ def test_what_experts_cannot_be_compiled_for_is_refused(zoo: Zoo, tmp_path: Path
     _refused(zoo.checkpoint("qwen3_moe"), tmp_path / "outs" / "bundle", TargetError, says, **changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "says"),
-    [
-        ("minimax_m2", {}, "minimax_m2 chooses its experts as no CUDA kernel of ONNX Runtime does; choose cpu"),
-        ("mixtral", {"intermediate_size": 100}, "width of the experts 100 is no multiple of 8, as cuda needs it; choose cpu"),
-    ],
-)
-def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(
-    name: str, changes: dict[str, object], says: str, zoo: Zoo, tmp_path: Path
-) -> None:
-    shutil.copytree(zoo.checkpoint(name), tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_path: Path) -> None:
+    shutil.copytree(zoo.checkpoint("mixtral"), tmp_path / "model")
+    _edit_config(tmp_path / "model", intermediate_size=100)
+    says = "width of the experts 100 is no multiple of 8, as cuda needs it; choose cpu"
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
 
 
-@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "what", "target", "others"),
     [
-        ("minicpm3", "keys and values that are expanded from a latent"),
-        ("gpt_oss", "attention sinks"),
-        ("nemotron_h", "layers with linear attention"),
-        ("lfm2", "layers with short convolutions"),
+        ("bloom", "linear biases on its attention (ALiBi)", "cuda", "cpu"),
+        ("bloom", "linear biases on its attention (ALiBi)", "tensorrt-rtx", "cpu"),
+        ("granite_swa", "attention sinks", "tensorrt-rtx", "cpu or cuda"),
+        ("bamba", "layers with linear attention", "tensorrt-rtx", "cpu or cuda"),
+        ("lfm2", "layers with short convolutions", "tensorrt-rtx", "cpu or cuda"),
+        ("gemma4_text", "layers whose keys differ in size", "tensorrt-rtx", "cpu or cuda"),
     ],
 )
-def test_attention_of_a_kind_that_no_gpu_has_run_is_refused_for_gpus(
-    name: str, what: str, target: str, zoo: Zoo, tmp_path: Path
+def test_what_a_gpus_attention_has_no_place_for_is_refused_with_the_targets_that_take_it(
+    name: str, what: str, target: str, others: str, zoo: Zoo, tmp_path: Path
 ) -> None:
-    says = f"--target: {name} has {what}, which is run on cpu alone; choose cpu"
-    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
+    says = re.escape(f"--target: {name} has {what}, which {target} does not take; choose {others}") + "$"
+    targets = ("cpu", f"{target}:sm89" if target != "cuda" else target)
+    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=targets)
 
 
-@pytest.mark.parametrize(("kind", "target"), [("mlp", "cuda"), ("mlp", "tensorrt-rtx:sm89"), ("moe", "cuda")])
-def test_layers_without_attention_are_refused_for_gpus(kind: str, target: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_layers_without_attention_are_refused_for_tensorrt(zoo: Zoo, tmp_path: Path) -> None:
     """Nemotron-H without Mamba was once taken, and had no keys for TensorRT to lay out."""
     shutil.copytree(zoo.checkpoint("nemotron_h"), tmp_path / "model")
-    _edit_config(tmp_path / "model", layers_block_type=[kind, "full_attention"] * 3)
-    says = "--target: nemotron_h has layers without attention, which is run on cpu alone; choose cpu"
-    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", target))
+    _edit_config(tmp_path / "model", layers_block_type=["mlp", "full_attention"] * 3)
+    says = "--target: nemotron_h has layers without attention, which tensorrt-rtx does not take; choose cpu or cuda"
+    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
 
 
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:

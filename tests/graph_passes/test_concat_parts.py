@@ -29,8 +29,12 @@ g (float[B,4,S,16] a, float[B,4,S,8] b, int64[4] shape) => (float[B,4,S,24] y)
 }}"""
 
 
-def test_the_parts_become_one_concat_with_the_same_result() -> None:
-    before, after = with_shapes(BEFORE), with_shapes(BEFORE)
+NARROW = BEFORE.replace("empty = ConstantOfShape (shape)", "wide = ConstantOfShape (shape)  empty = Cast <to = 1> (wide)")
+
+
+@pytest.mark.parametrize("text", [BEFORE, NARROW], ids=["as it is", "cast"])
+def test_the_parts_become_one_concat_with_the_same_result(text: str) -> None:
+    before, after = with_shapes(text), with_shapes(text)
     assert ConcatPartsPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Concat"]
     rng = np.random.default_rng(0)

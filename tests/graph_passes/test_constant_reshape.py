@@ -46,6 +46,24 @@ def test_dimensions_are_copied_or_left_over_where_that_says_the_same(parts: str,
     np.testing.assert_array_equal(run_model(model, {"x": x})[0], before)
 
 
+def test_two_sizes_that_only_an_input_knows_are_asked_of_it() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    back (float[B,S,64] x, float[N,64] flat) => (float[B,S,64] y)
+    <int64[1] width = {64}>
+    {
+        rows = Shape <start = 0, end = 1> (x)
+        tokens = Shape <start = 1, end = 2> (x)
+        shape = Concat <axis = 0> (rows, tokens, width)
+        y = Reshape <allowzero = 1> (flat, shape)
+    }"""
+    before, after = ir.from_onnx_text(text), ir.from_onnx_text(text)
+    assert ConstantReshapePass()(after).modified
+    assert [node.op_type for node in after.graph] == ["Shape", "Reshape"]
+    feeds = {"x": np.zeros((2, 3, 64), np.float32), "flat": np.arange(6 * 64, dtype=np.float32).reshape(6, 64)}
+    np.testing.assert_array_equal(run_model(after, feeds)[0], run_model(before, feeds)[0])
+    assert not ConstantReshapePass()(after).modified
+
+
 @pytest.mark.parametrize("target", ["shape", "left"], ids=["worked out", "constant"])
 def test_a_reshape_to_its_own_shape_goes(target: str) -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>

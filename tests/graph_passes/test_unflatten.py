@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.unflatten import UnflattenPass
-from tests.graph_passes.running import run_model, with_shapes
+from tests.graph_passes.running import run_model, with_parameters, with_shapes
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 mlp (float[B,S,4] x) => (float[B,S,4] y)
@@ -69,3 +69,37 @@ def test_it_declines_what_would_not_be_the_same(changes: dict[str, str]) -> None
     assert not UnflattenPass()(model).modified
     assert len(model.graph) == count, "what was written twice is gone"
     np.testing.assert_array_equal(run_model(model, {"x": X})[0], before)
+
+
+HEADS = """<ir_version: 10, opset_import: ["" : 24]>
+gated (float[B,S,2,4] x, float[B,S,8] gate, float16[4] narrow) => (float[B,S,8] y)
+<int64[2] flat = {-1, 4}, int64[1] width = {8}>
+{
+    rows = Shape <start = 0, end = 1> (x)
+    tokens = Shape <start = 1, end = 2> (x)
+    shape = Concat <axis = 0> (rows, tokens, width)
+    f = Reshape (x, flat)
+    h = Reshape (gate, flat)
+    scale = Cast <to = 1> (narrow)
+    n = RMSNormalization <axis = 1> (f, scale)
+    m = Mul (n, h)
+    y = Reshape (m, shape)
+}
+"""
+
+
+def test_heads_that_are_normed_alone_stay_a_batchs_too() -> None:
+    scale = np.array([1, 2, 1, 2], dtype=np.float16)
+    model, kept = (with_parameters(HEADS, {"narrow": scale}) for _ in range(2))
+    for each in (model, kept):
+        ir.passes.common.ShapeInferencePass()(each)
+        for node in each.graph:
+            shape = node.outputs[0].shape
+            if shape is not None and len(shape) == 2:
+                node.outputs[0].shape = ir.Shape(["2*B*S", 4])
+    feeds = {"x": X.reshape(1, 3, 2, 4), "gate": X.reshape(1, 3, 8) + 1}
+    assert UnflattenPass()(model).modified
+    kinds = [node.op_type for node in model.graph if node.op_type != "Constant"]
+    assert kinds.count("Reshape") == 2, "the gate into heads, and heads back into rows"
+    assert all(len(node.outputs[0].shape or ()) != 2 for node in model.graph)
+    np.testing.assert_allclose(run_model(model, feeds)[0], run_model(kept, feeds)[0], rtol=1e-6)

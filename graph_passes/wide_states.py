@@ -1,0 +1,87 @@
+"""Layers that keep states, computed in fp32 between their convolution and what follows their recurrence, the states too.
+
+    CausalConvWithState(x fp16, W, bias, past fp16) .. LinearAttention(.., past fp16) -> y fp16
+    -> CausalConvWithState(Cast(x), Cast(W), Cast(bias), past fp32) .. LinearAttention(.., past fp32) -> Cast(y)
+
+Why: a state sums up every token before, so each step's rounding stays in it (the configurations of Qwen3.5 and Nemotron-H ask
+for fp32, `mamba_ssm_dtype`), and ONNX Runtime's CUDA kernels take one type for all of an operator's inputs.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode.bindings import PAST
+
+_OPERATORS = ("LinearAttention", "CausalConvWithState")
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
+_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+class WideStatesPass(ir.passes.InPlacePass):
+    """Applies to narrow graphs: graph inputs and outputs that are states change their type."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        states = [node for node in model.graph if node.op_type in _OPERATORS and node.outputs[0].dtype in _NARROW]
+        wide = {*states}
+        for node in states:
+            _add_between(node, wide)
+        for node in [node for node in model.graph if node in wide]:
+            _widen(model.graph, node, wide)
+        return ir.passes.PassResult(model, bool(states))
+
+    def ensures(self, model: ir.Model) -> None:
+        for node in model.graph:
+            if node.op_type in _OPERATORS and {value.dtype for value in (*node.inputs, *node.outputs) if value} & {*_NARROW}:
+                raise ir.passes.PostconditionError(f"{node.name} computes in a narrow type")
+
+
+def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
+    """Add to `wide` what leads from an operator with a state to `node`; returns whether anything does."""
+    found = False
+    for value in node.inputs:
+        before = value.producer() if value is not None else None
+        if before is None or before.op_type in _PRODUCTS:
+            continue
+        if before in wide or _add_between(before, wide):
+            wide.add(before)
+            found = True
+    return found
+
+
+def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
+    for index, value in enumerate(node.inputs):
+        if value is None or value.dtype not in _NARROW:
+            continue
+        if value.is_graph_input() and str(value.name).startswith(PAST):  # a state
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        else:
+            node.replace_input_with(index, _cast(graph, value, ir.DataType.FLOAT, before=node))
+    if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in _NARROW:
+        node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+    for value in node.outputs:
+        if value.dtype in _NARROW:
+            _make_wide(graph, value, wide)
+
+
+def _make_wide(graph: ir.Graph, value: ir.Value, wide: set[ir.Node]) -> None:
+    """The output of a wide node: others read it as narrow as it was, but for what widens it anyway."""
+    narrow, value.type = value.dtype, ir.TensorType(ir.DataType.FLOAT)
+    assert narrow is not None
+    cast: ir.Value | None = None
+    for reader, index in [*value.uses()]:
+        if reader in wide:
+            continue
+        if reader.op_type == "Cast" and reader.attributes["to"].as_int() == ir.DataType.FLOAT:
+            ir.convenience.replace_all_uses_with(reader.outputs[0], value)
+            graph.remove(reader, safe=True)
+            continue
+        cast = cast or _cast(graph, value, narrow, before=reader)
+        reader.replace_input_with(index, cast)
+
+
+def _cast(graph: ir.Graph, value: ir.Value, to: ir.DataType, *, before: ir.Node) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": to})
+    node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
+    graph.insert_before(before, node)
+    return node.outputs[0]

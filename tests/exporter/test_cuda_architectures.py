@@ -1,0 +1,116 @@
+"""Every kind of layer that the cuda target takes: its numbers on a CPU, and what the real onnxruntime-gpu makes of it.
+
+The provider loads on stand-ins for CUDA and its driver (tests/standin): it says which nodes it takes, chooses its kernels and
+asks for all that it asks a GPU for, and computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode import manifest as manifests
+from skipdecode.decoder import Decoder
+from skipdecode.device import HostDevice
+from skipdecode.engines import ort as engines_ort
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.targets import load_device_engines
+from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
+from tests.conftest import MAX_LENGTH, Zoo
+from tests.standin import driver
+
+ROOT = Path(__file__).parents[2]
+PROVIDER = ROOT / "build" / "onnxruntime-gpu"
+PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
+NEW = 8
+# parts of heads turned, norms of heads, softcaps, sinks and bases, latents, keys of two sizes, three kinds of states
+DENSE = ("gpt_neox", "qwen3", "gemma2", "granite_swa", "minicpm3", "gemma4_text", "bamba", "lfm2", "qwen3_5_text")
+# a router inside the operator and outside, of softmaxes, sigmoids, groups and biases; experts with a bias, with no gate
+MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "minimax_m2", "phimoe", "nemotron_h", "lara_mini")
+ENGINES = (  # of every architecture: `make survey`
+    *((name, "fp16", "none") for name in ("opt", "llama", *DENSE, *MIXTURES)),
+    *((name, "bf16", "none") for name in ("apertus", "phimoe", "nemotron_h", "qwen3_5_text")),  # whose operators lack kernels
+    *((name, "fp16", "int4") for name in ("opt", "qwen3_5_text")),
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Path]:
+    """Of a model for cuda, made when first asked for: two variants, few segments."""
+    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=6, max_variants=2)
+    folder = tmp_path_factory.mktemp("cuda")
+
+    @cache
+    def made(name: str, dtype: str, quantize: str) -> Path:
+        out = folder / f"{name}-{dtype}-{quantize}"
+        request = ExportRequest(
+            model=str(zoo.checkpoint(name)), out=out, schedule=schedule, targets=("cuda",), dtype=dtype, quantize=quantize,
+            max_batch=4, max_length=MAX_LENGTH,
+        )  # fmt: skip
+        export(request)
+        return out
+
+    return made
+
+
+def _decoder(bundle: Path) -> Decoder:
+    made = manifests.read(bundle)
+    engines_ort.use_threads(None)
+    engines = load_device_engines(made, bundle, made.targets[0], HostDevice(), None)
+    return Decoder(engines, made.model, made.schedule, [len(prompt) for prompt in PROMPTS], NEW, prefill_chunk=4)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_fp16_engines_agree_with_the_reference(name: str, bundle: Callable[[str, str, str], Path], zoo: Zoo) -> None:
+    model = zoo.model(name).half().float()
+    assert_gives_the_references_logits(_decoder(bundle(name, "fp16", "none")), model, PROMPTS, NEW, 0.02)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_fp16_mixtures_mostly_agree(name: str, bundle: Callable[[str, str, str], Path], zoo: Zoo) -> None:
+    model = zoo.model(name).half().float()
+    assert_mostly_gives_the_references_logits(_decoder(bundle(name, "fp16", "none")), model, PROMPTS, NEW, 0.02)
+
+
+@pytest.fixture(scope="module")
+def answers(
+    bundle: Callable[[str, str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """What `tests.standin.provider` says of each engine in ENGINES."""
+    if not (PROVIDER / "onnxruntime").is_dir():
+        pytest.skip("build/onnxruntime-gpu is not there: make provider")
+    libraries = driver.build_runtime(tmp_path_factory.mktemp("cuda"))
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(PROVIDER)}
+    command = [sys.executable, "-m", "tests.standin.provider", *(str(bundle(*each)) for each in ENGINES)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ENGINES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("engines", ENGINES, ids="-".join)
+def test_the_cuda_provider_runs_every_node_and_steps_become_graphs(
+    engines: tuple[str, str, str], answers: dict[tuple[str, str, str], dict[str, Any]]
+) -> None:
+    answer = answers[engines]
+    assert "error" not in answer, answer["error"]
+    assert (answer["graphs"], answer["said"]) == (2, []), "both variants' steps"
+    assert answer["kernels"][-1] == "skd_turnaround_kernel"
+
+
+def test_a_layers_kernels_are_few(answers: dict[tuple[str, str, str], dict[str, Any]]) -> None:
+    """Norm, query key value, attention, output, norm, gate, its activation, up, product, down."""
+    kernels = answers["llama", "fp16", "none"]["kernels"]
+    once = ["_GatherKernel", "Cast", "cublasGemmEx", "the last sum", "the last norm", "skd_turnaround_kernel"]
+    assert len(kernels) <= 6 * 11 + len(once)
+    assert sum("flash_fwd" in kernel for kernel in kernels) == 6, "one attention a layer, in one part"
+    assert sum(kernel == "cublasGemmEx" for kernel in kernels) == 5 * 6 + 1
+    assert "no kernel" not in kernels, "copies cost the host more than kernels do"

@@ -1,0 +1,63 @@
+"""`python -m tests.standin.survey FOLDER [NAME ..]`: what onnxruntime-gpu makes of every architecture's cuda engines, without a GPU.
+
+A line each in fp16 and bf16: the kernels and other nodes of a step of 6 layers at full depth, or what is wrong. Their bundles
+stay in FOLDER. Takes a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import transformers
+
+from skipdecode.errors import SkipDecodeError
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.conftest import CONFIGS, MAX_LENGTH, RELATIVES, Zoo
+from tests.standin import driver
+
+_ROOT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*CONFIGS, *RELATIVES]
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    (folder / "libraries").mkdir(parents=True)
+    driver.build_runtime(folder / "libraries")
+    zoo = Zoo(folder)
+    for name in names:
+        for dtype in ("fp16", "bf16"):
+            print(f"{name:24} {dtype:6} {_said(zoo, folder, name, dtype)}", flush=True)
+
+
+def _said(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
+    out = folder / f"{name}.{dtype}"
+    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=6, max_variants=2)
+    try:
+        export(
+            ExportRequest(
+                model=str(zoo.checkpoint(name)), out=out, schedule=schedule, targets=("cuda",), dtype=dtype, max_length=MAX_LENGTH
+            )
+        )
+    except SkipDecodeError as error:
+        return str(error)
+    libraries, provider = folder / "libraries", _ROOT / "build" / "onnxruntime-gpu"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(provider)}
+    command = [sys.executable, "-m", "tests.standin.provider", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=environment, check=False)
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1]
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        return str(answer["error"])
+    others = answer["kernels"].count("no kernel")
+    return f"{len(answer['kernels']) - others} kernels, {others} others, {answer['graphs']} graphs {' '.join(answer['said'])}"
+
+
+if __name__ == "__main__":
+    main()
