@@ -215,6 +215,8 @@ def layer_kind(config: Any, layer: int) -> str | None:
 
 def not_on_gpu(config: Any, *, tensorrt: bool) -> str | None:
     """What of the model TensorRT or ONNX Runtime's CUDA provider do not take; None: nothing."""
+    if key_sources(config):
+        return "layers that read the keys and values of others"
     names = (config.model_type, *(layer_kinds(config) or ()))
     refused = _NOT_ON_TENSORRT if tensorrt else _NOT_ON_CUDA
     return next((refused[name] for name in names if name in refused), None)

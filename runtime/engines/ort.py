@@ -165,10 +165,14 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
         return _too_late()
     if _NO_MEMORY.search(said):
         return _no_memory(said, "free some, or export with --quantize int4", where)
-    if "default CPU EP" in said or "CUDA" in said:
-        reason = "it would leave nodes to the CPU" if "default CPU EP" in said else _reason(said)
+    if "default CPU EP" in said:
         return TargetError(
-            f"ONNX Runtime cannot run it with CUDA ({reason})",
+            f"onnxruntime {ort.__version__} cannot run all of it with CUDA (it would leave nodes to the CPU)",
+            "install a newer onnxruntime-gpu, or export the model for cpu", where=where,
+        )  # fmt: skip
+    if "CUDA" in said:
+        return TargetError(
+            f"ONNX Runtime cannot run it with CUDA ({_reason(said)})",
             "check nvidia-smi, and that cuBLAS and cuDNN of onnxruntime-gpu's CUDA are installed", where=where,
         )  # fmt: skip
     return BundleError(f"cannot be loaded ({_reason(said)})", "export the model again", where=where)

@@ -67,7 +67,9 @@ TEST_CASE("why an engine is not loaded is told with whose fault it is and what t
   CheckError(skd::LoadFailure("This session contains graph nodes that are assigned to the default CPU EP, but fallback to CPU EP "
                               "has been explicitly disabled by the user.",
                               "head.onnx"),
-             SKD_ERROR_TARGET, "head.onnx: ONNX Runtime cannot run it with CUDA (it would leave nodes to the CPU); " + check);
+             SKD_ERROR_TARGET,
+             "head.onnx: this ONNX Runtime cannot run all of it with CUDA (it would leave nodes to the CPU); name a newer one in "
+             "skd_load_options.onnxruntime_library, or export the model for cpu");
   CheckError(skd::LoadFailure("CUDA failure 100: no CUDA-capable device is detected\nGPU=-1", "head.onnx"), SKD_ERROR_TARGET,
              "head.onnx: ONNX Runtime cannot run it with CUDA (CUDA failure 100: no CUDA-capable device is detected); " + check);
   CHECK(skd::LoadFailure("... must share the global thread pool ...", "head.onnx").code() == SKD_ERROR_TARGET);

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
 from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.conftest import MAX_LENGTH, READING_OTHERS, Zoo
 
 
 def _copy(zoo: Zoo, tmp_path: Path) -> Path:
@@ -131,6 +132,16 @@ def test_what_a_gpus_attention_has_no_place_for_is_refused_with_the_targets_that
     says = re.escape(f"--target: {name} has {what}, which {target} does not take; choose {others}") + "$"
     targets = ("cpu", f"{target}:sm89" if target != "cuda" else target)
     _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=targets)
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx"])
+def test_layers_that_read_the_keys_of_others_are_refused_for_gpus(target: str, tmp_path: Path) -> None:
+    """ONNX Runtime's operator takes no new keys on a CPU; what CUDA's does then, nobody has seen."""
+    transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).save_pretrained(tmp_path / "model")
+    says = f"gemma4_text has layers that read the keys and values of others, which {target} does not take; choose cpu$"
+    targets = ("cpu", target if target == "cuda" else f"{target}:sm89")
+    schedule = ScheduleRequest(name="full")
+    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=targets, schedule=schedule)
 
 
 def test_layers_without_attention_are_refused_for_tensorrt(zoo: Zoo, tmp_path: Path) -> None:

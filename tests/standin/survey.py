@@ -1,7 +1,7 @@
-"""`python -m tests.standin.survey FOLDER [NAME ..]`: what onnxruntime-gpu makes of every architecture's cuda engines, without a GPU.
+"""`python -m tests.standin.survey FOLDER [NAME ..]`: what onnxruntime-gpu makes of every architecture's cuda engines.
 
-A line each in fp16 and bf16: the kernels and other nodes of a step of 6 layers at full depth, or what is wrong. Their bundles
-stay in FOLDER. Takes a quarter of an hour.
+Without a GPU. A line each in fp16 and bf16: the kernels and other nodes of a step of 6 layers at full depth, or what is wrong.
+Their bundles stay in FOLDER. Takes a quarter of an hour.
 """
 
 from __future__ import annotations

@@ -41,10 +41,12 @@ Error LoadFailure(const std::string& said, const std::string& where) {
                        "load the bundle before that");
   }
   if (SaysNoMemory(said)) return NoMemory(said, "free some, or export with --quantize int4", where);
-  const bool left_to_cpu = Says(said, {"default CPU EP"});
-  if (left_to_cpu || Says(said, {"CUDA"})) {
-    const std::string reason = left_to_cpu ? "it would leave nodes to the CPU" : Reason(said);
-    return TargetError("ONNX Runtime cannot run it with CUDA (" + reason + ")",
+  if (Says(said, {"default CPU EP"})) {
+    return TargetError("this ONNX Runtime cannot run all of it with CUDA (it would leave nodes to the CPU)",
+                       "name a newer one in skd_load_options.onnxruntime_library, or export the model for cpu", where);
+  }
+  if (Says(said, {"CUDA"})) {
+    return TargetError("ONNX Runtime cannot run it with CUDA (" + Reason(said) + ")",
                        "check nvidia-smi, and that cuBLAS and cuDNN of onnxruntime-gpu's CUDA are installed", where);
   }
   return BundleError("cannot be loaded (" + Reason(said) + ")", where);
