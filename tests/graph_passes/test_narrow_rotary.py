@@ -28,6 +28,28 @@ for _function, _name in (("Cos", "cosine"), ("Sin", "sine")):
         f"{_name} = {_function} (angles)", f"{_name}32 = {_function} (angles)  {_name} = Cast <to = 10> ({_name}32)"
     )
 
+# models that turn in fp32 whatever their dtype: a head's numbers are cast, before or after they change places, and the sum back
+_WIDE = "h32 = Cast <to = 1> (h)  turned32 = Cast <to = 1> (turned)  a = Mul (h32, cos4)  b = Mul (turned32, sin4)"
+_SUM = "sum = Add (a, b)  y = Cast <to = 10> (sum)"
+_IN_PLACE = ("a = Mul (h, cos4)  b = Mul (turned, sin4)", "y = Add (a, b)")
+WIDE_HALVES = ROTARY.replace(_IN_PLACE[0], _WIDE).replace(_IN_PLACE[1], _SUM)
+WIDE_NEIGHBOURS = interleaved.FORMS["tables twice"].replace("float[B,2,S,8]", "float16[B,2,S,8]")
+WIDE_NEIGHBOURS = WIDE_NEIGHBOURS.replace(_IN_PLACE[0], _WIDE).replace(_IN_PLACE[1], _SUM)
+WIDE_ANGLES = interleaved.FORMS["angles twice"].replace("float[B,2,S,8]", "float16[B,2,S,8]").replace("(h,", "(h32,")
+WIDE_ANGLES = WIDE_ANGLES.replace("apart =", "h32 = Cast <to = 1> (h)  apart =").replace(_IN_PLACE[1], _SUM)
+for _function, _name, _table in (("Cos", "cosine", "cos4"), ("Sin", "sine", "sin4")):
+    WIDE_HALVES = WIDE_HALVES.replace(f"{_name}16 = Cast <to = 10> ({_name})  ", "").replace(
+        f"({_name}16, one)", f"({_name}, one)"
+    )
+    WIDE_ANGLES = WIDE_ANGLES.replace(
+        f"{_table} = Unsqueeze ({_name}, one)",
+        f"{_name}16 = Cast <to = 10> ({_name})  {_table}16 = Unsqueeze ({_name}16, one)  {_table} = Cast <to = 1> ({_table}16)",
+    )
+FORMS = {
+    "halves": ROTARY, "neighbours": NEIGHBOURS, "halves in fp32": WIDE_HALVES, "neighbours in fp32": WIDE_NEIGHBOURS,
+    "neighbours in fp32 by narrow tables": WIDE_ANGLES,
+}  # fmt: skip
+
 
 def _model(text: str) -> ir.Model:
     model = ir.from_onnx_text(text)
@@ -36,7 +58,7 @@ def _model(text: str) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize("text", [ROTARY, NEIGHBOURS], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("text", FORMS.values(), ids=FORMS)
 def test_it_becomes_one_operator_with_the_same_result(text: str) -> None:
     before, after = _model(text), _model(text)
     assert NarrowRotaryPass()(after).modified
@@ -47,6 +69,7 @@ def test_it_becomes_one_operator_with_the_same_result(text: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
 
 
+@pytest.mark.parametrize("text", [ROTARY, WIDE_HALVES], ids=["narrow", "in fp32"])
 @pytest.mark.parametrize(("old", "new"), [("minus, x1", "x1, minus"), ("four, most", "one, most")], ids=["other half", "uneven"])
-def test_it_declines_what_is_no_rotation(old: str, new: str) -> None:
-    assert not NarrowRotaryPass()(_model(ROTARY.replace(old, new))).modified
+def test_it_declines_what_is_no_rotation(text: str, old: str, new: str) -> None:
+    assert not NarrowRotaryPass()(_model(text.replace(old, new))).modified
