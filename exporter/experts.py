@@ -20,7 +20,7 @@ def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor
     none = torch.matmul(weights, torch.zeros(weights.shape[1], experts, dtype=hidden.dtype))
     shares = none.scatter(1, chosen, weights)
     products = (_biased if module.has_bias else _gated if module.has_gate else _squared)(module, hidden)
-    weighed, first = products * shares.T[:, :, None], torch.tensor([0])
+    weighed, first = products * shares.T[:, :, None], torch.zeros(1, dtype=torch.int64)
     # the operator itself: of narrow floats torch's own would first be traced as a cast to fp32
     total: torch.Tensor = torch.onnx.ops.symbolic(
         "ReduceSum", (weighed, first), {"keepdims": 0}, dtype=hidden.dtype, shape=hidden.shape, version=OPSET

@@ -56,19 +56,21 @@ def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
         if value.is_graph_input() and str(value.name).startswith(PAST):  # a state
             value.type = ir.TensorType(ir.DataType.FLOAT)
         else:
-            node.replace_input_with(index, _cast(graph, value, ir.DataType.FLOAT, before=node))
+            cast = _cast(value, ir.DataType.FLOAT)
+            graph.insert_before(node, cast)
+            node.replace_input_with(index, cast.outputs[0])
     if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in _NARROW:
         node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
     for value in node.outputs:
         if value.dtype in _NARROW:
-            _make_wide(graph, value, wide)
+            _make_wide(graph, node, value, wide)
 
 
-def _make_wide(graph: ir.Graph, value: ir.Value, wide: set[ir.Node]) -> None:
-    """The output of a wide node: others read it as narrow as it was, but for what widens it anyway."""
+def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Node]) -> None:
+    """An output of a wide node: others read it as narrow as it was, but for what widens it anyway."""
     narrow, value.type = value.dtype, ir.TensorType(ir.DataType.FLOAT)
     assert narrow is not None
-    cast: ir.Value | None = None
+    cast: ir.Node | None = None
     for reader, index in [*value.uses()]:
         if reader in wide:
             continue
@@ -76,12 +78,13 @@ def _make_wide(graph: ir.Graph, value: ir.Value, wide: set[ir.Node]) -> None:
             ir.convenience.replace_all_uses_with(reader.outputs[0], value)
             graph.remove(reader, safe=True)
             continue
-        cast = cast or _cast(graph, value, narrow, before=reader)
-        reader.replace_input_with(index, cast)
+        if cast is None:
+            cast = _cast(value, narrow)
+            graph.insert_after(node, cast)
+        reader.replace_input_with(index, cast.outputs[0])
 
 
-def _cast(graph: ir.Graph, value: ir.Value, to: ir.DataType, *, before: ir.Node) -> ir.Value:
+def _cast(value: ir.Value, to: ir.DataType) -> ir.Node:
     node = ir.node("Cast", [value], {"to": to})
     node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
-    graph.insert_before(before, node)
-    return node.outputs[0]
+    return node

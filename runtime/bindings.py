@@ -7,7 +7,7 @@ embed    input_ids [B,S] int64, position_ids [B,S] int64  ->  hidden [B,S,H]
 segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D] of its layers
          ->  hidden_out [B,S,H], present_key.{l} and present_value.{l}, the same memory as the past ones
          of layers that keep states, in their place or beside them, each state s of the manifest's model.state_layers:
-         past_{s}.{l} [B,...], zeros before a row's first token, and present_{s}.{l} as above
+         past_{s}.{l} [B,...], fp32 on every target, zeros before a row's first token, and present_{s}.{l} as above
          of layers that read those of layer k, which another segment computes: present_key.{k}, present_value.{k} as inputs
          of ONNX Runtime also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row, or
          more; always on the host)
