@@ -29,7 +29,6 @@ from tests.conftest import MAX_LENGTH, Zoo
 from tests.standin import driver
 
 ROOT = Path(__file__).parents[2]
-PROVIDER = ROOT / "build" / "onnxruntime-gpu"
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8
 # parts of heads turned, norms of heads, softcaps, sinks and bases, latents, keys of two sizes, three kinds of states
@@ -86,10 +85,8 @@ def answers(
     bundle: Callable[[str, str, str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], dict[str, Any]]:
     """What `tests.standin.provider` says of each engine in ENGINES."""
-    if not (PROVIDER / "onnxruntime").is_dir():
-        pytest.skip("build/onnxruntime-gpu is not there: make provider")
-    libraries = driver.build_runtime(tmp_path_factory.mktemp("cuda"))
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(PROVIDER)}
+    provider, libraries = driver.provider(), driver.build_runtime(tmp_path_factory.mktemp("cuda"))
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(provider)}
     command = [sys.executable, "-m", "tests.standin.provider", *(str(bundle(*each)) for each in ENGINES)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr

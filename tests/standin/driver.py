@@ -11,6 +11,7 @@ import pytest
 from skipdecode.plugins import turnaround
 
 _HERE = Path(__file__).parent
+_PROVIDER = _HERE.parents[1] / "build" / "onnxruntime-gpu"
 _RUNTIME = "libcudart.so.13"
 _IN_THE_SAME_FILE = ("libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10")
 
@@ -30,6 +31,13 @@ def build_runtime(folder: Path) -> Path:
     for name in _IN_THE_SAME_FILE:
         (folder / name).symlink_to(_RUNTIME)
     return folder
+
+
+def provider() -> Path:
+    """The folder of onnxruntime-gpu, which goes on PYTHONPATH. Skips where it is not installed."""
+    if not (_PROVIDER / "onnxruntime").is_dir():
+        pytest.skip("build/onnxruntime-gpu is not there: make provider")
+    return _PROVIDER
 
 
 def _compile(library: Path, *given: str) -> None:

@@ -46,8 +46,7 @@ def _said(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
         )
     except SkipDecodeError as error:
         return str(error)
-    libraries, provider = folder / "libraries", _ROOT / "build" / "onnxruntime-gpu"
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(provider)}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "libraries"), "PYTHONPATH": str(driver.provider())}
     command = [sys.executable, "-m", "tests.standin.provider", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=environment, check=False)
     if done.returncode:
