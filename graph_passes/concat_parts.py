@@ -35,13 +35,11 @@ class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
         super().__init__(remove_nodes=False)  # constants have other readers
 
     def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
-        return self.written(op, op.ConstantOfShape(shape), first, second, (start1, end1, start2, end2))
+        return _written(op, _written(op, self.empty(op, shape), first, start1, end1), second, start2, end2)
 
-    @staticmethod
-    def written(op: Any, empty: Any, first: Any, second: Any, bounds: tuple[Any, ...]) -> Any:
-        """The pattern of both parts in an empty tensor."""
-        start1, end1, start2, end2 = bounds
-        return _written(op, _written(op, empty, first, start1, end1), second, start2, end2)
+    def empty(self, op: Any, shape: Any) -> Any:
+        """The pattern of what both parts are written into."""
+        return op.ConstantOfShape(shape)
 
     def check(self, context: Any, first: ir.Value, second: ir.Value, **bounds: ir.Value) -> MatchResult:
         result = MatchResult()
@@ -63,8 +61,8 @@ class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
 class _TwoNarrowParts(_TwoParts):
     """An empty tensor of narrow floats is traced as a cast one of fp32."""
 
-    def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
-        return self.written(op, op.Cast(op.ConstantOfShape(shape)), first, second, (start1, end1, start2, end2))
+    def empty(self, op: Any, shape: Any) -> Any:
+        return op.Cast(op.ConstantOfShape(shape))
 
 
 def _written(op: Any, rows: Any, part: Any, start: Any, end: Any) -> Any:

@@ -23,25 +23,19 @@ class ConstantReshapePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False
         for node in list(model.graph):
-            source, old, sizes = node.inputs[0] if node.inputs else None, node.outputs[0], _constant_sizes(node)
+            source, old = node.inputs[0] if node.inputs else None, node.outputs[0]
             if source is not None and node.op_type == "Reshape" and same_shape(source, old) and can_take_over(old, source):
                 take_over(old, source)
-            elif sizes is not None:
-                _tell(model.graph, node, ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))}))
-            elif (alike := _input_so_shaped(model.graph, node)) is not None:
-                _tell(model.graph, node, ir.node("Shape", [alike]))
+            elif _worked_out(node) and (target := _target(model.graph, node)) is not None:
+                model.graph.insert_before(node, target)
+                node.replace_input_with(1, target.outputs[0])
+                node.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
             else:
                 continue
             changed = True
         if changed:
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, changed)
-
-
-def _tell(graph: ir.Graph, reshape: ir.Node, target: ir.Node) -> None:
-    graph.insert_before(reshape, target)
-    reshape.replace_input_with(1, target.outputs[0])
-    reshape.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
 
 
 def _worked_out(node: ir.Node) -> bool:
@@ -52,15 +46,18 @@ def _worked_out(node: ir.Node) -> bool:
     return producer is not None and producer.op_type not in ("Constant", "Shape") and node.inputs[1].const_value is None
 
 
-def _input_so_shaped(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
-    """An input of the graph whose shape is that of the Reshape's output."""
-    found = (value for value in graph.inputs if _worked_out(node) and same_shape(node.outputs[0], value))
-    return next(found, None)
+def _target(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+    """What tells a Reshape's shape: constants, or an input of the graph that has it."""
+    sizes = _constant_sizes(node)
+    if sizes is not None:
+        return ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
+    alike = next((value for value in graph.inputs if same_shape(node.outputs[0], value)), None)
+    return None if alike is None else ir.node("Shape", [alike])
 
 
 def _constant_sizes(node: ir.Node) -> list[int] | None:
-    source, made = node.inputs[0].shape if node.inputs and node.inputs[0] else None, node.outputs[0].shape
-    if not _worked_out(node) or source is None or made is None:
+    source, made = node.inputs[0].shape if node.inputs[0] is not None else None, node.outputs[0].shape
+    if source is None or made is None:
         return None
     sizes = [_size(source, made, axis) for axis in range(len(made))]
     return sizes if sizes.count(-1) <= 1 else None

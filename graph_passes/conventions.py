@@ -1,4 +1,5 @@
-"""What the passes agree on: whose operators are not standard, which initializers are weights, how constants are added."""
+"""What the passes agree on: whose operators are not standard, which floats are narrow, which initializers are weights; how
+constants are added and values cast."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
+NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def is_parameter(value: ir.Value) -> bool:
@@ -19,3 +21,10 @@ def add_constant(graph: ir.Graph, tensor: ir.Tensor[Any]) -> None:
     graph.register_initializer(
         ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     )
+
+
+def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
+    """A Cast that is in no graph yet."""
+    node = ir.node("Cast", [value], {"to": to})
+    node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
+    return node

@@ -20,9 +20,9 @@ class EvenSplitPass(ir.passes.InPlacePass):
     """Leaves Splits into equal parts, of which the provider needs no table."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        uneven = [node for node in model.graph if len(_unlike_sizes(node)) > 0]
-        for node in uneven:
-            _slice(model.graph, node, _unlike_sizes(node))
+        uneven = [(node, sizes) for node in model.graph if (sizes := _unlike_sizes(node))]
+        for node, sizes in uneven:
+            _slice(model.graph, node, sizes)
         return ir.passes.PassResult(model, bool(uneven))
 
 

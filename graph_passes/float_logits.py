@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from skipdecode.graph_passes.conventions import NARROW, cast
+
 
 class FloatLogitsPass(ir.passes.InPlacePass):
     """Applies to every output of a narrow float."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        narrow = [value for value in model.graph.outputs if value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)]
+        narrow = [value for value in model.graph.outputs if value.dtype in NARROW]
         for value in narrow:
-            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-            model.graph.append(cast)
-            wide = cast.outputs[0]
-            wide.shape, wide.type = value.shape, ir.TensorType(ir.DataType.FLOAT)
+            widened = cast(value, ir.DataType.FLOAT)
+            model.graph.append(widened)
+            wide = widened.outputs[0]
             wide.name, value.name = value.name, f"{value.name}.narrow"
             model.graph.outputs[model.graph.outputs.index(value)] = wide
         return ir.passes.PassResult(model, bool(narrow))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from skipdecode.graph_passes.conventions import cast
 from skipdecode.graph_passes.take_over import take_over
 
 _WITHOUT_BF16 = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Log", "Pad")  # 1.31.1, those that decoders have
@@ -31,14 +32,13 @@ def _is_narrow(value: ir.Value | None) -> bool:
 def _widen(graph: ir.Graph, node: ir.Node) -> None:
     for index, value in enumerate(node.inputs):
         if value is not None and _is_narrow(value):
-            cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-            cast.outputs[0].shape, cast.outputs[0].type = value.shape, ir.TensorType(ir.DataType.FLOAT)
-            graph.insert_before(node, cast)
-            node.replace_input_with(index, cast.outputs[0])
+            widened = cast(value, ir.DataType.FLOAT)
+            graph.insert_before(node, widened)
+            node.replace_input_with(index, widened.outputs[0])
     made = node.outputs[0]
     if _is_narrow(made):
-        cast = ir.node("Cast", [None], {"to": ir.DataType.BFLOAT16})
-        graph.insert_after(node, cast)
-        take_over(made, cast.outputs[0])
-        cast.replace_input_with(0, made)
+        narrowed = cast(made, ir.DataType.BFLOAT16)
+        graph.insert_after(node, narrowed)
+        take_over(made, narrowed.outputs[0])  # also as what it casts itself
+        narrowed.replace_input_with(0, made)
         made.type = ir.TensorType(ir.DataType.FLOAT)

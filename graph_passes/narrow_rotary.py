@@ -46,24 +46,26 @@ class _WideRotaryFusion(_NarrowRotaryFusion):
         return op.Cast(op.Cast(x) * cos + half * sin)
 
 
-class _NarrowTablesTwice(InterleavedFusion):
+class _Neighbours(InterleavedFusion):
+    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
+        return _rotary(op, x, freqs, interleaved=1)
+
+
+class _NarrowTablesTwice(_Neighbours):
     def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, turned: Any) -> Any:
         angles = op.Concat(freqs, freqs, axis=-1)
         cos = entries_twice(op, op.Cast(op.Cos(angles)), half_1, shape_1)
         return x * cos + turn(op, x, turned) * entries_twice(op, op.Cast(op.Sin(angles)), half_2, shape_2)
 
-    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
-        return _rotary(op, x, freqs, interleaved=1)
 
-
-class _WideTablesTwice(_NarrowTablesTwice):
+class _WideTablesTwice(_Neighbours):
     def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, turned: Any) -> Any:
         angles = op.Concat(freqs, freqs, axis=-1)
         cos, sin = entries_twice(op, op.Cos(angles), half_1, shape_1), entries_twice(op, op.Sin(angles), half_2, shape_2)
         return op.Cast(op.Cast(x) * cos + op.Cast(turn(op, x, turned)) * sin)
 
 
-class _WideAnglesTwice(InterleavedFusion):
+class _WideAnglesTwice(_Neighbours):
     """Cohere's, whose tables are narrow nevertheless."""
 
     def pattern(self, op: Any, x: Any, freqs: Any, shape: Any, turned: Any) -> Any:
@@ -71,9 +73,6 @@ class _WideAnglesTwice(InterleavedFusion):
         cos, sin = (op.Cast(op.Unsqueeze(op.Cast(table), [1])) for table in (op.Cos(angles), op.Sin(angles)))
         wide = op.Cast(x)
         return op.Cast(wide * cos + turn(op, wide, turned) * sin)
-
-    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
-        return _rotary(op, x, freqs, interleaved=1)
 
 
 def _rotary(op: Any, x: ir.Value, freqs: Any, interleaved: int) -> Any:

@@ -10,7 +10,6 @@ import onnx_ir as ir
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import is_parameter
 
-_TABLE = 4096  # numbers of the largest that a trace makes, and names as its module did
 LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a constant
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
 
@@ -116,8 +115,8 @@ def _merge_initializers(graph: ir.Graph, part: ir.Graph) -> None:
 
 
 def _same(one: ir.Value, other: ir.Value) -> bool:
-    """Whether initializers of one name are one tensor: what is larger than a table is a weight of the checkpoint."""
+    """Whether initializers of one name are one tensor: weights of the checkpoint, which lie in its file, go by their names."""
     first, second = one.const_value, other.const_value
-    if first is None or second is None or first.size > _TABLE:
+    if first is None or second is None or isinstance(first, ir.ExternalTensor):
         return True
     return first.shape == second.shape and bool(np.array_equal(first.numpy(), second.numpy()))

@@ -38,8 +38,8 @@ class UnflattenPass(ir.passes.InPlacePass):
                     changed = True
             elif node.op_type == "Reshape" and source is not None and flattens(source, node.outputs[0]):
                 whole[node.outputs[0]] = source
-            elif node.op_type == "Reshape" and source is not None and _flattens_heads(source, node.outputs[0]):
-                whole[node.outputs[0]] = _heads(graph, node)
+            elif node.op_type == "Reshape" and source is not None and (heads := _heads(graph, node, source)) is not None:
+                whole[node.outputs[0]] = heads
             elif any(value in whole for value in node.inputs):
                 _follow(graph, node, whole)
         # a chain whose end could not be unflattened has been written twice, and the copy is unused
@@ -93,20 +93,14 @@ def flattens(source: ir.Value, flat: ir.Value) -> bool:
     return isinstance(flat.shape[1], int) and source.shape[-1] == flat.shape[1]
 
 
-def _flattens_heads(rows: ir.Value, flat: ir.Value) -> bool:
-    """[B,S,N*D] -> [B*S*N,D]."""
+def _heads(graph: ir.Graph, node: ir.Node, rows: ir.Value) -> ir.Value | None:
+    """[B,S,N,D] of `rows` [B,S,N*D] that `node` makes [B*S*N,D]; None: it makes something else of them."""
+    flat = node.outputs[0]
     if rows.shape is None or flat.shape is None or len(rows.shape) != 3 or len(flat.shape) != 2:
-        return False
+        return None
     joined, size = rows.shape[2], flat.shape[1]
-    return isinstance(joined, int) and isinstance(size, int) and joined % size == 0
-
-
-def _heads(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """[B,S,N,D] of the rows that `node` flattens."""
-    (rows, _), flat = node.inputs, node.outputs[0]
-    assert rows is not None and rows.shape is not None and flat.shape is not None
-    joined, size = rows.shape[2], flat.shape[1]
-    assert isinstance(joined, int) and isinstance(size, int)
+    if not isinstance(joined, int) or not isinstance(size, int) or joined % size:
+        return None
     shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, joined // size, size]))})
     divided = ir.node("Reshape", [rows, shape.outputs[0]])
     divided.outputs[0].shape, divided.outputs[0].type = ir.Shape([*rows.shape[:2], joined // size, size]), flat.type

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from skipdecode.graph_passes.conventions import cast
+
 
 class UniformNormPass(ir.passes.InPlacePass):
     """Applies to norms whose input and scale differ in type."""
@@ -20,9 +22,8 @@ class UniformNormPass(ir.passes.InPlacePass):
                 continue
             rows, wanted = node.inputs[0], node.inputs[1].dtype
             if wanted is not None and rows.dtype != wanted:
-                cast = ir.node("Cast", [rows], {"to": wanted})
-                cast.outputs[0].shape, cast.outputs[0].type = rows.shape, ir.TensorType(wanted)
-                model.graph.insert_before(node, cast)
-                node.replace_input_with(0, cast.outputs[0])
+                widened = cast(rows, wanted)
+                model.graph.insert_before(node, widened)
+                node.replace_input_with(0, widened.outputs[0])
                 changed = True
         return ir.passes.PassResult(model, changed)

@@ -12,17 +12,17 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.bindings import PAST
+from skipdecode.graph_passes.conventions import NARROW, cast
 
 _OPERATORS = ("LinearAttention", "CausalConvWithState")
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
-_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class WideStatesPass(ir.passes.InPlacePass):
     """Applies to narrow graphs: graph inputs and outputs that are states change their type."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        states = [node for node in model.graph if node.op_type in _OPERATORS and node.outputs[0].dtype in _NARROW]
+        states = [node for node in model.graph if node.op_type in _OPERATORS and node.outputs[0].dtype in NARROW]
         wide = {*states}
         for node in states:
             _add_between(node, wide)
@@ -32,7 +32,7 @@ class WideStatesPass(ir.passes.InPlacePass):
 
     def ensures(self, model: ir.Model) -> None:
         for node in model.graph:
-            if node.op_type in _OPERATORS and {value.dtype for value in (*node.inputs, *node.outputs) if value} & {*_NARROW}:
+            if node.op_type in _OPERATORS and {value.dtype for value in (*node.inputs, *node.outputs) if value} & {*NARROW}:
                 raise ir.passes.PostconditionError(f"{node.name} computes in a narrow type")
 
 
@@ -51,18 +51,18 @@ def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
 
 def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
     for index, value in enumerate(node.inputs):
-        if value is None or value.dtype not in _NARROW:
+        if value is None or value.dtype not in NARROW:
             continue
         if value.is_graph_input() and str(value.name).startswith(PAST):  # a state
             value.type = ir.TensorType(ir.DataType.FLOAT)
         else:
-            cast = _cast(value, ir.DataType.FLOAT)
-            graph.insert_before(node, cast)
-            node.replace_input_with(index, cast.outputs[0])
-    if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in _NARROW:
+            widened = cast(value, ir.DataType.FLOAT)
+            graph.insert_before(node, widened)
+            node.replace_input_with(index, widened.outputs[0])
+    if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in NARROW:
         node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
     for value in node.outputs:
-        if value.dtype in _NARROW:
+        if value.dtype in NARROW:
             _make_wide(graph, node, value, wide)
 
 
@@ -70,7 +70,7 @@ def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Nod
     """An output of a wide node: others read it as narrow as it was, but for what widens it anyway."""
     narrow, value.type = value.dtype, ir.TensorType(ir.DataType.FLOAT)
     assert narrow is not None
-    cast: ir.Node | None = None
+    narrowed: ir.Node | None = None
     for reader, index in [*value.uses()]:
         if reader in wide:
             continue
@@ -78,13 +78,7 @@ def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Nod
             ir.convenience.replace_all_uses_with(reader.outputs[0], value)
             graph.remove(reader, safe=True)
             continue
-        if cast is None:
-            cast = _cast(value, narrow)
-            graph.insert_after(node, cast)
-        reader.replace_input_with(index, cast.outputs[0])
-
-
-def _cast(value: ir.Value, to: ir.DataType) -> ir.Node:
-    node = ir.node("Cast", [value], {"to": to})
-    node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
-    return node
+        if narrowed is None:
+            narrowed = cast(value, narrow)
+            graph.insert_after(node, narrowed)
+        reader.replace_input_with(index, narrowed.outputs[0])

@@ -9,9 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode.graph_passes.clean_trace import clean_trace
+from skipdecode.graph_passes.conventions import NARROW
 from skipdecode.graph_passes.mapped import release_pages
-
-_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class WidenPass(ir.passes.InPlacePass):
@@ -19,20 +18,20 @@ class WidenPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         values = [*model.graph.inputs, *model.graph.initializers.values(), *(out for node in model.graph for out in node.outputs)]
-        narrow = [value for value in values if value.dtype in _NARROW]
+        narrow = [value for value in values if value.dtype in NARROW]
         for value in narrow:
             value.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: a clone's values share theirs with the original's
             if value.const_value is not None:
                 value.const_value = _wide(value.const_value)
         for node in model.graph:
-            if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in _NARROW:
+            if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in NARROW:
                 node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
         if narrow:
             clean_trace(model)  # without the casts between them, norms and rotary are found as one operator each
         return ir.passes.PassResult(model, bool(narrow))
 
     def ensures(self, model: ir.Model) -> None:
-        left = [value.name for node in model.graph for value in node.outputs if value.dtype in _NARROW]
+        left = [value.name for node in model.graph for value in node.outputs if value.dtype in NARROW]
         if left:
             raise ir.passes.PostconditionError(f"values that are narrow still: {left}")
 

@@ -63,17 +63,20 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
     return static_slots(manifest.schedule, manifest.limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
 
 
-def layer_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
-    """What `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them."""
-    keys, constant = model.kept(layer).keys, constant_state(model, layer)
+def key_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
+    """Keys and values that `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them.
+
+    In the engines' float type.
+    """
+    keys = model.kept(layer).keys
     if keys is None:
-        return constant
+        return {}
     shape = (keys.num_heads, slots, keys.head_size)
-    return {names.of_layer(name, layer): shape for name in (names.PAST_KEY, names.PAST_VALUE)} | constant
+    return {names.of_layer(name, layer): shape for name in (names.PAST_KEY, names.PAST_VALUE)}
 
 
 def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
-    """The part of `layer_state` whose size does not depend on `slots`; zeros before a row's first token."""
+    """What else `layer` keeps of a row, whatever its slots: as `key_state`, in fp32, zeros before the row's first token."""
     return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
 
 
@@ -86,12 +89,13 @@ def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...
 
 
 def state_bytes(model: Model, layer: int, slots: int, float_bytes: int) -> int:
-    """Of `layer_state`, per row, whose keys and values have numbers of `float_bytes`."""
-    constant = constant_state(model, layer)
-    return sum(
-        math.prod(shape) * (STATE_BYTES if name in constant else float_bytes)
-        for name, shape in layer_state(model, layer, slots).items()
-    )
+    """Of all that `layer` keeps of a row, whose keys and values have numbers of `float_bytes`."""
+    keys, states = key_state(model, layer, slots), constant_state(model, layer)
+    return _numbers([keys]) * float_bytes + _numbers([states]) * STATE_BYTES
+
+
+def _numbers(shapes: Sequence[dict[str, tuple[int, ...]]]) -> int:
+    return sum(math.prod(shape) for of_layer in shapes for shape in of_layer.values())
 
 
 class KVBuffer:
@@ -104,8 +108,8 @@ class KVBuffer:
         slots: C, of each layer; 0: it needs none, nor any other state.
 
     Attributes:
-        layers: of each layer the arrays [B, ...] of `layer_state`, keys and values in the memory's float type; none where no
-            step computes it.
+        layers: of each layer the arrays [B, ...] of `key_state`, in the memory's float type, and of `constant_state`; none where
+            no step computes it.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
@@ -113,10 +117,7 @@ class KVBuffer:
         self._model, self._memory = model, memory
         self._has = [count > 0 for count in slots]
         states = [constant_state(model, layer) if count else {} for layer, count in enumerate(slots)]
-        keys = [layer_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
-        for of_layer, constant in zip(keys, states, strict=True):
-            for name in constant:
-                del of_layer[name]
+        keys = [key_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
         self._key_block, self._keys = _divided(memory.floats, rows, keys)
         self._state_block, self._states = _divided(memory.wide_floats, rows, states)
         self.layers: list[dict[str, Any]] = [one | other for one, other in zip(self._keys, self._states, strict=True)]
@@ -160,7 +161,7 @@ def _divided(
     allocate: Callable[[tuple[int, ...]], Any], rows: int, shapes: Sequence[dict[str, tuple[int, ...]]]
 ) -> tuple[Any, list[dict[str, Any]]]:
     """One allocation, and each layer's arrays [rows, ...] in it, of these shapes."""
-    block = allocate((rows * sum(math.prod(shape) for of_layer in shapes for shape in of_layer.values()),))
+    block = allocate((rows * _numbers(shapes),))
     layers: list[dict[str, Any]] = []
     end = 0  # in numbers
     for of_layer in shapes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.engines import Engines, bind_segment
-from skipdecode.kv_buffer import KVBuffer, constant_state, layer_state
+from skipdecode.kv_buffer import KVBuffer, constant_state, key_state
 from skipdecode.memory import Array, IntArray
 from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
@@ -151,11 +151,9 @@ class Prefill:
 
     def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
         """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""
-        shapes, constant = layer_state(self._model, layer, slots), constant_state(self._model, layer)
-        memory = self._memory
-        return {
-            name: (memory.wide_floats if name in constant else memory.floats)((count, *shape)) for name, shape in shapes.items()
-        }
+        keys, states = key_state(self._model, layer, slots), constant_state(self._model, layer)
+        arrays = {name: self._memory.floats((count, *shape)) for name, shape in keys.items()}
+        return arrays | {name: self._memory.wide_floats((count, *shape)) for name, shape in states.items()}
 
 
 def _passes(lengths: Sequence[int], most: int, padding: int) -> Iterator[slice]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from skipdecode import bindings as names
 from skipdecode.engines.ort import OrtEngine, Tensor
 from skipdecode.errors import BundleError
-from skipdecode.kv_buffer import constant_state, keys_read, layer_state
+from skipdecode.kv_buffer import constant_state, key_state, keys_read
 from skipdecode.model import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
@@ -50,13 +50,13 @@ def embed_contract(model: Model, floats: str) -> Contract:
 
 def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contract:
     """Of the engine that computes `layers`."""
-    kept = chain(*(layer_state(model, layer, _SLOTS).items() for layer in layers))
-    states = {name for layer in layers for name in constant_state(model, layer)}
-    past = {name: _state(shape, "float32" if name in states else floats) for name, shape in kept}
+    keys = chain(*(key_state(model, layer, _SLOTS).items() for layer in layers))
+    states = chain(*(constant_state(model, layer).items() for layer in layers))
+    past = {name: _state(shape, floats) for name, shape in keys} | {name: _state(shape, "float32") for name, shape in states}
     lengths = {name: ("int32", (_ANY,)) for name in (names.SEQLENS_K, names.TOTAL_SEQUENCE_LENGTH)}
     present = {names.present(name): tensor for name, tensor in past.items()}
     sources = keys_read(model, layers)
-    read = {names.present(name): _state(layer_state(model, source, _SLOTS)[name], floats) for source, name in sources}
+    read = {names.present(name): _state(key_state(model, source, _SLOTS)[name], floats) for source, name in sources}
     hidden = _hidden(model, floats)
     return Contract(
         inputs={names.HIDDEN: hidden, names.POSITION_IDS: _IDS, **lengths, **past, **read},

@@ -7,9 +7,6 @@ asks for all that it asks a GPU for, and computes nothing.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,7 +25,6 @@ from tests.agreement import assert_gives_the_references_logits, assert_mostly_gi
 from tests.conftest import MAX_LENGTH, Zoo
 from tests.standin import driver
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8
 # parts of heads turned, norms of heads, softcaps, sinks and bases, latents, keys of two sizes, three kinds of states
@@ -85,10 +81,9 @@ def answers(
     bundle: Callable[[str, str, str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], dict[str, Any]]:
     """What `tests.standin.provider` says of each engine in ENGINES."""
-    provider, libraries = driver.provider(), driver.build_runtime(tmp_path_factory.mktemp("cuda"))
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(provider)}
-    command = [sys.executable, "-m", "tests.standin.provider", *(str(bundle(*each)) for each in ENGINES)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    driver.provider()  # or nothing is built for it
+    libraries = driver.build_runtime(tmp_path_factory.mktemp("cuda"))
+    done = driver.ask_provider(libraries, *(bundle(*each) for each in ENGINES))
     assert done.returncode == 0, done.stderr
     return dict(zip(ENGINES, map(json.loads, done.stdout.splitlines()), strict=True))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from skipdecode.plugins import turnaround
 
 _HERE = Path(__file__).parent
-_PROVIDER = _HERE.parents[1] / "build" / "onnxruntime-gpu"
+_ROOT = _HERE.parents[1]
+_PROVIDER = _ROOT / "build" / "onnxruntime-gpu"
 _RUNTIME = "libcudart.so.13"
 _IN_THE_SAME_FILE = ("libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10")
 
@@ -31,6 +34,13 @@ def build_runtime(folder: Path) -> Path:
     for name in _IN_THE_SAME_FILE:
         (folder / name).symlink_to(_RUNTIME)
     return folder
+
+
+def ask_provider(libraries: Path, *bundles: Path) -> subprocess.CompletedProcess[str]:
+    """`tests.standin.provider` of the bundles, on the `libraries` of `build_runtime`."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(provider())}
+    command = [sys.executable, "-m", "tests.standin.provider", *map(str, bundles)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=environment, check=False)
 
 
 def provider() -> Path:

@@ -7,8 +7,6 @@ Their bundles stay in FOLDER. Takes a quarter of an hour.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,8 +17,6 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conftest import CONFIGS, MAX_LENGTH, RELATIVES, Zoo
 from tests.standin import driver
-
-_ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
@@ -46,9 +42,7 @@ def _said(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
         )
     except SkipDecodeError as error:
         return str(error)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder / "libraries"), "PYTHONPATH": str(driver.provider())}
-    command = [sys.executable, "-m", "tests.standin.provider", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=environment, check=False)
+    done = driver.ask_provider(folder / "libraries", out)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     answer = json.loads(done.stdout)

@@ -83,8 +83,12 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
 
 int64_t TiedRows(const Model& model) { return (model.vocab_size + 7) / 8 * 8; }
 
+ONNXTensorElementDataType TypeOf(const Memory& memory, const StateArray& array) {
+  return array.has_slots ? memory.floats() : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+}
+
 void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
-  const ONNXTensorElementDataType type = array.has_slots ? memory.floats() : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  const ONNXTensorElementDataType type = TypeOf(memory, array);
   std::vector<int64_t> shape = WithRows(array, rows);
   inputs.push_back(memory.Of(array.past, data, shape, type));
   outputs.push_back(memory.Of(array.present, data, std::move(shape), type));

@@ -26,6 +26,9 @@ constexpr char kTiedWeight[] = "tied_weight";
 // Rows of what a tied embedding and head share: as bindings.tied_rows of Python.
 int64_t TiedRows(const Model& model);
 
+// Of an array that a layer keeps, in this memory.
+ONNXTensorElementDataType TypeOf(const Memory& memory, const StateArray& array);
+
 struct Bindings {
   std::vector<Tensor> inputs;  // that an engine may read; not each reads all
   std::vector<Tensor> outputs;

@@ -32,7 +32,7 @@ KvBuffer::KvBuffer(const Memory& memory, const Model& model, std::vector<int64_t
   for (int64_t layer = 0; layer < static_cast<int64_t>(slots_.size()); ++layer) {
     if (!Has(layer)) continue;
     for (StateArray& of : LayerState(model, layer, SlotsOf(layer))) {
-      const auto size = static_cast<int64_t>(of.has_slots ? memory.float_size() : sizeof(float));
+      const auto size = static_cast<int64_t>(SizeOf(TypeOf(memory, of)));
       const int64_t row_bytes = std::accumulate(of.shape.begin(), of.shape.end(), size, std::multiplies<>());
       bytes_ = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;  // keys and values after a state of any size
       layers_[static_cast<size_t>(layer)].push_back({std::move(of), bytes_, row_bytes});

@@ -18,7 +18,7 @@ struct StateArray {
   bool has_slots;
 };
 
-// As kv_buffer.layer_state of Python: `layer`'s arrays where a row has `slots` slots.
+// As kv_buffer.key_state and constant_state of Python: `layer`'s arrays where a row has `slots` slots.
 std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t slots);
 
 // Whether `layer` keeps anything of a row.

@@ -14,7 +14,7 @@ from skipdecode.device import Call, HostDevice
 from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
-from skipdecode.kv_buffer import layer_state
+from skipdecode.kv_buffer import constant_state, key_state
 from skipdecode.schedule import Anchor
 from skipdecode.validation import parity, workload
 from skipdecode.validation.latency import measure_cell, most_context
@@ -171,7 +171,8 @@ def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
         assert len(row["kv"]) == int(row["name"].removeprefix("v"))
         for found in row["kv"]:
             errors = [error for key, error in found.items() if key != "layer"]
-            assert len(errors) == len(layer_state(generator.manifest.model, found["layer"], 1))
+            model, layer = generator.manifest.model, found["layer"]
+            assert len(errors) == len(key_state(model, layer, 1) | constant_state(model, layer))
             assert max(errors, default=0.0) < 1e-3
 
 
