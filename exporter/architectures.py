@@ -35,10 +35,9 @@ HYBRIDS = {
 OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 # older than transformers' interface for attention (see own_attention)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-# those with what a target's attention has no place for, and what layers of hybrids have of that kind
-_NOT_ON_CUDA = dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)")
+# those with what TensorRT's attention has no place for, and what layers of hybrids have of that kind
 _NOT_ON_TENSORRT = {
-    **_NOT_ON_CUDA,
+    **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
     **dict.fromkeys(OWN_HEADS, "layers whose keys differ in size"),
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
@@ -213,13 +212,12 @@ def layer_kind(config: Any, layer: int) -> str | None:
     return None if kinds is None else kinds[layer]
 
 
-def not_on_gpu(config: Any, *, tensorrt: bool) -> str | None:
-    """What of the model TensorRT or ONNX Runtime's CUDA provider do not take; None: nothing."""
+def not_on_tensorrt(config: Any) -> str | None:
+    """What of the model TensorRT does not take; None: nothing."""
     if key_sources(config):
         return "layers that read the keys and values of others"
     names = (config.model_type, *(layer_kinds(config) or ()))
-    refused = _NOT_ON_TENSORRT if tensorrt else _NOT_ON_CUDA
-    return next((refused[name] for name in names if name in refused), None)
+    return next((_NOT_ON_TENSORRT[name] for name in names if name in _NOT_ON_TENSORRT), None)
 
 
 def declared(config: Any, name: str) -> Any:

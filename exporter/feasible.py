@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import not_on_gpu
+from skipdecode.exporter.architectures import not_on_tensorrt
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -70,11 +70,10 @@ def check_feasible(
 
 
 def _check_taken(target: TargetRequest, config: Any) -> None:
-    what = None if target.name == "cpu" else not_on_gpu(config, tensorrt=target.is_tensorrt)
+    what = not_on_tensorrt(config) if target.is_tensorrt else None
     if what is not None:
-        others = "cpu" if not_on_gpu(config, tensorrt=False) else "cpu or cuda"
         message = f"{config.model_type} has {what}, which {target.name} does not take"
-        raise TargetError(message, f"choose {others}", where="--target")
+        raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
 def _check_builder(

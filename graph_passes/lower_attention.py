@@ -9,23 +9,21 @@
 
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
 holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
-shows a window of the last tokens becomes the operator's `local_window_size`. Linear biases (ALiBi) are made once a graph: a step
-of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as with each layer's own (AMD EPYC, 2 cores, interleaved).
+shows a window of the last tokens becomes the operator's `local_window_size`.
 """
 
 from __future__ import annotations
 
 import logging
-import zlib
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnx_ir.tape import Tape
 
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.rotary_table import rotary_table
+from skipdecode.graph_passes.slot_biases import slot_biases
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     rows += [_rows(graph, out, value, width) for value in new] if new else 2 * [_no_rows(graph, out, rows[0], width)]
     lengths = _length_inputs(graph)
     if bias is not None:
-        bias = _valid_bias(graph, out, bias, lengths[1])
+        bias = slot_biases(graph, out, bias, lengths[1], max_length)
     past = [present_key, present_value]
     if new:
         past = [_value(_producer(value, "TensorScatter"), 0) for value in past]
@@ -156,33 +154,6 @@ def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
     hidden = _value(node, 2).const_value
     assert hidden is not None and (hidden.numpy() == -np.inf).all(), "slots that are not seen have scores"
     return _value(node, 0), _value(node, 1)
-
-
-def _valid_bias(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Value) -> ir.Value:
-    """A slope a head times each slot's number [NH,1,C], as the operator wants it: [1,NH,S,`total`].
-
-    Layers of one graph with the same slopes share it.
-    """
-    slopes, slots = (_value(_producer(bias, "Mul"), index) for index in range(2))
-    _producer(_value(_producer(slots, "Cast"), 0), "Range")
-    assert slopes.const_value is not None, "slopes that are not constant"
-    numbers = slopes.const_value.numpy().reshape(1, -1, 1, 1)
-    name = f"alibi_{zlib.crc32(numbers.tobytes()):08x}"
-    made = next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
-    if made is not None:
-        return made
-    tape = Tape()
-    slope, zero, one, leading, last = (
-        tape.op("Constant", [], {"value": ir.tensor(each)})
-        for each in (numbers, *(np.array(each, dtype=np.int64) for each in (0, 1, [1, 1], [1])))
-    )
-    valid = tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Cast", [total], {"to": ir.DataType.INT64})]), one])
-    product = tape.op("Mul", [slope, tape.op("Cast", [valid], {"to": ir.DataType.FLOAT})])
-    positions = next(value for value in graph.inputs if value.name == bindings.POSITION_IDS)
-    shape = tape.op("Concat", [leading, tape.op("Shape", [positions], {"start": 1, "end": 2}), last], {"axis": 0})
-    each_token = tape.op("Expand", [product, shape], output=ir.Value(name=name))
-    graph.insert_before(before, tape.nodes)
-    return each_token
 
 
 def _optional_inputs(table: list[ir.Value] | None, bias: ir.Value | None, sinks: ir.Value | None) -> list[ir.Value | None]:

@@ -27,8 +27,12 @@ from tests.standin import driver
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8
-# parts of heads turned, norms of heads, softcaps, sinks and bases, latents, keys of two sizes, three kinds of states
-DENSE = ("gpt_neox", "qwen3", "gemma2", "granite_swa", "minicpm3", "gemma4_text", "bamba", "lfm2", "qwen3_5_text")
+# parts of heads turned, norms of heads, softcaps, biases, sinks and bases, latents, keys of two sizes and of other layers, three
+# kinds of states
+DENSE = (
+    "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma4_text", "reading_others", "bamba", "lfm2",
+    "qwen3_5_text",
+)  # fmt: skip
 # a router inside the operator and outside, of softmaxes, sigmoids, groups and biases; experts with a bias, with no gate
 MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "minimax_m2", "phimoe", "nemotron_h", "lara_mini")
 ENGINES = (  # of every architecture: `make survey`
@@ -41,7 +45,7 @@ ENGINES = (  # of every architecture: `make survey`
 @pytest.fixture(scope="module")
 def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Path]:
     """Of a model for cuda, made when first asked for: two variants, few segments."""
-    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=6, max_variants=2)
+    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=4, warmup_layers=3, span=6, max_variants=2)
     folder = tmp_path_factory.mktemp("cuda")
 
     @cache

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeError, TargetError
 from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import MAX_LENGTH, READING_OTHERS, Zoo
+from tests.conftest import MAX_LENGTH, Zoo
 
 
 def _copy(zoo: Zoo, tmp_path: Path) -> Path:
@@ -116,32 +115,23 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "target", "others"),
+    ("name", "what"),
     [
-        ("bloom", "linear biases on its attention (ALiBi)", "cuda", "cpu"),
-        ("bloom", "linear biases on its attention (ALiBi)", "tensorrt-rtx", "cpu"),
-        ("granite_swa", "attention sinks", "tensorrt-rtx", "cpu or cuda"),
-        ("bamba", "layers with linear attention", "tensorrt-rtx", "cpu or cuda"),
-        ("lfm2", "layers with short convolutions", "tensorrt-rtx", "cpu or cuda"),
-        ("gemma4_text", "layers whose keys differ in size", "tensorrt-rtx", "cpu or cuda"),
+        ("bloom", "linear biases on its attention (ALiBi)"),
+        ("granite_swa", "attention sinks"),
+        ("bamba", "layers with linear attention"),
+        ("lfm2", "layers with short convolutions"),
+        ("gemma4_text", "layers whose keys differ in size"),
+        ("reading_others", "layers that read the keys and values of others"),
     ],
 )
-def test_what_a_gpus_attention_has_no_place_for_is_refused_with_the_targets_that_take_it(
-    name: str, what: str, target: str, others: str, zoo: Zoo, tmp_path: Path
+def test_what_tensorrts_attention_has_no_place_for_is_refused_with_the_targets_that_take_it(
+    name: str, what: str, zoo: Zoo, tmp_path: Path
 ) -> None:
-    says = re.escape(f"--target: {name} has {what}, which {target} does not take; choose {others}") + "$"
-    targets = ("cpu", f"{target}:sm89" if target != "cuda" else target)
-    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=targets)
-
-
-@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx"])
-def test_layers_that_read_the_keys_of_others_are_refused_for_gpus(target: str, tmp_path: Path) -> None:
-    """ONNX Runtime's operator takes no new keys on a CPU; what CUDA's does then, nobody has seen."""
-    transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).save_pretrained(tmp_path / "model")
-    says = f"gemma4_text has layers that read the keys and values of others, which {target} does not take; choose cpu$"
-    targets = ("cpu", target if target == "cuda" else f"{target}:sm89")
-    schedule = ScheduleRequest(name="full")
-    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=targets, schedule=schedule)
+    kind = "gemma4_text" if name == "reading_others" else name
+    says = re.escape(f"--target: {kind} has {what}, which tensorrt-rtx does not take; choose cpu or cuda") + "$"
+    given = {"targets": ("cpu", "tensorrt-rtx:sm89"), "schedule": ScheduleRequest(name="full")}
+    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, **given)
 
 
 def test_layers_without_attention_are_refused_for_tensorrt(zoo: Zoo, tmp_path: Path) -> None:

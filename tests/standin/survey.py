@@ -20,7 +20,7 @@ from tests.standin import driver
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*CONFIGS, *RELATIVES]
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or [*CONFIGS, *RELATIVES, "reading_others"]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     (folder / "libraries").mkdir(parents=True)
@@ -33,7 +33,7 @@ def main() -> None:
 
 def _said(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
     out = folder / f"{name}.{dtype}"
-    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=6, max_variants=2)
+    schedule = ScheduleRequest(name="step", max_layers=6, min_layers=4, warmup_layers=3, span=6, max_variants=2)
     try:
         export(
             ExportRequest(

@@ -1,0 +1,68 @@
+"""Linear biases (ALiBi) as GroupQueryAttention takes them: for each query, as long as the longest row.
+
+    slope of a head * slot [NH,1,C]      ->      slope * (slot - the query's position) [B,NH,S,total_sequence_length]
+
+The difference is one number for all slots of a query, which softmax does not see; so near slots, which count, keep what a
+narrow float has of precision. They are made once a graph: a step of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as
+with each layer's own (AMD EPYC, 2 cores, interleaved). The length is a number on the host, which Slice reads there.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode import bindings
+from skipdecode.graph_passes.conventions import NARROW
+
+
+def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Value, max_length: int) -> ir.Value:
+    """The operator's `attention_bias`, which layers of one graph with the same slopes share.
+
+    Args:
+        bias: slopes times the slots' numbers, perhaps cast.
+        total: the graph's input `total_sequence_length`.
+        max_length: the most that it can be.
+    """
+    slopes = _slopes(bias)
+    name = f"alibi_{zlib.crc32(slopes.tobytes()):08x}"
+    made = next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
+    if made is not None:
+        return made
+    tape = Tape()
+    slope, slots, first, axes = (
+        tape.op("Constant", [], {"value": ir.tensor(each)})
+        for each in (slopes, np.arange(max_length, dtype=np.float32), np.array([0], np.int32), np.array([1, 3], np.int64))
+    )
+    positions = next(value for value in graph.inputs if value.name == bindings.POSITION_IDS)
+    position = tape.op("Cast", [tape.op("Unsqueeze", [positions, axes])], {"to": ir.DataType.FLOAT})
+    distance = tape.op("Sub", [tape.op("Slice", [slots, first, total, first]), position])
+    made = ir.Value(name=name, type=bias.type)
+    if bias.dtype in NARROW:
+        tape.op("Cast", [tape.op("Mul", [slope, distance])], {"to": bias.dtype}, output=made)
+    else:
+        tape.op("Mul", [slope, distance], output=made)
+    graph.insert_before(before, tape.nodes)
+    return made
+
+
+def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]]:
+    """[1,NH,1,1]"""
+    product = _made_by(bias, "Mul")
+    slopes, slots = product.inputs
+    assert slopes is not None and slopes.const_value is not None, "slopes that are not constant"
+    _made_by(slots, "Range")
+    numbers: np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]] = slopes.const_value.numpy().reshape(1, -1, 1, 1)
+    return numbers
+
+
+def _made_by(value: ir.Value | None, op_type: str) -> ir.Node:
+    """What makes `value`, were it not for casts."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    assert node is not None and node.op_type == op_type, f"{value and value.name} is not made by {op_type}"
+    return node
