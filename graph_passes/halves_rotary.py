@@ -1,6 +1,9 @@
-"""A rotary embedding written for each half of a head (gpt-oss) as one operator.
+"""A rotary embedding written for each half of its result (gpt-oss, DeepSeek-V3) as one operator.
 
     a, b = Split(x);  Concat(a * cos - b * sin, b * cos + a * sin)      ->      RotaryEmbedding(x, cos, sin)
+
+    the same of a, b = every second number of x, from 0 and 1 on
+    -> in halves: RotaryEmbedding<interleaved=1>(x, cos, sin)
 
 Why: as in `interleaved_rotary`, of which this is a third form. The tables [B,S,D/2] may be any: yarn's have a factor.
 """
@@ -12,14 +15,14 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, static_head_size
+from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, neighbours, static_head_size
 
 
 class HalvesRotaryPass(ir.passes.InPlacePass):
     """Declines where head size or number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return fuse_rotary(model, _Halves.rule())
+        return fuse_rotary(model, _Halves.rule(), _Neighbours.rule())
 
 
 class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
@@ -28,8 +31,7 @@ class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
 
     def pattern(self, op: Any, x: Any, cos: Any, sin: Any) -> Any:
         first, second = op.Split(x, axis=3, num_outputs=2, _outputs=2)
-        cos_4, sin_4 = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
-        return op.Concat(first * cos_4 - second * sin_4, second * cos_4 + first * sin_4, axis=-1)
+        return _turned(op, first, second, cos, sin)
 
     def check(self, _: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> MatchResult:
         result = MatchResult()
@@ -43,3 +45,21 @@ class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
         assert x.shape is not None
         return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=x.shape[1])
+
+
+class _Neighbours(_Halves):
+    def pattern(self, op: Any, x: Any, cos: Any, sin: Any) -> Any:
+        return _turned(op, *neighbours(op, x), cos, sin)
+
+    def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
+        assert x.shape is not None
+        heads, size = x.shape[1], x.shape[3]
+        turned = op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=heads)
+        pairs = op.Reshape(turned, op.Constant(value_ints=[0, 0, 0, size // 2, 2]))
+        return op.Reshape(op.Transpose(pairs, perm=[0, 1, 2, 4, 3]), op.Constant(value_ints=[0, 0, 0, size]))
+
+
+def _turned(op: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
+    """The pattern of pairs (first, second) turned, all firsts in front."""
+    cos_4, sin_4 = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
+    return op.Concat(first * cos_4 - second * sin_4, second * cos_4 + first * sin_4, axis=-1)

@@ -86,9 +86,14 @@ def entries_twice(op: Any, table: Any, half: Any, shape: Any) -> Any:
     return op.Reshape(op.Expand(op.Unsqueeze(first, [4]), [1, 1, 1, 1, 2]), shape)
 
 
+def neighbours(op: Any, x: Any) -> tuple[Any, Any]:
+    """The patterns of the first and of the second of each pair of x [B,N,S,D]."""
+    return op.Slice(x, [0], [_MOST], [3], [2]), op.Slice(x, [1], [_MOST], [3], [2])
+
+
 def turn(op: Any, x: Any, shape: Any) -> Any:
     """The pattern of x [B,N,S,D] with each pair (a, b) as (-b, a)."""
-    even, odd = op.Slice(x, [0], [_MOST], [3], [2]), op.Slice(x, [1], [_MOST], [3], [2])
+    even, odd = neighbours(op, x)
     return op.Reshape(op.Concat(op.Unsqueeze(op.Neg(odd), [-1]), op.Unsqueeze(even, [-1]), axis=-1), shape)
 
 

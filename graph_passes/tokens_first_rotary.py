@@ -16,20 +16,20 @@ from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary
 
-_HEADS_FIRST = [0, 2, 1, 3]
+HEADS_FIRST = [0, 2, 1, 3]
 
 
 class TokensFirstRotaryPass(ir.passes.InPlacePass):
     """Declines where head size or number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return fuse_rotary(model, _TokensFirst.rule())
+        return fuse_rotary(model, TokensFirstFusion.rule())
 
 
-class _TokensFirst(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc]
+class TokensFirstFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
         rotated = super().pattern(op, x, freqs, start1, end1, start2, end2, one1, one2)
-        return op.Transpose(rotated, perm=_HEADS_FIRST)
+        return op.Transpose(rotated, perm=HEADS_FIRST)
 
     def check(
         self, _: Any, x: ir.Value, start1: ir.Value, end1: ir.Value, start2: ir.Value, one1: ir.Value, one2: ir.Value, **__: Any
@@ -47,5 +47,5 @@ class _TokensFirst(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[m
 
     def rewrite(self, op: Any, x: ir.Value, freqs: ir.Value, **_: Any) -> Any:
         assert x.shape is not None
-        turned = op.Transpose(x, perm=_HEADS_FIRST)
+        turned = op.Transpose(x, perm=HEADS_FIRST)
         return op.RotaryEmbedding(turned, op.Cos(freqs), op.Sin(freqs), interleaved=0, num_heads=x.shape[2])

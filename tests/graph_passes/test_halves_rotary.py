@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
@@ -19,11 +20,33 @@ g (float[B,2,S,8] h, float[B,S,4] f) => (float[B,2,S,8] y) <int64[1] one = {1}, 
     y = Concat <axis = -1> (left, right)
 }"""
 
+# every second number, from the first and from the second on
+NEIGHBOURS = HALVES.replace(
+    "<int64[1] one = {1},",
+    """<int64[1] one = {1}, int64[1] zero = {0}, int64[1] two = {2}, int64[1] three = {3},
+ int64[1] most = {9223372036854775807},""",
+).replace(
+    "first, second = Split <axis = 3, num_outputs = 2> (h)",
+    "first = Slice (h, zero, most, three, two)  second = Slice (h, one, most, three, two)",
+)
+
+
+def test_neighbours_become_one_operator_whose_result_goes_to_halves() -> None:
+    before, after = with_shapes(NEIGHBOURS), with_shapes(NEIGHBOURS)
+    assert HalvesRotaryPass()(after).modified
+    kinds = [node.op_type for node in after.graph if node.op_type not in ("Constant", "Cos", "Mul", "Sin")]
+    assert kinds == ["RotaryEmbedding", "Reshape", "Transpose", "Reshape"]
+    _assert_same(before, after)
+
 
 def test_it_becomes_one_operator_with_the_same_result() -> None:
     before, after = with_shapes(HALVES), with_shapes(HALVES)
     assert HalvesRotaryPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cos", "Mul", "Sin", "Mul", "RotaryEmbedding"]
+    _assert_same(before, after)
+
+
+def _assert_same(before: ir.Model, after: ir.Model) -> None:
     rng = np.random.default_rng(0)
     feeds = {"h": rng.standard_normal((1, 2, 3, 8)).astype(np.float32), "f": rng.standard_normal((1, 3, 4)).astype(np.float32)}
     (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
@@ -35,8 +58,9 @@ def test_it_becomes_one_operator_with_the_same_result() -> None:
     [("(left, right)", "(right, left)"), ("Sub (a, b)", "Sub (b, a)"), ("float[B,2,S,8] h", "float[B,N,S,8] h")],
     ids=["other way round", "turned back", "heads not static"],
 )
-def test_it_declines_what_is_no_such_rotation(old: str, new: str) -> None:
-    assert not HalvesRotaryPass()(with_shapes(HALVES.replace(old, new))).modified
+@pytest.mark.parametrize("text", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
+def test_it_declines_what_is_no_such_rotation(text: str, old: str, new: str) -> None:
+    assert not HalvesRotaryPass()(with_shapes(text.replace(old, new))).modified
 
 
 def test_a_second_run_changes_nothing() -> None:

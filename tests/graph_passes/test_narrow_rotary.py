@@ -8,7 +8,8 @@ import pytest
 
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from tests.graph_passes import test_interleaved_rotary as interleaved
-from tests.graph_passes.running import run_model
+from tests.graph_passes import test_tokens_first_rotary as tokens_first
+from tests.graph_passes.running import run_model, with_shapes
 
 _HALF = "x1 = Slice (h, zero, four, three, one)  x2 = Slice (h, four, most, three, one)  minus = Neg (x2)"
 ROTARY = f"""<ir_version: 10, opset_import: ["" : 24]>
@@ -22,11 +23,16 @@ g (float16[B,2,S,8] h, float[B,S,4] f) => (float16[B,2,S,8] y)
    a = Mul (h, cos4)  b = Mul (turned, sin4)  y = Add (a, b) }}"""
 
 
-NEIGHBOURS = interleaved.FORMS["tables twice"].replace("float[B,2,S,8]", "float16[B,2,S,8]")
-for _function, _name in (("Cos", "cosine"), ("Sin", "sine")):
-    NEIGHBOURS = NEIGHBOURS.replace(
-        f"{_name} = {_function} (angles)", f"{_name}32 = {_function} (angles)  {_name} = Cast <to = 10> ({_name}32)"
-    )
+def _with_tables_cast(text: str) -> str:
+    for function, name in (("Cos", "cosine"), ("Sin", "sine")):
+        wide = f"{name} = {function} (angles)"
+        text = text.replace(wide, f"{name}32 = {function} (angles)  {name} = Cast <to = 10> ({name}32)")
+    return text
+
+
+NEIGHBOURS = _with_tables_cast(interleaved.FORMS["tables twice"].replace("float[B,2,S,8]", "float16[B,2,S,8]"))
+TOKENS_FIRST = tokens_first.ROTATED.replace("float[B,S,2,8]", "float16[B,S,2,8]").replace("float[B,2,S,8]", "float16[B,2,S,8]")
+TOKENS_FIRST = _with_tables_cast(TOKENS_FIRST)
 
 # models that turn in fp32 whatever their dtype: a head's numbers are cast, before or after they change places, and the sum back
 _WIDE = "h32 = Cast <to = 1> (h)  turned32 = Cast <to = 1> (turned)  a = Mul (h32, cos4)  b = Mul (turned32, sin4)"
@@ -65,6 +71,16 @@ def test_it_becomes_one_operator_with_the_same_result(text: str) -> None:
     assert [node.op_type for node in after.graph] == ["Cos", "Cast", "Sin", "Cast", "RotaryEmbedding"]
     rng = np.random.default_rng(0)
     feeds = {"h": rng.standard_normal((1, 2, 3, 8)).astype(np.float16), "f": rng.standard_normal((1, 3, 4)).astype(np.float32)}
+    (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
+
+
+def test_it_becomes_one_operator_behind_the_turn_of_heads() -> None:
+    before, after = with_shapes(TOKENS_FIRST), with_shapes(TOKENS_FIRST)
+    assert NarrowRotaryPass()(after).modified
+    assert sorted(node.op_type for node in after.graph) == ["Cast", "Cast", "Cos", "RotaryEmbedding", "Sin", "Transpose"]
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.standard_normal((2, 3, 2, 8)).astype(np.float16), "f": rng.standard_normal((2, 3, 4)).astype(np.float32)}
     (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
 
