@@ -19,8 +19,10 @@ from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
+from skipdecode.graph_passes.tokens_first_norm import TokensFirstNormPass
 from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
+from skipdecode.graph_passes.unit_norm import UnitNormPass
 
 # without x + 0, which takes a norm's epsilon of 1e-8 for 0
 _TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_inference_rule, *_collapse_slices.rules.rules]
@@ -42,6 +44,8 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         InverseRootPass(),
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
+        UnitNormPass(),
+        TokensFirstNormPass(),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
         TokensFirstRotaryPass(),

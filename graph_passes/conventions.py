@@ -1,5 +1,5 @@
-"""What the passes agree on: whose operators are not standard, which floats are narrow, which initializers are weights; how
-constants are added and values cast."""
+"""What the passes agree on: whose operators are not standard, which floats are narrow, which operators are norms, which
+initializers are weights; how constants are added and values cast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+NORMS = ("RMSNormalization", "LayerNormalization")
 
 
 def is_parameter(value: ir.Value) -> bool:
