@@ -13,6 +13,7 @@ from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
 from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _rotary_embedding
 
+from skipdecode.graph_passes.all_groups import AllGroupsPass
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
 from skipdecode.graph_passes.conventions import is_parameter
@@ -51,6 +52,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         TokensFirstRotaryPass(),
         HalvesRotaryPass(),
         InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
+        AllGroupsPass(),
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),
         ConstantReshapePass(),

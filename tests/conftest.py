@@ -54,6 +54,7 @@ _BY_POSITION = {  # Ministral 3 scales its queries by their position, from the o
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 _ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 32, "head_dim": 16}
 # layers that are traced once, where what sets two kinds apart is tried with other models
 _ALL_MIXED = {"mlp_layer_types": ["sparse"] * LAYERS}
@@ -152,7 +153,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GLOBAL_HEADS,
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
-    "glm4_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 0},
+    "glm4_moe": {**_ROUTED, **_ONE_GROUP, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 0},
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24, **_ALL_MIXED},  # as wide as its keys
     "gpt_bigcode": {},
     # its layers see all tokens and a window of them in turn
@@ -283,7 +284,7 @@ class Zoo:
         path = self._folder / name
         if not path.exists():
             torch.manual_seed(0)
-            config = (CONFIGS | RELATIVES)[name]()
+            config = (CONFIGS | RELATIVES | {"reading_others": READING_OTHERS})[name]()
             config.initializer_range = 0.1
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
