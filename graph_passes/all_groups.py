@@ -3,7 +3,8 @@
     chosen = TopK(scores of groups, as many as there are)
     Where(Not(Cast(ScatterElements(0, chosen, 1), for each expert)), lowest, scores)      ->      scores
 
-Some ten small operators a layer less, on each target.
+Some ten small operators a layer less, on each target: a step of 8 layers of GLM-4.5's form, of width 640 in int4, is 1.06x as
+fast on a CPU (AMD EPYC, 2 cores, interleaved).
 """
 
 from __future__ import annotations

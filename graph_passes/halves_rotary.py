@@ -3,7 +3,7 @@
     a, b = Split(x);  Concat(a * cos - b * sin, b * cos + a * sin)      ->      RotaryEmbedding(x, cos, sin)
 
     the same of a, b = every second number of x, from 0 and 1 on
-    -> in halves: RotaryEmbedding<interleaved=1>(x, cos, sin)
+    -> RotaryEmbedding(Gather(x, 0 2 .. 1 3 ..), cos, sin)
 
 Why: as in `interleaved_rotary`, of which this is a third form. The tables [B,S,D/2] may be any: yarn's have a factor.
 """
@@ -53,10 +53,9 @@ class _Neighbours(_Halves):
 
     def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
         assert x.shape is not None
-        heads, size = x.shape[1], x.shape[3]
-        turned = op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=heads)
-        pairs = op.Reshape(turned, op.Constant(value_ints=[0, 0, 0, size // 2, 2]))
-        return op.Reshape(op.Transpose(pairs, perm=[0, 1, 2, 4, 3]), op.Constant(value_ints=[0, 0, 0, size]))
+        in_halves = [*range(0, x.shape[3], 2), *range(1, x.shape[3], 2)]
+        halves = op.Gather(x, op.Constant(value_ints=in_halves), axis=3)
+        return op.RotaryEmbedding(halves, cos, sin, interleaved=0, num_heads=x.shape[1])
 
 
 def _turned(op: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
