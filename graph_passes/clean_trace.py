@@ -20,7 +20,6 @@ from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
-from skipdecode.graph_passes.tokens_first_norm import TokensFirstNormPass
 from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
 from skipdecode.graph_passes.unit_norm import UnitNormPass
@@ -46,7 +45,6 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         UnitNormPass(),
-        TokensFirstNormPass(),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
         TokensFirstRotaryPass(),

@@ -55,6 +55,7 @@ class _Neighbours(_Halves):
         assert x.shape is not None
         in_halves = [*range(0, x.shape[3], 2), *range(1, x.shape[3], 2)]
         halves = op.Gather(x, op.Constant(value_ints=in_halves), axis=3)
+        halves.shape, halves.type = x.shape, x.type
         return op.RotaryEmbedding(halves, cos, sin, interleaved=0, num_heads=x.shape[1])
 
 

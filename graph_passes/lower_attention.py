@@ -25,6 +25,7 @@ from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.rotary_table import rotary_table
 from skipdecode.graph_passes.slot_biases import slot_biases
 from skipdecode.graph_passes.take_over import take_over
+from skipdecode.graph_passes.tokens_first import TokensFirst
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,10 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     if table is not None:
         attributes["rotary_interleaved"] = _producer(query, "RotaryEmbedding").attributes["interleaved"].as_int()
         query, *new[:1] = (_value(_producer(value, "RotaryEmbedding"), 0) for value in (query, *new[:1]))
-    rows = [_rows(graph, out, query, num_heads * head_size)]
-    width = kv_heads * head_size
-    rows += [_rows(graph, out, value, width) for value in new] if new else 2 * [_no_rows(graph, out, rows[0], width)]
+    tokens_first = TokensFirst(graph, out)
+    rows = [tokens_first.rows(value) for value in (query, *new)]
+    if not new:
+        rows += 2 * [_no_rows(graph, out, rows[0], kv_heads * head_size)]
     lengths = _length_inputs(graph)
     if bias is not None:
         bias = slot_biases(graph, out, bias, lengths[1], max_length)
@@ -196,23 +198,6 @@ def _length_inputs(graph: ir.Graph) -> list[ir.Value]:
             known[name] = ir.Value(name=name, shape=shape, type=ir.TensorType(ir.DataType.INT32))
             graph.inputs.append(known[name])
     return [known[name] for name, _ in wanted]
-
-
-def _rows(graph: ir.Graph, before: ir.Node, value: ir.Value, width: int) -> ir.Value:
-    """[B,N,S,D] -> [B,S,N*D]; where `value` came from such rows by Reshape and Transpose, those rows themselves."""
-    node = value.producer()
-    if node is not None and node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
-        value = _value(node, 0)
-        reshape = value.producer()
-        if reshape is not None and reshape.op_type == "Reshape":
-            source = _value(reshape, 0)
-            if source.shape is not None and len(source.shape) == 3 and source.shape[2] == width:
-                return source
-    else:
-        back = ir.node("Transpose", [value], {"perm": [0, 2, 1, 3]})
-        graph.insert_before(before, back)
-        value = back.outputs[0]
-    return _reshaped(graph, before, value, [0, 0, width])
 
 
 def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:

@@ -17,7 +17,8 @@ import onnx_ir as ir
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
 from skipdecode.graph_passes.interleaved_rotary import InterleavedFusion, entries_twice, fuse_rotary, turn
-from skipdecode.graph_passes.tokens_first_rotary import HEADS_FIRST, TokensFirstFusion
+from skipdecode.graph_passes.tokens_first import HEADS_FIRST
+from skipdecode.graph_passes.tokens_first_rotary import TokensFirstFusion
 
 
 class NarrowRotaryPass(ir.passes.InPlacePass):

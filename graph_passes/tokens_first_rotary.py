@@ -15,8 +15,7 @@ from onnxscript.rewriter.pattern import MatchResult
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary
-
-HEADS_FIRST = [0, 2, 1, 3]
+from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
 
 class TokensFirstRotaryPass(ir.passes.InPlacePass):
