@@ -17,6 +17,7 @@ from skipdecode.graph_passes.all_groups import AllGroupsPass
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
 from skipdecode.graph_passes.conventions import is_parameter
+from skipdecode.graph_passes.each_head_norm import EachHeadNormPass
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
@@ -45,6 +46,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         UnitNormPass(),
+        EachHeadNormPass(),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
         TokensFirstRotaryPass(),
