@@ -23,7 +23,7 @@ from skipdecode.graph_passes.fuse_router import FuseRouterPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
-from skipdecode.graph_passes.narrow_norm import NarrowNormPass
+from skipdecode.graph_passes.narrow_operators import NarrowOperatorsPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
@@ -51,7 +51,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
         lowered = graph.clone()
-        ir.passes.Sequential(NarrowNormPass(), UniformNormPass(), *passes)(lowered)
+        ir.passes.Sequential(NarrowOperatorsPass(), UniformNormPass(), *passes)(lowered)
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = weight_bytes(lowered.graph)
         save_engine(lowered, partial / path)

@@ -1,4 +1,4 @@
-"""A norm in fp32 between casts before; of one narrow type after."""
+"""A norm or rotary embedding in fp32 between casts before; of one narrow type after."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.narrow_norm import NarrowNormPass
-from tests.graph_passes.running import run_model, with_parameters
+from skipdecode.graph_passes.narrow_operators import NarrowOperatorsPass
+from tests.graph_passes.running import run_model, with_parameters, with_shapes
 
 NORM = """<ir_version: 10, opset_import: ["" : 24]>
 g (float16[B,8] x, float16[8] scale) => (float16[B,8] y)
@@ -19,6 +19,10 @@ LAYER_NORM = NORM.replace(
     "RMSNormalization <epsilon = 0.001> (rows, wide_scale)", "LayerNormalization (rows, wide_scale, wide_scale)"
 )
 ONE_MORE = NORM.replace("wide_scale = Cast <to = 1> (scale)", "w = Cast <to = 1> (scale)  wide_scale = Add (w, w)")
+ROTARY = """<ir_version: 10, opset_import: ["" : 24]>
+g (float16[B,2,S,8] h, float[B,S,4] cos, float[B,S,4] sin) => (float16[B,2,S,8] y)
+{ wide = Cast <to = 1> (h)  turned = RotaryEmbedding <interleaved = 1, num_heads = 2> (wide, cos, sin)
+  y = Cast <to = 10> (turned) }"""
 _rng = np.random.default_rng(0)
 SCALE, X = (_rng.standard_normal(shape).astype(np.float16) for shape in ((8,), (3, 8)))
 
@@ -30,7 +34,7 @@ def _model(text: str) -> ir.Model:
 @pytest.mark.parametrize("text", [NORM, LAYER_NORM], ids=["root mean square", "mean and variance"])
 def test_a_norm_reads_and_writes_the_narrow_type_with_the_same_result(text: str) -> None:
     before, after = _model(text), _model(text)
-    assert NarrowNormPass()(after).modified
+    assert NarrowOperatorsPass()(after).modified
     (norm,) = after.graph
     assert {value.dtype for value in (*norm.inputs, *norm.outputs)} == {ir.DataType.FLOAT16}, (
         "a weight as it is in the checkpoint"
@@ -41,15 +45,25 @@ def test_a_norm_reads_and_writes_the_narrow_type_with_the_same_result(text: str)
 
 def test_a_norm_of_two_types_gets_one() -> None:
     after = _model(TWO_TYPES)
-    assert NarrowNormPass()(after).modified
+    assert NarrowOperatorsPass()(after).modified
     assert [node.op_type for node in after.graph] == ["RMSNormalization"]
     (expected,), (found,) = run_model(_model(NORM), {"x": X}), run_model(after, {"x": X})
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
 
 
+def test_a_rotary_embedding_reads_and_writes_the_narrow_type_by_rounded_tables() -> None:
+    before, after = with_shapes(ROTARY), with_shapes(ROTARY)
+    assert NarrowOperatorsPass()(after).modified
+    assert [node.op_type for node in after.graph] == ["Cast", "Cast", "RotaryEmbedding"]
+    feeds = {"h": _rng.standard_normal((2, 2, 3, 8)).astype(np.float16), "cos": _rng.random((2, 3, 4)).astype(np.float32)}
+    feeds["sin"] = _rng.random((2, 3, 4)).astype(np.float32)
+    (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
+
+
 def test_a_scale_that_is_computed_is_cast() -> None:
     before, after = _model(ONE_MORE), _model(ONE_MORE)
-    assert NarrowNormPass()(after).modified
+    assert NarrowOperatorsPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cast", "Add", "Cast", "RMSNormalization"]
     (expected,), (found,) = run_model(before, {"x": X}), run_model(after, {"x": X})
     np.testing.assert_allclose(found, expected, rtol=4e-3, atol=2e-3)
@@ -71,10 +85,10 @@ def test_a_scale_that_is_computed_is_cast() -> None:
 def test_it_declines_what_somebody_reads_in_fp32(old: str, new: str) -> None:
     text = NORM.replace(old, new)
     text = text.replace("(float16[B,8] y)", "(bfloat16[B,8] y)") if "16>" in new else text
-    assert not NarrowNormPass()(_model(text)).modified
+    assert not NarrowOperatorsPass()(_model(text)).modified
 
 
 def test_a_second_run_changes_nothing() -> None:
     model = _model(NORM)
-    NarrowNormPass()(model)
-    assert not NarrowNormPass()(model).modified
+    NarrowOperatorsPass()(model)
+    assert not NarrowOperatorsPass()(model).modified

@@ -1,10 +1,12 @@
-"""A norm in fp32 between casts (Gemma's, Cohere's, OLMo's) as one operator that reads and writes the narrow type.
+"""A norm (Gemma's, Cohere's, OLMo's) or rotary embedding (DeepSeek-V2's) in fp32 between casts as one operator that reads and
+writes the narrow type.
 
     Cast(RMSNormalization(Cast(x), scale fp32))      ->      RMSNormalization(x, Cast(scale))
 
 Three kernels become one, and a residual sum before them goes into it: on CUDA a step of 6 layers is 88 kernels instead of 147
 (Gemma 2), 104 instead of 154 (OLMo 2). ONNX Runtime's kernels sum in fp32 in any case; only a scale that is no weight of the
-narrow type itself is rounded, as is Gemma's 1 + weight: its logits' error grows by a tenth of what the type costs anyway.
+narrow type itself is rounded, as is Gemma's 1 + weight: its logits' error grows by a tenth of what the type costs anyway. Tables
+of cosines and sines are rounded as those of most models.
 """
 
 from __future__ import annotations
@@ -19,29 +21,31 @@ from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
+_KINDS = (*NORMS, "RotaryEmbedding")
 
-class NarrowNormPass(ir.passes.InPlacePass):
-    """Declines where anything reads the norm in fp32."""
+
+class NarrowOperatorsPass(ir.passes.InPlacePass):
+    """Declines where anything reads what is made in fp32."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        count = sum(_narrowed(model.graph, node) for node in list(model.graph) if node.op_type in NORMS)
+        count = sum(_narrowed(model.graph, node) for node in list(model.graph) if node.op_type in _KINDS)
         if count:
             RemoveUnusedNodesPass()(model)
-        logger.info("narrowed %d norms", count)
+        logger.info("narrowed %d operators", count)
         return ir.passes.PassResult(model, bool(count))
 
 
-def _narrowed(graph: ir.Graph, norm: ir.Node) -> bool:
-    """Whether `norm` had casts on both sides, which are gone now."""
-    rows, made, readers = _uncast(norm.inputs[0]), norm.outputs[0], norm.outputs[0].consumers()
+def _narrowed(graph: ir.Graph, node: ir.Node) -> bool:
+    """Whether `node` had casts on both sides, which are gone now."""
+    rows, made, readers = _uncast(node.inputs[0]), node.outputs[0], node.outputs[0].consumers()
     kind = rows.dtype
     if kind not in NARROW or made.is_graph_output() or len(readers) != 1:
         return False
     (back,) = readers
     if back.op_type != "Cast" or back.outputs[0].dtype != kind:
         return False
-    for index, value in enumerate(norm.inputs):
-        norm.replace_input_with(index, _narrow(graph, norm, value, kind))
+    for index, value in enumerate(node.inputs):
+        node.replace_input_with(index, _narrow(graph, node, value, kind))
     take_over(back.outputs[0], made)
     return True
 
