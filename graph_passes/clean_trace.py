@@ -14,6 +14,7 @@ from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
 from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _rotary_embedding
 
 from skipdecode.graph_passes.all_groups import AllGroupsPass
+from skipdecode.graph_passes.backward_rotary import BackwardRotaryPass
 from skipdecode.graph_passes.complex_rotary import ComplexRotaryPass
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
@@ -52,6 +53,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         ConcatPartsPass(),
         TokensFirstRotaryPass(),
         HalvesRotaryPass(),
+        BackwardRotaryPass(),
         ComplexRotaryPass(),
         InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
         AllGroupsPass(),
