@@ -17,6 +17,7 @@
 #include <initializer_list>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,12 +51,13 @@ struct Block {
   size_t bytes;
   CUmemorytype type;
 };
+std::mutex memory;  // guards the two below: engines are loaded by several threads
 std::map<uintptr_t, Block> blocks;
 size_t taken = 0;
 int replayed = 0;
-int events = 0;        // that were made
-int sent = 0;          // copies from the host
-std::string captured;  // the last graph's nodes, a line each
+int events = 0;            // that were made
+std::atomic<int> sent{0};  // copies from the host
+std::string captured;      // the last graph's nodes, a line each
 
 // What was asked for and nobody has waited for yet, of all streams: there is one. Never destroyed, as memory may be freed late.
 struct Queue {
@@ -100,21 +102,28 @@ CUresult Copy(uintptr_t to, uintptr_t from, size_t bytes, CUstream stream) {
   return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMCPY, from});
 }
 
-const Block* BlockOf(uintptr_t pointer) {
+std::optional<Block> BlockOf(uintptr_t pointer) {
+  const std::lock_guard<std::mutex> lock(memory);
   auto next = blocks.upper_bound(pointer);
-  if (next == blocks.begin()) return nullptr;
+  if (next == blocks.begin()) return std::nullopt;
   const auto& [start, block] = *--next;
-  return pointer < start + block.bytes ? &block : nullptr;
+  return pointer < start + block.bytes ? std::optional(block) : std::nullopt;
 }
 
 bool IsOf(const void* pointer, CUmemorytype type) {
-  const Block* block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
-  return block != nullptr && block->type == type;
+  const auto block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
+  return block && block->type == type;
+}
+
+size_t Left() {
+  const std::lock_guard<std::mutex> lock(memory);
+  return kMemory - taken;
 }
 
 CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  const std::lock_guard<std::mutex> lock(memory);
   if (bytes > kMemory - taken) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
   std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may count on zeros
@@ -124,10 +133,13 @@ CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
 }
 
 CUresult Free(uintptr_t pointer) {
-  const auto found = blocks.find(pointer);
-  if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
-  taken -= found->second.bytes;
-  blocks.erase(found);
+  {
+    const std::lock_guard<std::mutex> lock(memory);
+    const auto found = blocks.find(pointer);
+    if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
+    taken -= found->second.bytes;
+    blocks.erase(found);
+  }
   Ask([pointer] { std::free(reinterpret_cast<void*>(pointer)); });  // the driver waits for what may need it
   return CUDA_SUCCESS;
 }
@@ -140,8 +152,11 @@ extern "C" {
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
 int standin_sent() { return sent; }
-size_t standin_taken() { return taken; }
-void standin_fill() { taken = kMemory; }
+size_t standin_taken() { return kMemory - Left(); }
+void standin_fill() {
+  const std::lock_guard<std::mutex> lock(memory);
+  taken = kMemory;
+}
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
 int standin_old = 0;                                                                      // whether it is of a CUDA before 13
 int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
@@ -154,8 +169,8 @@ CUresult standin_kernel(CUstream stream, const char* name) {
 }
 bool standin_capturing(CUstream stream) { return stream->capture != nullptr; }
 CUmemorytype standin_type_of(const void* pointer) {
-  const Block* block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
-  return block != nullptr ? block->type : CUmemorytype{};
+  const auto block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
+  return block ? block->type : CUmemorytype{};
 }
 
 // For tests: `call` in a kernel's place.
@@ -185,19 +200,19 @@ CUresult cuMemAllocHost(void** pointer, size_t bytes) {
   return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes, CU_MEMORYTYPE_HOST);
 }
 CUresult cuMemFreeHost(void* pointer) { return Free(reinterpret_cast<uintptr_t>(pointer)); }
-CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = kMemory - taken, *total = kMemory, CUDA_SUCCESS; }
+CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = Left(), *total = kMemory, CUDA_SUCCESS; }
 CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
   const Work work = [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); };
   return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMSET});
 }
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute name, CUdeviceptr pointer) {
-  const Block* block = BlockOf(pointer);
-  if (block == nullptr || name != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_INVALID_VALUE;
+  const auto block = BlockOf(pointer);
+  if (!block || name != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_INVALID_VALUE;
   return *static_cast<unsigned*>(value) = block->type, CUDA_SUCCESS;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
   ++sent;
-  if (BlockOf(reinterpret_cast<uintptr_t>(from)) != nullptr) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
+  if (BlockOf(reinterpret_cast<uintptr_t>(from))) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
   if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   const auto* first = static_cast<const char*>(from);  // pageable memory is read at once
   const std::vector<char> read(first, first + bytes);
@@ -205,7 +220,7 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstr
 }
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   const CUresult result = Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
-  if (BlockOf(reinterpret_cast<uintptr_t>(to)) == nullptr) WaitFor(Asked());  // pageable memory is written before it returns
+  if (!BlockOf(reinterpret_cast<uintptr_t>(to))) WaitFor(Asked());  // pageable memory is written before it returns
   return result;
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
@@ -251,7 +266,10 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
-  taken += graph->nodes.size();
+  {
+    const std::lock_guard<std::mutex> lock(memory);
+    taken += graph->nodes.size();
+  }
   captured.clear();
   for (const CUgraphNode_st& node : graph->nodes)
     captured += (node.type == CU_GRAPH_NODE_TYPE_KERNEL ? node.name : "no kernel") + "\n";
@@ -259,7 +277,10 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec executable) {
-  taken -= executable->nodes.size();
+  {
+    const std::lock_guard<std::mutex> lock(memory);
+    taken -= executable->nodes.size();
+  }
   return delete executable, CUDA_SUCCESS;
 }
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
