@@ -15,7 +15,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 from onnxscript import rewriter
-from onnxscript.rewriter import _ir_utils, pattern
+from onnxscript.rewriter import _ir_utils
+from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 
 class AllGroupsPass(ir.passes.InPlacePass):
@@ -29,7 +30,7 @@ class AllGroupsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, changed)
 
 
-class _AllGroups(pattern.RewriteRuleClassBase):  # type: ignore[misc]
+class _AllGroups(RewriteRuleClassBase):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(remove_nodes=False)  # what others read of the choice stays
 
@@ -42,8 +43,8 @@ class _AllGroups(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         of_each = op.Reshape(op.Expand(mask, each), flat)
         return op.Where(op.Not(op.Cast(of_each)), lowest, scores)
 
-    def check(self, _: Any, groups: ir.Value, count: ir.Value, ones: ir.Value, **__: Any) -> pattern.MatchResult:
-        result, all_of_them = pattern.MatchResult(), groups.shape[-1] if groups.shape is not None else None
+    def check(self, _: Any, groups: ir.Value, count: ir.Value, ones: ir.Value, **__: Any) -> MatchResult:
+        result, all_of_them = MatchResult(), groups.shape[-1] if groups.shape is not None else None
         if not isinstance(all_of_them, int) or not _ir_utils.is_singleton_value(count, all_of_them):
             return result.fail("Some groups may be left out.", count)
         node = ones.producer()

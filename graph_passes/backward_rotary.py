@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
+from skipdecode.graph_passes.conventions import static_dim
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary
 
 
@@ -30,7 +31,7 @@ class _Backward(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc
         return _backward(op, x, op.Cos(angles), op.Sin(angles), start1, end1, start2, end2, one1, one2)
 
     def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
-        return op.RotaryEmbedding(x, op.Cos(freqs), op.Neg(op.Sin(freqs)), interleaved=0, num_heads=x.shape[1])  # type: ignore[index]
+        return op.RotaryEmbedding(x, op.Cos(freqs), op.Neg(op.Sin(freqs)), interleaved=0, num_heads=static_dim(x, 1))
 
 
 class _NarrowBackward(_Backward):
@@ -40,7 +41,7 @@ class _NarrowBackward(_Backward):
 
     def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
         cos, sin = (op.Cast(table, to=x.dtype) for table in (op.Cos(freqs), op.Neg(op.Sin(freqs))))
-        return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=x.shape[1])  # type: ignore[index]
+        return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=static_dim(x, 1))
 
 
 def _backward(op: Any, x: Any, cos: Any, sin: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:

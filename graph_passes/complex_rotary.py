@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
+from skipdecode.graph_passes.conventions import static_dim
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, static_head_size
 
 
@@ -42,10 +43,9 @@ class _Product(RewriteRuleClassBase):  # type: ignore[misc]
         return result
 
     def rewrite(self, op: Any, x: ir.Value, table: ir.Value, **_: Any) -> Any:
-        assert x.shape is not None
         parts = op.Split(table, axis=3, num_outputs=2, _outputs=2)
         cos, sin = (op.Squeeze(part, op.Constant(value_ints=[3])) for part in parts)
-        return op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=x.shape[1])
+        return op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=static_dim(x, 1))
 
 
 def _parts(op: Any, numbers: Any) -> tuple[Any, Any]:

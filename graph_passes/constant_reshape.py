@@ -10,10 +10,10 @@ Runtime's CUDA provider leaves to the CPU.
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from skipdecode.graph_passes.conventions import integers
 from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 
@@ -50,7 +50,7 @@ def _target(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """What tells a Reshape's shape: constants, or an input of the graph that has it."""
     sizes = _constant_sizes(node)
     if sizes is not None:
-        return ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
+        return integers(*sizes)
     alike = next((value for value in graph.inputs if same_shape(node.outputs[0], value)), None)
     return None if alike is None else ir.node("Shape", [alike])
 

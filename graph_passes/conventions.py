@@ -1,10 +1,11 @@
 """What the passes agree on: whose operators are not standard, which floats are narrow, which operators are norms, which
-initializers are weights; how constants are added and values cast."""
+initializers are weights; how constants are added, values cast, inputs and sizes read."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
@@ -24,8 +25,27 @@ def add_constant(graph: ir.Graph, tensor: ir.Tensor[Any]) -> None:
     )
 
 
+def integers(*numbers: int) -> ir.Node:
+    """A Constant, int64 [len(numbers)], that is in no graph yet."""
+    return ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, dtype=np.int64))})
+
+
 def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
     """A Cast that is in no graph yet."""
     node = ir.node("Cast", [value], {"to": to})
     node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
     return node
+
+
+def required(node: ir.Node, index: int = 0) -> ir.Value:
+    """An input that the operator cannot be without."""
+    value = node.inputs[index]
+    assert value is not None, f"{node.op_type} without its input {index}"
+    return value
+
+
+def static_dim(value: ir.Value, axis: int) -> int:
+    """A size that is known when the graph is made."""
+    size = value.shape[axis] if value.shape is not None else None
+    assert isinstance(size, int), f"{value.name}: dimension {axis} is not static"
+    return size

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS
+from skipdecode.graph_passes.conventions import NORMS, required
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
@@ -38,12 +38,12 @@ def _norms_of_heads(join: ir.Node) -> list[ir.Node]:
     first = norms[0]
     if first is None or first.op_type not in NORMS or join.attributes["axis"].as_int() != 1:
         return []
-    split = _input(first).producer()
-    heads = _input(split) if split is not None and split.op_type == "Split" else None
+    split = required(first).producer()
+    heads = required(split) if split is not None and split.op_type == "Split" else None
     if split is None or heads is None or heads.shape is None or len(heads.shape) != 4 or heads.shape[1] != len(split.outputs):
         return []
     each = [norm for norm in norms if norm is not None and _differs_in_weights_alone(norm, first)]
-    whole = split.attributes.get_int("axis", 0) == 1 and [_input(norm) for norm in each] == [*split.outputs]
+    whole = split.attributes.get_int("axis", 0) == 1 and [required(norm) for norm in each] == [*split.outputs]
     return each if whole and len(each) == len(norms) else []
 
 
@@ -53,9 +53,9 @@ def _differs_in_weights_alone(norm: ir.Node, other: ir.Node) -> bool:
 
 
 def _norm_together(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None:
-    split = _input(norms[0]).producer()
+    split = required(norms[0]).producer()
     assert split is not None
-    heads, weights, joined = _input(split), [norm.inputs[1] for norm in norms], join.outputs[0]
+    heads, weights, joined = required(split), [norm.inputs[1] for norm in norms], join.outputs[0]
     assert heads.shape is not None and weights[0] is not None and weights[0].dtype is not None
     size, kind = heads.shape[3], weights[0].dtype
     assert isinstance(size, int)
@@ -71,8 +71,3 @@ def _norm_together(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None
     product = tape.op("Mul", [normed, turned])
     graph.insert_before(join, tape.nodes)
     take_over(joined, product)
-
-
-def _input(node: ir.Node) -> ir.Value:
-    assert node.inputs[0] is not None
-    return node.inputs[0]

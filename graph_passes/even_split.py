@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-import numpy as np
 import onnx_ir as ir
 
+from skipdecode.graph_passes.conventions import integers
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -39,7 +39,7 @@ def _unlike_sizes(node: ir.Node) -> list[int]:
 def _slice(graph: ir.Graph, node: ir.Node, sizes: list[int]) -> None:
     axis = node.attributes.get_int("axis", default=0)
     for part, (start, end) in zip(node.outputs, pairwise(accumulate(sizes, initial=0)), strict=True):
-        bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([bound]))}) for bound in (start, end, axis)]
+        bounds = [integers(bound) for bound in (start, end, axis)]
         slice_ = ir.node("Slice", [node.inputs[0], *(bound.outputs[0] for bound in bounds)])
         graph.insert_before(node, [*bounds, slice_])
         take_over(part, slice_.outputs[0])

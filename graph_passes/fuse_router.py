@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
 
@@ -55,7 +54,7 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
     made.shape, made.type = rows.shape, rows.type
     graph.insert_before(node, fused)
     if rows is not flat:
-        shape = ir.node("Constant", [], {"value": ir.tensor(np.array([-1, rows.shape[-1]], dtype=np.int64))})
+        shape = integers(-1, static_dim(rows, -1))
         again = ir.node("Reshape", [made, shape.outputs[0]])
         graph.insert_before(node, [shape, again])
         made = again.outputs[0]

@@ -15,6 +15,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
+from skipdecode.graph_passes.conventions import static_dim
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, neighbours, static_head_size
 
 
@@ -43,8 +44,7 @@ class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
         return result
 
     def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
-        assert x.shape is not None
-        return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=x.shape[1])
+        return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=static_dim(x, 1))
 
 
 class _Neighbours(_Halves):
@@ -52,11 +52,11 @@ class _Neighbours(_Halves):
         return _turned(op, *neighbours(op, x), cos, sin)
 
     def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
-        assert x.shape is not None
-        in_halves = [*range(0, x.shape[3], 2), *range(1, x.shape[3], 2)]
+        size = static_dim(x, 3)
+        in_halves = [*range(0, size, 2), *range(1, size, 2)]
         halves = op.Gather(x, op.Constant(value_ints=in_halves), axis=3)
         halves.shape, halves.type = x.shape, x.type
-        return op.RotaryEmbedding(halves, cos, sin, interleaved=0, num_heads=x.shape[1])
+        return op.RotaryEmbedding(halves, cos, sin, interleaved=0, num_heads=static_dim(x, 1))
 
 
 def _turned(op: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:

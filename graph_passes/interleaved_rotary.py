@@ -17,6 +17,8 @@ from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils, pattern
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
+from skipdecode.graph_passes.conventions import static_dim
+
 _MOST = _rotary_embedding.MAX_INT64
 
 
@@ -53,8 +55,7 @@ class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         return result
 
     def rewrite(self, op: Any, x: ir.Value, freqs: ir.Value, **_: Any) -> Any:
-        assert x.shape is not None
-        return op.RotaryEmbedding(x, op.Cos(freqs), op.Sin(freqs), interleaved=1, num_heads=x.shape[1])
+        return op.RotaryEmbedding(x, op.Cos(freqs), op.Sin(freqs), interleaved=1, num_heads=static_dim(x, 1))
 
 
 class _AnglesTwice(InterleavedFusion):

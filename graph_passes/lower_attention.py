@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, required, static_dim
 from skipdecode.graph_passes.rotary_table import rotary_table
 from skipdecode.graph_passes.slot_biases import slot_biases
 from skipdecode.graph_passes.take_over import take_over
@@ -60,11 +60,11 @@ class LowerAttentionPass(ir.passes.InPlacePass):
 
 
 def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
-    query, present_key, present_value = (_value(node, i) for i in range(3))
+    query, present_key, present_value = (required(node, i) for i in range(3))
     new = _new_key_and_value(present_key, present_value)
-    num_heads, kv_heads, head_size = _static_dim(query, 1), _static_dim(present_key, 1), _static_dim(present_key, 3)
+    num_heads, kv_heads, head_size = static_dim(query, 1), static_dim(present_key, 1), static_dim(present_key, 3)
     attended, sinks = _beside_sinks(node)
-    visible, bias = _visible_and_bias(_value(node, 3))
+    visible, bias = _visible_and_bias(required(node, 3))
     turned = _single_consumer(attended, "Transpose")
     (out,) = turned.outputs[0].consumers()
     table = rotary_table(graph, [query, *new[:1]], max_length)
@@ -72,7 +72,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     attributes |= {"do_rotary": int(table is not None), "rotary_interleaved": 0}
     if table is not None:
         attributes["rotary_interleaved"] = _producer(query, "RotaryEmbedding").attributes["interleaved"].as_int()
-        query, *new[:1] = (_value(_producer(value, "RotaryEmbedding"), 0) for value in (query, *new[:1]))
+        query, *new[:1] = (required(_producer(value, "RotaryEmbedding"), 0) for value in (query, *new[:1]))
     tokens_first = TokensFirst(graph, out)
     rows = [tokens_first.rows(value) for value in (query, *new)]
     if not new:
@@ -82,7 +82,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
         bias = slot_biases(graph, out, bias, lengths[1], max_length)
     past = [present_key, present_value]
     if new:
-        past = [_value(_producer(value, "TensorScatter"), 0) for value in past]
+        past = [required(_producer(value, "TensorScatter"), 0) for value in past]
     lowered = ir.node(
         "GroupQueryAttention",
         [*rows, *past, *lengths, *_optional_inputs(table, bias, sinks)],
@@ -106,17 +106,11 @@ def _new_key_and_value(present_key: ir.Value, present_value: ir.Value) -> list[i
     for value in (present_key, present_value):
         node = value.producer()
         if node is not None and node.op_type == "TensorScatter":
-            new.append(_value(node, 1))
+            new.append(required(node, 1))
         else:
             read = str(value.name).startswith(bindings.PRESENT) and (node is None or node.op_type == "GroupQueryAttention")
             assert read, f"{value.name} is not made by TensorScatter, nor of another layer"
     return new
-
-
-def _value(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None
-    return value
 
 
 def _producer(value: ir.Value, op_type: str) -> ir.Node:
@@ -131,12 +125,6 @@ def _single_consumer(value: ir.Value, op_type: str) -> ir.Node:
     return node
 
 
-def _static_dim(value: ir.Value, axis: int) -> int:
-    size = value.shape[axis] if value.shape is not None else None
-    assert isinstance(size, int), f"{value.name}: dimension {axis} is not static"
-    return size
-
-
 def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
     """What is read of an attention, and the sinks [NH] that take their share of its softmax; None: it has none."""
     if len(attention.outputs) < 4:
@@ -145,7 +133,7 @@ def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
     difference = _single_consumer(_single_consumer(attention.outputs[3], "ReduceLogSumExp").outputs[0], "Sub")
     left = _single_consumer(_single_consumer(difference.outputs[0], "Sigmoid").outputs[0], "Mul")
     assert attention.outputs[0] in left.inputs, "a share of something else"
-    return left.outputs[0], _value(_producer(_value(difference, 1), "Reshape"), 0)
+    return left.outputs[0], required(_producer(required(difference, 1), "Reshape"), 0)
 
 
 def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
@@ -153,9 +141,9 @@ def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
     node = mask.producer()
     if node is None or node.op_type != "Where":
         return mask, None
-    hidden = _value(node, 2).const_value
+    hidden = required(node, 2).const_value
     assert hidden is not None and (hidden.numpy() == -np.inf).all(), "slots that are not seen have scores"
-    return _value(node, 0), _value(node, 1)
+    return required(node, 0), required(node, 1)
 
 
 def _optional_inputs(table: list[ir.Value] | None, bias: ir.Value | None, sinks: ir.Value | None) -> list[ir.Value | None]:
@@ -180,11 +168,11 @@ def _of_scores(attention: ir.Node, visible: ir.Value, max_length: int) -> dict[s
 def _window(visible: ir.Value) -> int | None:
     """Of a mask `slot <= position and slot > position - window` the window, which counts the query itself; None: no window."""
     mask = visible.producer()
-    both = _value(mask, 0).producer() if mask is not None and mask.op_type == "Unsqueeze" else None
+    both = required(mask, 0).producer() if mask is not None and mask.op_type == "Unsqueeze" else None
     if both is None or both.op_type != "And":
         return None
-    oldest = _producer(_value(_producer(_value(both, 1), "Greater"), 1), "Sub")
-    window = _value(oldest, 1).const_value
+    oldest = _producer(required(_producer(required(both, 1), "Greater"), 1), "Sub")
+    window = required(oldest, 1).const_value
     assert window is not None, "a window that is not constant"
     return int(window.numpy().item())
 
@@ -202,7 +190,7 @@ def _length_inputs(graph: ir.Graph) -> list[ir.Value]:
 
 def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:
     """[B,S,W] -> [B,0,width], by which the operator knows that its past has the new tokens already."""
-    starts, ends, axes = (ir.node("Constant", [], {"value_ints": ints}) for ints in ([0, 0], [0, width], [1, 2]))
+    starts, ends, axes = integers(0, 0), integers(0, width), integers(1, 2)
     none = ir.node("Slice", [rows, starts.outputs[0], ends.outputs[0], axes.outputs[0]])
     graph.insert_before(before, [starts, ends, axes, none])
     return none.outputs[0]
@@ -210,7 +198,7 @@ def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir
 
 def _reshaped(graph: ir.Graph, before: ir.Node, value: ir.Value, sizes: list[int]) -> ir.Value:
     """`value` by Reshape: a size of 0 stays what it is."""
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, dtype=np.int64))})
+    shape = integers(*sizes)
     reshape = ir.node("Reshape", [value, shape.outputs[0]])
     graph.insert_before(before, [shape, reshape])
     return reshape.outputs[0]

@@ -11,10 +11,11 @@ width 640 to 768 in int4; AMD EPYC, 2 cores, interleaved).
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import NORMS
+from skipdecode.graph_passes.conventions import NORMS, integers, required, static_dim
 
 HEADS_FIRST = [0, 2, 1, 3]
 
@@ -33,7 +34,7 @@ class TokensFirst:
     def rows(self, heads: ir.Value) -> ir.Value:
         """[B,S,N*D]; what `heads` came from by Reshape and Transpose, where it did."""
         turned = self.heads(heads)
-        node, width = turned.producer(), turned.shape[2] * turned.shape[3]  # type: ignore[index]
+        node, width = turned.producer(), static_dim(turned, 2) * static_dim(turned, 3)
         source = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
         if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == width:
             return source
@@ -44,7 +45,7 @@ class TokensFirst:
         if heads not in self._turned:
             node = heads.producer()
             if node is not None and _turns(node):
-                self._turned[heads] = _input(node)
+                self._turned[heads] = required(node)
             elif _heads(heads) == 1:
                 self._turned[heads] = self._of_one_head(heads)
             elif node is not None and _is_free(heads):
@@ -56,7 +57,8 @@ class TokensFirst:
     def _of_one_head(self, heads: ir.Value) -> ir.Value:
         """The same numbers in the same order."""
         assert heads.shape is not None
-        batch, _, tokens, size = heads.shape
+        batch, _, tokens, _ = heads.shape
+        size = static_dim(heads, 3)
         node = heads.producer()
         rows = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
         if rows is None or rows.shape is None or len(rows.shape) != 3 or rows.shape[2] != size:
@@ -67,20 +69,20 @@ class TokensFirst:
         """What `node` makes, of heads with tokens first."""
         (made, *_), attributes = node.outputs, list(node.attributes.values())
         assert made.shape is not None
-        batch, count, tokens, size = made.shape
+        (batch, _, tokens, _), count, size = made.shape, static_dim(made, 1), static_dim(made, 3)
         if node.op_type == "RotaryEmbedding":  # of four axes the second is heads
-            again = ir.Node("", "RotaryEmbedding", [self.rows(_input(node)), *node.inputs[1:]], attributes)
+            again = ir.Node("", "RotaryEmbedding", [self.rows(required(node)), *node.inputs[1:]], attributes)
             again.outputs[0].shape, again.outputs[0].type = ir.Shape([batch, tokens, count * size]), made.type
             self._graph.insert_before(self._before, again)
             self._turned[made] = self._reshaped(again.outputs[0], [0, 0, count, size], [batch, tokens, count, size])
         elif node.op_type == "Expand":
             sizes = self._constant([1, 1, count, 1])
-            self._add(ir.node("Expand", [self.heads(_input(node)), sizes]), [made])
+            self._add(ir.node("Expand", [self.heads(required(node)), sizes]), [made])
         else:
             inputs = [self.heads(value) if value in _of_heads(node) else value for value in node.inputs]
             self._add(ir.Node("", node.op_type, inputs, attributes, num_outputs=len(node.outputs)), node.outputs)
 
-    def _add(self, node: ir.Node, heads: list[ir.Value] | tuple[ir.Value, ...]) -> None:
+    def _add(self, node: ir.Node, heads: Sequence[ir.Value]) -> None:
         """`node`, which makes `heads` with tokens first."""
         self._graph.insert_before(self._before, node)
         for turned, value in zip(node.outputs, heads, strict=True):
@@ -88,14 +90,14 @@ class TokensFirst:
             turned.shape = ir.Shape([value.shape[axis] for axis in HEADS_FIRST]) if value.shape is not None else None
             self._turned[value] = turned
 
-    def _reshaped(self, value: ir.Value, sizes: list[int], shape: list[int | ir.SymbolicDim]) -> ir.Value:
+    def _reshaped(self, value: ir.Value, sizes: list[int], shape: Sequence[int | ir.SymbolicDim]) -> ir.Value:
         node = ir.node("Reshape", [value, self._constant(sizes)])
         node.outputs[0].shape, node.outputs[0].type = ir.Shape(shape), value.type
         self._graph.insert_before(self._before, node)
         return node.outputs[0]
 
     def _constant(self, numbers: list[int]) -> ir.Value:
-        node = ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, dtype=np.int64))})
+        node = integers(*numbers)
         self._graph.insert_before(self._before, node)
         return node.outputs[0]
 
@@ -122,18 +124,18 @@ def _is_within_heads(node: ir.Node) -> bool:
             pads = _numbers(node, 1)
             return len(node.inputs) < 4 and len(pads) == 8 and not any(pads[:3] + pads[4:7])
         case "Expand":
-            return _heads(_input(node)) == 1 and _input(node).shape[2:] == made.shape[2:]  # type: ignore[index]
+            return _heads(required(node)) == 1 and required(node).shape[2:] == made.shape[2:]  # type: ignore[index]
         case "RotaryEmbedding":
             return "num_heads" in node.attributes
         case "Mul":  # a factor of each token's
-            return all(_heads(_input(node, index)) is not None for index in range(2))
+            return all(_heads(required(node, index)) is not None for index in range(2))
         case kind:
             return kind == "Cast"
 
 
 def _of_heads(node: ir.Node) -> list[ir.Value]:
     """Those of its inputs that are heads."""
-    return [_input(node, index) for index in range(len(node.inputs) if node.op_type in ("Concat", "Mul") else 1)]
+    return [required(node, index) for index in range(len(node.inputs) if node.op_type in ("Concat", "Mul") else 1)]
 
 
 def _turns(node: ir.Node) -> bool:
@@ -143,12 +145,6 @@ def _turns(node: ir.Node) -> bool:
 def _heads(value: ir.Value) -> int | None:
     count = value.shape[1] if value.shape is not None and len(value.shape) == 4 else None
     return count if isinstance(count, int) else None
-
-
-def _input(node: ir.Node, index: int = 0) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None
-    return value
 
 
 def _numbers(node: ir.Node, index: int) -> list[int]:

@@ -14,6 +14,7 @@ from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
+from skipdecode.graph_passes.conventions import static_dim
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary
 from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
@@ -45,6 +46,5 @@ class TokensFirstFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ign
         return result
 
     def rewrite(self, op: Any, x: ir.Value, freqs: ir.Value, **_: Any) -> Any:
-        assert x.shape is not None
         turned = op.Transpose(x, perm=HEADS_FIRST)
-        return op.RotaryEmbedding(turned, op.Cos(freqs), op.Sin(freqs), interleaved=0, num_heads=x.shape[2])
+        return op.RotaryEmbedding(turned, op.Cos(freqs), op.Sin(freqs), interleaved=0, num_heads=static_dim(x, 2))

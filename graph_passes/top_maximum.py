@@ -8,9 +8,9 @@ ONNX Runtime's CUDA provider asks cuDNN for maxima, and for nothing else of a de
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
+from skipdecode.graph_passes.conventions import integers
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -36,7 +36,7 @@ def _of_rows(node: ir.Node) -> bool:
 
 
 def _take_first(graph: ir.Graph, node: ir.Node) -> None:
-    one, last = (ir.node("Constant", [], {"value": ir.tensor(np.array([number]))}) for number in (1, -1))
+    one, last = integers(1), integers(-1)
     top = ir.node("TopK", [node.inputs[0], one.outputs[0]], {"axis": -1}, num_outputs=2)
     graph.insert_before(node, [one, top])
     made = top.outputs[0 if node.op_type == "ReduceMax" else 1]

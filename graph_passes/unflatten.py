@@ -9,10 +9,10 @@ at full depth, batch 1, interleaved (AMD EPYC, 2 cores): OPT 24 x 1024 1.03x as 
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from skipdecode.graph_passes.conventions import integers
 from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 _EACH_ROW_ALONE = frozenset({"Add", "Mul", "Relu", "Gelu", "Sigmoid", "Tanh", "Erf", "Div", "Pow", "Cast"})
@@ -101,7 +101,7 @@ def _heads(graph: ir.Graph, node: ir.Node, rows: ir.Value) -> ir.Value | None:
     joined, size = rows.shape[2], flat.shape[1]
     if not isinstance(joined, int) or not isinstance(size, int) or joined % size:
         return None
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, joined // size, size]))})
+    shape = integers(0, 0, joined // size, size)
     divided = ir.node("Reshape", [rows, shape.outputs[0]])
     divided.outputs[0].shape, divided.outputs[0].type = ir.Shape([*rows.shape[:2], joined // size, size]), flat.type
     graph.insert_before(node, [shape, divided])

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from onnxscript import rewriter
-from onnxscript.rewriter import _ir_utils, pattern
+from onnxscript.rewriter import _ir_utils
+from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
+
+from skipdecode.graph_passes.conventions import static_dim
 
 
 class UnitNormPass(ir.passes.InPlacePass):
@@ -22,13 +25,13 @@ class UnitNormPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, rewriter.RewritePass([_UnitNorm.rule()])(model).modified)
 
 
-class _UnitNorm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
+class _UnitNorm(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, epsilon: Any) -> Any:
         mean = op.ReduceMean(op.Pow(x, 2.0), [-1], keepdims=1, noop_with_empty_axes=0)
         return x * op.Reciprocal(op.Sqrt(mean + epsilon))
 
-    def check(self, _: Any, x: ir.Value, epsilon: ir.Value) -> pattern.MatchResult:
-        result = pattern.MatchResult()
+    def check(self, _: Any, x: ir.Value, epsilon: ir.Value) -> MatchResult:
+        result = MatchResult()
         if not isinstance(_ir_utils.get_singleton_value(epsilon), float):
             return result.fail("Epsilon is not a constant.", epsilon)
         if x.dtype != ir.DataType.FLOAT or x.shape is None or not isinstance(x.shape[-1], int):
@@ -36,6 +39,5 @@ class _UnitNorm(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         return result
 
     def rewrite(self, op: Any, x: ir.Value, epsilon: ir.Value) -> Any:
-        assert x.shape is not None
-        ones = op.Constant(value=ir.tensor(np.ones(x.shape[-1], np.float32)))
+        ones = op.Constant(value=ir.tensor(np.ones(static_dim(x, -1), np.float32)))
         return op.RMSNormalization(x, ones, axis=-1, epsilon=_ir_utils.get_singleton_value(epsilon), stash_type=1)
