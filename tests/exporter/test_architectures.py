@@ -21,7 +21,7 @@ from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, READING_OTHERS, RELATIVES, Zoo
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
 NEW = 6
@@ -139,12 +139,11 @@ def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypat
         build_skeleton(config)
 
 
-def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those_may_not(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).eval()
-    model.save_pretrained(tmp_path / "checkpoint")
+def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those_may_not(zoo: Zoo, tmp_path: Path) -> None:
+    model, bundle = zoo.model("reading_others"), tmp_path / "bundle"
     asked = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)  # and one warm-up layer, where there must be 3
-    checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
-    export(ExportRequest(model=str(checkpoint), out=bundle, schedule=asked, max_length=MAX_LENGTH, segment_bytes=1))
+    checkpoint = str(zoo.checkpoint("reading_others"))
+    export(ExportRequest(model=checkpoint, out=bundle, schedule=asked, max_length=MAX_LENGTH, segment_bytes=1))
     generator = skipdecode.load(bundle)
     own = generator.manifest.schedule
     assert (own.warmup_layers, own.layers[-1]) == (3, 4)
@@ -159,8 +158,8 @@ def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those
         pass
 
 
-def test_layers_that_keep_nothing_are_engines_of_their_own_since_a_prompt_passes_them_by(tmp_path: Path) -> None:
-    _assert_exports(transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).eval(), tmp_path)
+def test_layers_that_keep_nothing_are_engines_of_their_own_since_a_prompt_passes_them_by(zoo: Zoo, tmp_path: Path) -> None:
+    _assert_exports(zoo.model("reading_others"), tmp_path)
     assert manifests.read(tmp_path / "bundle").segments == ((0, 1, 2), (3, 4, 5))
 
 

@@ -24,7 +24,7 @@ from skipdecode.exporter import cli, feasible
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, READING_OTHERS, Zoo
+from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -245,13 +245,12 @@ def test_a_schedule_that_skips_layer_0_is_warned_of(
 
 @pytest.mark.parametrize(("table", "warned"), [('{"layers": [6, 5], "warmup_layers": 4}', False), ('{"layers": [6, 5]}', True)])
 def test_warm_up_layers_that_nobody_asked_for_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, warned: bool
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, warned: bool
 ) -> None:
     """The model's layers read the keys and values of others: 3 there must be, whatever is asked."""
-    transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).save_pretrained(tmp_path / "model")
     (tmp_path / "t.json").write_text(table)
     options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
-    assert cli.main([str(tmp_path / "model"), *options]) == 0
+    assert cli.main([str(zoo.checkpoint("reading_others")), *options]) == 0
     said = "warning: 3 warm-up layers, since later layers read the keys and values of layer 2 and below"
     assert [line for line in capsys.readouterr().err.splitlines() if "warm-up layers, since" in line] == [
         f"skip-export: {said}"

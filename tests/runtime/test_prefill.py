@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +20,7 @@ from skipdecode.memory import Array
 from skipdecode.prefill import _passes
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import LAYERS, READING_OTHERS, Zoo
+from tests.conftest import LAYERS, Zoo
 
 PROMPTS = [[5, 6, 7, 20, 9, 11, 12, 40], [8, 9, 1, 33, 5, 6], [4, 70, 71, 3, 2, 98], [9]]
 SCHEDULES = {
@@ -79,11 +78,10 @@ class _Watched:
         return self.engine.bind(inputs, outputs)
 
 
-def test_layers_that_keep_nothing_compute_the_last_token_of_each_prompt_alone(tmp_path: Path) -> None:
+def test_layers_that_keep_nothing_compute_the_last_token_of_each_prompt_alone(zoo: Zoo, tmp_path: Path) -> None:
     """Two of three prompts share a pass."""
-    transformers.AutoModelForCausalLM.from_config(READING_OTHERS()).save_pretrained(tmp_path / "model")
     schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)
-    export(ExportRequest(model=str(tmp_path / "model"), out=tmp_path / "bundle", schedule=schedule, max_length=48))
+    export(ExportRequest(model=str(zoo.checkpoint("reading_others")), out=tmp_path / "bundle", schedule=schedule, max_length=48))
     generator = skipdecode.load(tmp_path / "bundle")
     watched = [(layers, _Watched(engine)) for layers, engine in generator.engines.segments]
     generator.engines = dataclasses.replace(generator.engines, segments=tuple(watched))
