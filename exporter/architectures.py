@@ -37,7 +37,6 @@ OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # those with what TensorRT's attention has no place for, and what layers of hybrids have of that kind
 _NOT_ON_TENSORRT = {
-    **dict.fromkeys(("bloom", "mpt"), "linear biases on its attention (ALiBi)"),
     **dict.fromkeys(OWN_HEADS, "layers whose keys differ in size"),
     **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),

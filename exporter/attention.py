@@ -26,14 +26,14 @@ def onnx_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     kv_buffer: ScatterCache | None = None,
-    slot_bias: torch.Tensor | None = None,
+    score_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C].
 
     `s_aux` [NH]: a model's attention sinks, a score a head that takes its share of the softmax and has no value (gpt-oss).
-    With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D. `slot_bias` [NH,1,C]: added to the
-    scores, whatever the query's position (ALiBi).
+    With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D. `score_bias` [B,NH,S,C] fp32:
+    added to the scores (ALiBi).
     """
     size = value.shape[-1]
     if kv_buffer is not None:
@@ -41,8 +41,8 @@ def onnx_attention(
     attrs: dict[str, Any] = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
     if softcap:
         attrs["softcap"] = float(softcap)
-    if slot_bias is not None:
-        attention_mask = torch.where(attention_mask, slot_bias.to(query.dtype), float("-inf"))
+    if score_bias is not None:
+        attention_mask = torch.where(attention_mask, score_bias.to(query.dtype), float("-inf"))
     inputs = (query, key, value, attention_mask)
     if s_aux is None:
         out = torch.onnx.ops.symbolic("Attention", inputs, attrs, dtype=query.dtype, shape=query.shape, version=OPSET)
@@ -80,14 +80,14 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: No
 class ScatterCache:
     """Stands for transformers' cache during a trace: `update` writes the new keys and values into the KV buffer in place."""
 
-    def __init__(self, past_key: torch.Tensor, past_value: torch.Tensor, write_indices: torch.Tensor) -> None:
-        self.present_key, self.present_value, self._write_indices = past_key, past_value, write_indices
+    def __init__(self, past_key: torch.Tensor, past_value: torch.Tensor, position_ids: torch.Tensor) -> None:
+        self.present_key, self.present_value, self.position_ids = past_key, past_value, position_ids
         self.is_compileable = False
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from slot `write_indices` [B] on."""
-        self.present_key = _scatter(self.present_key, key, self._write_indices)
-        self.present_value = _scatter(self.present_value, value, self._write_indices)
+        """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from the slot of each row's first position on."""
+        first = self.position_ids[:, 0]
+        self.present_key, self.present_value = _scatter(self.present_key, key, first), _scatter(self.present_value, value, first)
         return self.present_key, self.present_value
 
     def get_seq_length(self, *_: Any) -> int:

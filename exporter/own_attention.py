@@ -15,7 +15,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from skipdecode.exporter.attention import CACHE, OPSET, onnx_attention
+from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache, onnx_attention
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
@@ -81,7 +81,7 @@ def _bloom(
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     slopes = build_alibi_tensor(torch.ones(1, 2), self.num_heads, torch.float32)[:, 0, 1]
     cached = layer_past.update(key, value)
-    out, _weights = _attended(self, query, cached, attention_mask, self.dense, slot_bias=_alibi(slopes, cached))
+    out, _weights = _attended(self, query, cached, attention_mask, self.dense, score_bias=_alibi(slopes, layer_past))
     return out + residual, None
 
 
@@ -90,9 +90,9 @@ def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, *
     rows = rows.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else rows
     query, key, value = (_heads(self, each) for each in rows.chunk(3, dim=2))
     slopes = -build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]
-    cached = _cache(others).update(key, value)
-    settings = {"scaling": self.softmax_scale, "slot_bias": _alibi(slopes, cached)}
-    return _attended(self, query, cached, attention_mask, self.out_proj, **settings)
+    cache = _cache(others)
+    settings = {"scaling": self.softmax_scale, "score_bias": _alibi(slopes, cache)}
+    return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj, **settings)
 
 
 def _cache(others: dict[str, Any]) -> Any:
@@ -104,13 +104,14 @@ def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def _alibi(slopes: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Linear biases [NH,1,C] (ALiBi, arXiv 2108.12409, section 3): a slope a head times the slot.
+def _alibi(slopes: torch.Tensor, cache: ScatterCache) -> torch.Tensor:
+    """Linear biases [B,NH,S,C] (ALiBi, arXiv 2108.12409, section 3): a slope a head [NH] times the way from query to slot.
 
-    The paper has the distance to the query in its place, which is the slot but for a number that all slots share: softmax is
-    the same.
+    The models themselves have the slot in place of the way, which softmax does not see; in narrow floats far slots' numbers would
+    have no room for the slope.
     """
-    return slopes[:, None, None] * torch.arange(cached[0].shape[2])
+    slots = torch.arange(cache.present_key.shape[2])
+    return slopes[:, None, None] * (slots - cache.position_ids[:, None, :, None])
 
 
 def _attended(

@@ -104,7 +104,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         states = {name: past for name, past in pasts.items() if past is not None}
         attention, arguments = None, dict[str, Any](position_embeddings=None, use_cache=True)
         if past_key is not None and past_value is not None:
-            attention = ScatterCache(past_key, past_value, position_ids[:, 0])
+            attention = ScatterCache(past_key, past_value, position_ids)
         key = past_key if past_key is not None else present_key
         if key is not None:
             arguments |= self._of_attention(hidden, position_ids, key.shape[2])

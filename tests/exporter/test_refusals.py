@@ -117,7 +117,6 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("bloom", "linear biases on its attention (ALiBi)"),
         ("granite_swa", "attention sinks"),
         ("bamba", "layers with linear attention"),
         ("lfm2", "layers with short convolutions"),

@@ -79,8 +79,8 @@ def copies_of_whole_buffers(layers: tuple[EngineLayer, ...]) -> list[str]:
     return [layer.name for layer in layers if any(name.startswith("past_") for name in layer.inputs)]
 
 
-# Mistral's is Llama's; MiniCPM3's keys and values are expanded from a latent
-@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name not in (CAPPED, "mistral")), "minicpm3"])
+# Mistral's is Llama's; MiniCPM3's keys and values are expanded from a latent; BLOOM and MPT add biases to their scores
+@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name not in (CAPPED, "mistral")), "minicpm3", "bloom", "mpt"])
 def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in_place(
     name: str, part: Part, tmp_path: Path
 ) -> None:

@@ -22,8 +22,10 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
+from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
@@ -43,6 +45,21 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     lengths = [len(prompt) for prompt in PROMPTS]
     decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
+
+
+def test_linear_biases_keep_their_slopes_far_from_the_first_slot(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slope times a slot's own number would be rounded to quarters there, in fp16."""
+    full, prompt, new = ScheduleRequest(name="full"), [5 + index % 89 for index in range(1800)], 3
+    export(
+        ExportRequest(
+            model=str(zoo.checkpoint("mpt")), out=tmp_path / "bundle", schedule=full, dtype="fp16", max_length=2048,
+            targets=("tensorrt-rtx:sm89",),
+        )
+    )  # fmt: skip
+    decoder = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch).decoder([len(prompt)], new)
+    assert_gives_the_references_logits(decoder, zoo.model("mpt").half().float(), [prompt], new, 0.01)
 
 
 def test_a_decode_steps_shapes_are_told_once_though_a_prompt_of_one_token_shares_its_context(
