@@ -42,14 +42,17 @@ def test_nothing_is_sent_to_the_maker_of_onnx_runtime(bundle: Path, tmp_path: Pa
 
 def test_text_streams_in_pieces_that_add_up(server: Server) -> None:
     whole = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0)
-    stream = server.client.completions.create(
-        model="model", prompt=PROMPT, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    pieces = list(stream)
-    assert len(pieces) > 5
-    assert "".join(choice.text for piece in pieces for choice in piece.choices) == whole.choices[0].text
-    assert [choice.finish_reason for piece in pieces for choice in piece.choices][-1] == "stop"
-    assert pieces[-1].usage == whole.usage
+    counts = []
+    for _ in range(10):
+        stream = server.client.completions.create(
+            model="model", prompt=PROMPT, max_tokens=40, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+        pieces = list(stream)
+        counts.append(len(pieces))
+        assert "".join(choice.text for piece in pieces for choice in piece.choices) == whole.choices[0].text
+        assert [choice.finish_reason for piece in pieces for choice in piece.choices][-1] == "stop"
+        assert pieces[-1].usage == whole.usage
+    assert max(counts) > 5  # where the machine is busy, tokens wait for each other and go together
 
 
 def test_a_seed_gives_pythons_sampled_tokens(server: Server, bundle: Path) -> None:
