@@ -32,7 +32,6 @@ from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeigh
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.graph_passes.top_maximum import TopMaximumPass
-from skipdecode.graph_passes.uniform_norm import UniformNormPass
 from skipdecode.graph_passes.wide_states import WideStatesPass
 
 FOLDER = "targets/cuda"
@@ -51,7 +50,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
         lowered = graph.clone()
-        ir.passes.Sequential(NarrowOperatorsPass(), UniformNormPass(), *passes)(lowered)
+        ir.passes.Sequential(NarrowOperatorsPass(), *passes)(lowered)
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = weight_bytes(lowered.graph)
         save_engine(lowered, partial / path)

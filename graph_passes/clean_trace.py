@@ -25,6 +25,7 @@ from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
 from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
+from skipdecode.graph_passes.uniform_norm import UniformNormPass
 from skipdecode.graph_passes.unit_norm import UnitNormPass
 
 # without x + 0, which takes a norm's epsilon of 1e-8 for 0
@@ -48,6 +49,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
         rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
         UnitNormPass(),
+        UniformNormPass(),
         EachHeadNormPass(),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
