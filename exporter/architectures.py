@@ -35,10 +35,8 @@ HYBRIDS = {
 OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 # older than transformers' interface for attention (see own_attention)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-# those with what TensorRT's attention has no place for, and what layers of hybrids have of that kind
+# kinds of layers that TensorRT does not take
 _NOT_ON_TENSORRT = {
-    **dict.fromkeys(OWN_HEADS, "layers whose keys differ in size"),
-    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa"), "attention sinks"),
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
     "conv": "layers with short convolutions",
     **dict.fromkeys(("mlp", "moe"), "layers without attention"),
@@ -215,8 +213,7 @@ def not_on_tensorrt(config: Any) -> str | None:
     """What of the model TensorRT does not take; None: nothing."""
     if key_sources(config):
         return "layers that read the keys and values of others"
-    names = (config.model_type, *(layer_kinds(config) or ()))
-    return next((_NOT_ON_TENSORRT[name] for name in names if name in _NOT_ON_TENSORRT), None)
+    return next((_NOT_ON_TENSORRT[kind] for kind in layer_kinds(config) or () if kind in _NOT_ON_TENSORRT), None)
 
 
 def declared(config: Any, name: str) -> Any:

@@ -31,13 +31,15 @@ from skipdecode.graph_passes.compile_tensorrt import (
     library,
 )
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
-from skipdecode.kv_buffer import LEAST_SLOTS, static_slots
+from skipdecode.kv_buffer import LEAST_SLOTS, common_slot_bytes, static_slots
+from skipdecode.model import key_sizes
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.schedule import Schedule
 
@@ -47,7 +49,6 @@ _MACHINES = {"tensorrt-rtx": "sm80 and later", "tensorrt": "the GPU it was built
 _BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
 _BUILDER_FACTOR = 3
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
-_HEAD_SIZES = 16, 256  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +63,9 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
-        TargetError: attention caps its logits, or its heads are of a size that no fused kernel takes; a layer's KV buffer has
-            more elements than a tensor may.
+        TargetError: a layer's KV buffer has more elements than a tensor may.
     """
-    if getattr(skeleton.config, "attn_logit_softcapping", None):
-        raise TargetError(
-            f"{skeleton.config.model_type} caps its attention logits, which TensorRT's attention cannot",
-            "export for cpu, or set attn_logit_softcapping to null in config.json where the model's makers say so",
-            where="--target",
-        )
-    least, largest = _HEAD_SIZES
-    if not least <= skeleton.keys.head_size <= largest:
-        raise TargetError(
-            f"heads of {skeleton.keys.head_size}: TensorRT's fused attention takes those of {least} to {largest}",
-            "choose cpu or cuda", where="--target",
-        )  # fmt: skip
-    width = skeleton.keys.num_heads * skeleton.keys.head_size
+    width = max(keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys))
     slots = max(static_slots(schedule, limits.max_length, _slot_bytes(skeleton)))
     most = _MOST_ELEMENTS // (limits.max_batch * width)
     if slots > most:
@@ -182,7 +170,8 @@ def _prompt_profile(tokens: int) -> Profile:
 def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: as `StandardGraphs.tied`."""
     lowered = graph.clone()
-    passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), NonUnitScalePass(), DropUnusedInputsPass()]
+    passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
+    passes += [DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [FloatLogitsPass()] if graph.graph.name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
@@ -190,7 +179,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
 
 
 def _slot_bytes(skeleton: Skeleton) -> int:
-    return 2 * skeleton.keys.num_heads * skeleton.keys.head_size  # fp16 and bf16
+    return common_slot_bytes(skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
 
 
 def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:

@@ -16,7 +16,7 @@ from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Target
 from skipdecode.memory import IntArray, Memory
-from skipdecode.model import Model
+from skipdecode.model import Keys, Model, StateLayers, key_sizes
 from skipdecode.schedule import Anchor, Schedule
 
 # TensorRT-RTX 1.7.1 fails to build plans of two layers or more for few slots: up to 32 in fp16, up to 64 in bf16
@@ -41,7 +41,7 @@ def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[
     A layer that no decode step computes has buffers too, which a prompt's keys and values pass through.
 
     Args:
-        slot_bytes: of a slot's keys, KVH x D. Counts are rounded up so that each row's slots begin at an aligned address.
+        slot_bytes: as `common_slot_bytes` gives it. Counts are rounded up so that each row's slots begin at an aligned address.
 
     Returns:
         At least LEAST_SLOTS each.
@@ -52,6 +52,11 @@ def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[
     return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in needed)
 
 
+def common_slot_bytes(state_layers: Sequence[StateLayers], keys: Keys, float_bytes: int) -> int:
+    """What divides the bytes of a slot's keys, KVH x D, of each layer; `keys`: of those in none of `state_layers`."""
+    return math.gcd(*(each.num_heads * each.head_size for each in key_sizes(state_layers, keys))) * float_bytes
+
+
 def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
     """Slots of each layer where buffers are of a `fixed` size: none where none are `needed`, else all."""
     return tuple(most if count else 0 for count, most in zip(needed, fixed, strict=True))
@@ -60,7 +65,8 @@ def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
 def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
     """`static_slots` of a bundle's plans."""
     model = manifest.model
-    return static_slots(manifest.schedule, manifest.limits.max_length, model.num_kv_heads * model.head_size * target.float_bytes)
+    divisor = common_slot_bytes(model.state_layers, model.keys, target.float_bytes)
+    return static_slots(manifest.schedule, manifest.limits.max_length, divisor)
 
 
 def key_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:

@@ -48,6 +48,11 @@ def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
     return own or StateLayers(layers=(layer,), keys=keys, keys_of=None, states=())
 
 
+def key_sizes(groups: Sequence[StateLayers], keys: Keys) -> set[Keys]:
+    """Those of all layers; `keys`: of layers that are in no group."""
+    return {keys} | {group.keys for group in groups if group.keys is not None}
+
+
 def check_sources(sources: Collection[int], schedule: Schedule) -> None:
     """Raises ScheduleError where one of `sources`, whose keys and values others read, is not computed at every position."""
     skipped = [layer for layer in sources if schedule.cap(layer) is not None]
@@ -74,10 +79,14 @@ class Model:
     state_layers: tuple[StateLayers, ...]  # every other layer has keys and values of those sizes, and nothing else
     eos_token_ids: tuple[int, ...]  # empty: no token ends a row
 
+    @property
+    def keys(self) -> Keys:
+        """Of a layer in none of `state_layers`."""
+        return Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
+
     def kept(self, layer: int) -> StateLayers:
         """What `layer` keeps."""
-        keys = Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
-        return kept(self.state_layers, keys, layer)
+        return kept(self.state_layers, self.keys, layer)
 
     @property
     def key_sources(self) -> frozenset[int]:

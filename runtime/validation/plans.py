@@ -17,6 +17,7 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import Engine, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
+from skipdecode.kv_buffer import key_state
 from skipdecode.memory import Array, DeviceMemory
 from skipdecode.model import Model
 
@@ -65,10 +66,9 @@ def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: i
         names.POSITION_IDS: np.arange(valid, valid + tokens, dtype=np.int64)[None],
     }
     for layer in layers:
-        for name in (names.PAST_KEY, names.PAST_VALUE):
-            past = floats(1, model.num_kv_heads, slots, model.head_size)
-            past[:, :, valid:] = 0
-            feed[names.of_layer(name, layer)] = past
+        for name, shape in key_state(model, layer, slots).items():
+            feed[name] = floats(1, *shape)
+            feed[name][:, :, valid:] = 0
     return feed
 
 

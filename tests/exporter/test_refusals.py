@@ -117,14 +117,12 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("granite_swa", "attention sinks"),
         ("bamba", "layers with linear attention"),
         ("lfm2", "layers with short convolutions"),
-        ("gemma4_text", "layers whose keys differ in size"),
         ("reading_others", "layers that read the keys and values of others"),
     ],
 )
-def test_what_tensorrts_attention_has_no_place_for_is_refused_with_the_targets_that_take_it(
+def test_layers_that_tensorrt_does_not_take_are_refused_with_the_targets_that_take_it(
     name: str, what: str, zoo: Zoo, tmp_path: Path
 ) -> None:
     kind = "gemma4_text" if name == "reading_others" else name

@@ -167,7 +167,6 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
             "--max-length: a KV buffer of 10000000 rows of 128 slots .*; choose fewer --max-batch rows",
         ),
         ("llama", {"targets": ("tensorrt",)}, "--target: target tensorrt needs the Python package tensorrt; docs/tensorrt.md"),
-        ("gemma2", {}, "--target: gemma2 caps its attention logits"),
         ("llama", {"builder": BuilderOptions(workspace_mib=0)}, "--workspace: 0 MiB is no workspace; choose 1.."),
         ("llama", {"builder": BuilderOptions(workspace_mib=10**14)}, "--workspace: 100000000000000 MiB is no workspace"),
         ("llama", {"builder": BuilderOptions(optimization_level=6)}, "--optimization-level: 6 is unknown; choose 0"),
@@ -189,23 +188,11 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
 
 def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to() -> None:
     keys = Keys(num_heads=2, head_size=16)
-    skeleton: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama"), keys=keys)
+    skeleton: Any = SimpleNamespace(keys=keys, state_layers=())
     for length in (2000, 671):
         with pytest.raises(TargetError, match="choose --max-length 640 or less, or fewer --max-batch rows"):
             tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=length, max_batch=10**5), full_depth(6))
     tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
-
-
-@pytest.mark.parametrize("size", [8, 512])
-def test_heads_that_no_fused_attention_takes_are_refused_before_anything_is_written(size: int, tmp_path: Path) -> None:
-    model, out = tmp_path / "model", tmp_path / "bundle"
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=6, num_attention_heads=2, head_dim=size, vocab_size=99
-    )
-    config.save_pretrained(model)
-    with pytest.raises(TargetError, match=f"--target: heads of {size}: TensorRT's fused attention takes those of 16 to 256"):
-        export(ExportRequest(model=str(model), out=out, random_weights=True, targets=("tensorrt-rtx:sm89",)))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("max_length", [32, MAX_LENGTH])

@@ -31,6 +31,7 @@ from skipdecode.graph_passes.compile_tensorrt import (
     build_plan,
 )
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
+from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
@@ -38,8 +39,8 @@ from tests.conftest import CONFIGS, Zoo
 
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 PREFILL = Profile(batch=(1, 1, 1), tokens=(1, 8, 16))
-LOWERING = (StaticSlotsPass(slots=48), NonUnitScalePass(), DropUnusedInputsPass())
-CAPPED = "gemma2"  # caps its attention logits, which TensorRT's attention cannot
+LOWERING = (StaticSlotsPass(slots=48), ExplicitAttentionPass(), NonUnitScalePass(), DropUnusedInputsPass())
+CAPPED = "gemma2"  # caps its attention logits, which no fused kernel does
 
 
 Part = Callable[..., ir.Model]
@@ -79,17 +80,28 @@ def copies_of_whole_buffers(layers: tuple[EngineLayer, ...]) -> list[str]:
     return [layer.name for layer in layers if any(name.startswith("past_") for name in layer.inputs)]
 
 
+def assert_updates_in_place(layers: tuple[EngineLayer, ...]) -> None:
+    updated = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
+    assert updated == {f"present_{kind}.0{profile}" for kind in ("key", "value") for profile in ("", " [profile 1]")}
+    assert copies_of_whole_buffers(layers) == []
+
+
 # Mistral's is Llama's; MiniCPM3's keys and values are expanded from a latent; BLOOM and MPT add biases to their scores
 @pytest.mark.parametrize("name", [*(name for name in CONFIGS if name not in (CAPPED, "mistral")), "minicpm3", "bloom", "mpt"])
 def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in_place(
     name: str, part: Part, tmp_path: Path
 ) -> None:
     layers = build(part(name), tmp_path, *LOWERING)
-    updated = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
-    assert updated == {f"present_{kind}.0{profile}" for kind in ("key", "value") for profile in ("", " [profile 1]")}
-    assert copies_of_whole_buffers(layers) == []
+    assert_updates_in_place(layers)
     attention = [layer for layer in layers if "_mha_" in layer.name]
     assert ["gemv" in layer.name for layer in attention] == [True, False], "one kernel a profile: decode, prefill"
+
+
+@pytest.mark.parametrize("name", [CAPPED, "granite_swa"])
+def test_attention_without_a_fused_kernel_updates_its_buffers_in_place_too(name: str, part: Part, tmp_path: Path) -> None:
+    layers = build(part(name), tmp_path, *LOWERING)
+    assert_updates_in_place(layers)
+    assert [layer.name for layer in layers if "_mha_" in layer.name] == []
 
 
 @pytest.mark.parametrize("name", ["opt-350m", "llama"])
@@ -164,7 +176,7 @@ def test_a_buffer_that_is_not_updated_in_place_is_an_error(part: Part, tmp_path:
 def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: Path) -> None:
     graph = part(CAPPED)
     with pytest.raises(TargetError, match=r"parser refused it: .*[Ss]oftcap"):
-        build(graph, tmp_path, *LOWERING)
+        build(graph, tmp_path, StaticSlotsPass(slots=48))
 
 
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:

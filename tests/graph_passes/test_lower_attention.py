@@ -67,11 +67,13 @@ _SINKS = """alone, , , scores = Attention <scale = 0.25, qk_matmul_output_mode =
 
 
 _ALIBI = """buffer = Shape <start = 2, end = 3> (past_key)  slots = Squeeze (buffer)  numbers = Range (first, slots, next)
-    factors = Cast <to = 1> (numbers)  biases = Mul (slopes, factors)  mask = Where (visible, biases, never)
+    query_slot = Unsqueeze (position_ids, around)  ways = Sub (numbers, query_slot)  factors = Cast <to = 1> (ways)
+    biases = Mul (slopes, factors)  mask = Where (visible, biases, never)
     attended = Attention <scale = 0.25> (query, present_key, present_value, mask)"""
 ALIBI = BEFORE.replace("attended = Attention <scale = 0.25> (query, present_key, present_value, visible)", _ALIBI).replace(
     "int64[4] heads",
-    "int64 first = {0}, int64 next = {1}, float[2,1,1] slopes = {0.5, 0.25}, float never = {-inf}, int64[4] heads",
+    "int64 first = {0}, int64 next = {1}, int64[2] around = {1, 3}, float[2,1,1] slopes = {0.5, 0.25},"
+    " float never = {-inf}, int64[4] heads",
 )
 
 

@@ -26,6 +26,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.validation.plans import measure_plans
 from tests.agreement import assert_gives_the_references_logits
 from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
@@ -45,6 +46,25 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     lengths = [len(prompt) for prompt in PROMPTS]
     decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite_swa", "gemma4_text"])
+def test_attention_without_a_fused_kernel_and_keys_of_two_sizes_agree_with_torch_and_onnx_runtime(
+    name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3)
+    export(
+        ExportRequest(
+            model=str(zoo.checkpoint(name)), out=tmp_path / "bundle", schedule=asked, dtype="fp16", max_batch=4,
+            max_length=MAX_LENGTH, targets=("tensorrt-rtx:sm89",),
+        )
+    )  # fmt: skip
+    generator = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch)
+    made, lengths = generator.manifest, [len(prompt) for prompt in PROMPTS]
+    decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
+    assert_gives_the_references_logits(decoder, zoo.model(name).half().float(), PROMPTS, NEW, 0.02)
+    rows = measure_plans(generator)
+    assert rows and all(row["holds"] for row in rows)
 
 
 def test_linear_biases_keep_their_slopes_far_from_the_first_slot(

@@ -1,0 +1,55 @@
+"""One operator before, those that it is made of after: the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
+from tests.graph_passes.running import run_model, with_shapes
+
+CAPPED = """<ir_version: 10, opset_import: ["" : 24]>
+attend (float[B,4,S,16] query, float[B,2,6,16] key, float[B,2,6,16] value, bool[B,1,S,6] mask)
+    => (float[B,4,S,16] attended)
+{
+    attended = Attention <scale = 0.25, softcap = 2.0> (query, key, value, mask)
+}"""
+# as attention sinks are traced
+WITH_SCORES = CAPPED.replace("<scale = 0.25, softcap = 2.0>", "<scale = 0.25, qk_matmul_output_mode = 2>").replace(
+    "attended = Attention", "out, present_key, present_value, scores = Attention"
+).replace(
+    "(query, key, value, mask)\n}",
+    "(query, key, value, mask)\n    sums = ReduceLogSumExp <keepdims = 1> (scores, last)  attended = Mul (out, sums)\n}",
+).replace("(float[B,4,S,16] attended)", "(float[B,4,S,16] attended) <int64[1] last = {-1}>")  # fmt: skip
+SMALL_HEADS = CAPPED.replace(", softcap = 2.0", "").replace("16]", "8]")
+BIASED = SMALL_HEADS.replace("bool[B,1,S,6] mask", "float[B,4,S,6] mask")
+
+
+def _feeds(model: ir.Model) -> dict[str, np.ndarray]:
+    """Two rows of three tokens at slots 3 to 5."""
+    rng = np.random.default_rng(0)
+    size = model.graph.inputs[0].shape[3]
+    feeds = {name: rng.standard_normal((2, heads, tokens, size), dtype=np.float32) for name, heads, tokens in
+             (("query", 4, 3), ("key", 2, 6), ("value", 2, 6))}  # fmt: skip
+    visible = np.tril(np.ones((3, 6), dtype=bool), 3)[None, None].repeat(2, 0)
+    if model.graph.inputs[3].dtype == ir.DataType.BOOL:
+        return feeds | {"mask": visible}
+    return feeds | {"mask": np.where(visible, rng.standard_normal((2, 4, 3, 6), dtype=np.float32), -np.inf).astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "text", [CAPPED, WITH_SCORES, SMALL_HEADS, BIASED], ids=["capped", "with scores", "small heads", "with biases"]
+)
+def test_it_is_written_out_with_the_same_result(text: str) -> None:
+    before, after = with_shapes(text), with_shapes(text)
+    assert ExplicitAttentionPass()(after).modified
+    kinds = [node.op_type for node in after.graph]
+    assert "Attention" not in kinds and kinds.count("MatMul") == 2
+    feeds = _feeds(before)
+    np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5, atol=1e-6)
+    assert not ExplicitAttentionPass()(after).modified
+
+
+def test_attention_that_has_a_kernel_is_left_alone() -> None:
+    assert not ExplicitAttentionPass()(with_shapes(CAPPED.replace(", softcap = 2.0", ""))).modified
