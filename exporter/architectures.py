@@ -38,7 +38,6 @@ OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # kinds of layers that TensorRT does not take
 _NOT_ON_TENSORRT = {
     **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
-    "conv": "layers with short convolutions",
     **dict.fromkeys(("mlp", "moe"), "layers without attention"),
 }
 # those whose final norm, which has no weights, is also between embedding and layers

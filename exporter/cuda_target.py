@@ -32,7 +32,6 @@ from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeigh
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.graph_passes.top_maximum import TopMaximumPass
-from skipdecode.graph_passes.wide_states import WideStatesPass
 
 FOLDER = "targets/cuda"
 
@@ -77,7 +76,6 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
     return [
         NarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
-        WideStatesPass(),
         LowerLinearAttentionPass(opset=OPSET),
         EvenSplitPass(),
         TopMaximumPass(),

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from skipdecode import manifest
 from skipdecode.cpu import usable_cores
 from skipdecode.errors import BundleError, TargetError
+from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
 from skipdecode.exporter.request import Job
@@ -32,6 +33,7 @@ from skipdecode.graph_passes.compile_tensorrt import (
 )
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
+from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
@@ -171,7 +173,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: as `StandardGraphs.tied`."""
     lowered = graph.clone()
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
-    passes += [DropUnusedInputsPass()]
+    passes += [ExplicitConvolutionPass(opset=OPSET), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [FloatLogitsPass()] if graph.graph.name == "head" else []
     ir.passes.Sequential(*passes)(lowered)

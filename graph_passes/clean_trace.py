@@ -27,6 +27,7 @@ from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
 from skipdecode.graph_passes.uniform_norm import UniformNormPass
 from skipdecode.graph_passes.unit_norm import UnitNormPass
+from skipdecode.graph_passes.wide_states import WideStatesPass
 
 # without x + 0, which takes a norm's epsilon of 1e-8 for 0
 _TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_inference_rule, *_collapse_slices.rules.rules]
@@ -62,6 +63,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),
         ConstantReshapePass(),
+        WideStatesPass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]

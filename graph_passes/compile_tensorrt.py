@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.bindings import PAST
+from skipdecode.bindings import PAST_KEY, PAST_VALUE
 from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
@@ -179,7 +179,7 @@ def _check_network(network: Any, trt: Any, where: str) -> None:
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
     in_place = {u.get_input(0).name for u in updates if u.get_input(0).is_network_input and u.get_output(0).is_network_output}
     names = [network.get_input(index).name for index in range(network.num_inputs)]
-    left = [name for name in names if name.startswith(PAST) and name not in in_place]
+    left = [name for name in names if name.startswith((PAST_KEY, PAST_VALUE)) and name not in in_place]
     if left:
         raise TargetError(f"the KV update of {left[0]} is not in place", where=where)
 

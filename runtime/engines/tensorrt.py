@@ -18,6 +18,7 @@ from skipdecode.memory import Array, DeviceArray
 from skipdecode.trace import Trace, traced
 
 LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
+_KEYS = tuple(each for name in (names.PAST_KEY, names.PAST_VALUE) for each in (name, names.present(name)))
 _NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
 
 
@@ -156,7 +157,7 @@ class TensorRTEngine:
         self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)
         for name in set(found) - self.input_names:
             past = names.past(name.removeprefix(names.PRESENT))
-            if name.startswith(names.PRESENT) and engine.get_aliased_input_tensor(name) != past:
+            if _in_place(name) and engine.get_aliased_input_tensor(name) != past:
                 raise BundleError(f"{name} is not updated in place", "export the model again", where=str(path))
             if name == names.LOGITS and engine.get_tensor_dtype(name) != shared.trt.DataType.FLOAT:
                 raise BundleError("gives logits in another dtype than fp32", "export the model again", where=str(path))
@@ -170,7 +171,7 @@ class TensorRTEngine:
 
         TensorRT asks for aligned addresses, and may write an output before it has read every input. So what lies elsewhere
         goes through a copy that is aligned, and an output at an input's address is written apart and copied to it; but for KV
-        buffers, which TensorRT knows to update in place.
+        buffers, which TensorRT knows to update in place (not for states).
         """
         device, before, after = self._shared.device, [], []
         places: dict[str, DeviceArray] = {}
@@ -268,7 +269,7 @@ class _Context:
 
 
 def _in_place(name: str) -> bool:
-    return name.startswith((names.PAST, names.PRESENT))
+    return name.startswith(_KEYS)
 
 
 def _copy(device: Device, source: DeviceArray, target: DeviceArray) -> Call:

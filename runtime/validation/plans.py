@@ -1,7 +1,7 @@
 """TensorRT's plans against ONNX Runtime, engine by engine, compared by polygraphy: needs no torch and no checkpoint.
 
 ONNX Runtime computes the bundle's standard graphs on the CPU, in their own dtype, on the same random inputs as the plan on the
-GPU: a prompt's pass from empty, and a decode step on top of random keys and values.
+GPU: a prompt's pass, and a decode step on top of random keys and values; states are random in both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import Engine, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
-from skipdecode.kv_buffer import key_state
+from skipdecode.kv_buffer import constant_state, key_state
 from skipdecode.memory import Array, DeviceMemory
 from skipdecode.model import Model
 
@@ -48,13 +48,13 @@ def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
         sources = [((layer,), OrtEngine(graphs / f"layer_{layer:03d}.onnx", device=device)) for layer in layers]
         for title, tokens, valid in (("prompt", min(_PROMPT, manifest.limits.max_length // 2), 0), ("step", 1, _PROMPT)):
             feed = _feed(manifest.model, layers, engines.slots[layers[0]], tokens, valid)
-            sides = (_chain(sources, on_cpu), _chain([(layers, plan)], memory))
+            sides = (_chain(manifest.model, sources, on_cpu), _chain(manifest.model, [(layers, plan)], memory))
             rows.append({"name": f"segment_{index:03d}", "pass": title, **_compare(generator.target.name, sides, feed)})
     return rows
 
 
 def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: int) -> Feed:
-    """A row of `tokens` on top of `valid` ones; float16."""
+    """A row of `tokens` on top of `valid` ones; float16, states float32."""
     rng = np.random.default_rng(0)
 
     def floats(*shape: int) -> np.ndarray[Any, Any]:
@@ -69,11 +69,13 @@ def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: i
         for name, shape in key_state(model, layer, slots).items():
             feed[name] = floats(1, *shape)
             feed[name][:, :, valid:] = 0
+        for name, shape in constant_state(model, layer).items():
+            feed[name] = floats(1, *shape).astype(np.float32)
     return feed
 
 
-def _chain(engines: Sequence[tuple[tuple[int, ...], Engine]], memory: DeviceMemory) -> Infer:
-    """What runs engines of these layers one on top of another: hidden state, keys and values afterwards, in fp32."""
+def _chain(model: Model, engines: Sequence[tuple[tuple[int, ...], Engine]], memory: DeviceMemory) -> Infer:
+    """What runs engines of these layers one on top of another: hidden state and what they keep afterwards, in fp32."""
 
     def infer(feed: Feed) -> Feed:
         arrays = {name: memory.twin(array)[0] for name, array in feed.items()}
@@ -81,7 +83,7 @@ def _chain(engines: Sequence[tuple[tuple[int, ...], Engine]], memory: DeviceMemo
         inputs: dict[str, Array] = {names.HIDDEN: hidden, names.POSITION_IDS: arrays[names.POSITION_IDS]}
         outputs = {names.HIDDEN_OUT: hidden}
         for layers, engine in engines:
-            past = [names.of_layer(name, layer) for layer in layers for name in (names.PAST_KEY, names.PAST_VALUE)]
+            past = [name for layer in layers for name in key_state(model, layer, 0) | constant_state(model, layer)]
             bind_segment(engine, inputs, hidden, [{name: arrays[name] for name in past}])()
             outputs |= {names.present(name): arrays[name] for name in past}
         return {name: memory.to_host(array) for name, array in outputs.items()}

@@ -118,7 +118,6 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
     ("name", "what"),
     [
         ("bamba", "layers with linear attention"),
-        ("lfm2", "layers with short convolutions"),
         ("reading_others", "layers that read the keys and values of others"),
     ],
 )

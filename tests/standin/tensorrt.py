@@ -100,7 +100,7 @@ class Engine:
         return kinds[TYPES[{**self.inputs, **self.outputs}[name].type]]
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
-        return name.replace("present_", "past_") if name.startswith("present_") else None
+        return name.replace("present_", "past_") if name.startswith(("present_key", "present_value")) else None
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return SCRATCH * (profile + 1)

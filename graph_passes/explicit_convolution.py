@@ -1,0 +1,57 @@
+"""A causal convolution that keeps a state, for TensorRT, which knows no such operator: a Conv of the state and the new tokens.
+
+    CausalConvWithState(x [B,C,S], weight [C,1,K], bias, past [B,C,K-1])
+    -> Conv <group = C> (Concat(past, x), weight, bias), and the last K - 1 of Concat(past, x)
+
+The graph is one of an older opset again.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import required, static_dim
+from skipdecode.graph_passes.take_over import take_over
+
+_SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
+_MOST = (1 << 63) - 1  # where a slice to the end ends
+
+
+class ExplicitConvolutionPass(ir.passes.InPlacePass):
+    """Leaves graphs without such convolutions as they are.
+
+    Args:
+        opset: what the graph's other operators were traced for.
+    """
+
+    def __init__(self, *, opset: int) -> None:
+        super().__init__()
+        self.opset = opset
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type == "CausalConvWithState"]
+        for node in found:
+            _write_out(model.graph, node)
+        if found:
+            model.graph.opset_imports[""] = self.opset
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _write_out(graph: ir.Graph, node: ir.Node) -> None:
+    inputs, weight, bias, past = required(node), required(node, 1), node.inputs[2], required(node, 3)
+    activation = node.attributes.get_string("activation", "none")
+    assert activation in ("none", *_SILU), f"activation {activation}"
+    tape = Tape()
+    joined = tape.op("Concat", [past, inputs], {"axis": 2})
+    out = tape.op("Conv", [joined, weight, *([bias] if bias is not None else [])], {"group": static_dim(weight, 0)})
+    if activation in _SILU:
+        out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
+    bounds = ([-static_dim(past, 2)], [_MOST], [2])
+    present = tape.op("Slice", [joined, *(tape.op("Constant", [], {"value_ints": bound}) for bound in bounds)])
+    for old, new in zip(node.outputs, (out, present), strict=True):
+        new.shape, new.type = old.shape, old.type
+    graph.insert_before(node, tape.nodes)
+    for old, new in zip(node.outputs, (out, present), strict=True):
+        take_over(old, new)
+    graph.remove(node, safe=True)
