@@ -24,8 +24,10 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
     first = nodes[0]
     if first is None or any(node is None or node.op_type != "RotaryEmbedding" or not _same(node, first) for node in nodes):
         return None
-    (cos, factor), (_, other) = (_unscaled(first.inputs[index]) for index in (1, 2))
-    angles = _producer(cos.inputs[0]) if cos is not None and cos.op_type == "Cos" and factor == other else None
+    (cos, factor), (sin, other) = (_unscaled(first.inputs[index]) for index in (1, 2))
+    if cos is None or sin is None or (cos.op_type, sin.op_type) != ("Cos", "Sin") or cos.inputs[0] is not sin.inputs[0]:
+        return None
+    angles = _producer(cos.inputs[0]) if factor == other else None
     frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
     if frequencies is None or angles is None or angles.op_type != "Mul":
         return None

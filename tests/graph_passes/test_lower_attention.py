@@ -192,10 +192,11 @@ KEYS_DIFFER = (  # in their frequencies
     .replace("int64[1] two = {2},", _OTHER)
 )
 PAIRS_DIFFER = ROTATED.replace("<interleaved = 0, num_heads = 1>", "<interleaved = 1, num_heads = 1>")  # of a key's numbers
+BACKWARD = ROTATED.replace("sin = Mul (sine, factor)", "ahead = Mul (sine, factor)  sin = Neg (ahead)")
 
 
-@pytest.mark.parametrize("text", [KEYS_DIFFER, PAIRS_DIFFER])
-def test_a_rotary_embedding_stays_outside_where_keys_are_turned_in_another_way_than_queries(text: str) -> None:
+@pytest.mark.parametrize("text", [KEYS_DIFFER, PAIRS_DIFFER, BACKWARD])
+def test_a_rotary_embedding_stays_outside_where_keys_are_turned_in_another_way_than_queries_or_both_backward(text: str) -> None:
     model = with_shapes(text)
     LowerAttentionPass(max_length=8)(model)
     assert [node.op_type for node in model.graph].count("RotaryEmbedding") == 2
@@ -215,7 +216,7 @@ def test_tables_that_query_and_key_compute_apart_from_the_same_angles_are_the_sa
 
 FORMS = {
     "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "keys rotated otherwise": KEYS_DIFFER,
-    "keys rotated in other pairs": PAIRS_DIFFER, "sinks": _beside_sinks(BEFORE),
+    "keys rotated in other pairs": PAIRS_DIFFER, "rotated backward": BACKWARD, "sinks": _beside_sinks(BEFORE),
     "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED), "biases": ALIBI,
     "read of the layer below": READ_BELOW, "read of another engine": READ,
 }  # fmt: skip
