@@ -11,7 +11,7 @@ import onnx_ir.passes.common as common
 from onnxscript import rewriter
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
-from onnxscript.rewriter.rules.fusion import _layer_norm, _rms_normalization, _rotary_embedding
+from onnxscript.rewriter.rules.fusion import _layer_norm, _rotary_embedding
 
 from skipdecode.graph_passes.all_groups import AllGroupsPass
 from skipdecode.graph_passes.backward_rotary import BackwardRotaryPass
@@ -23,9 +23,9 @@ from skipdecode.graph_passes.each_head_norm import EachHeadNormPass
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
+from skipdecode.graph_passes.rms_norm import RMSNormPass
 from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
-from skipdecode.graph_passes.uniform_norm import UniformNormPass
 from skipdecode.graph_passes.unit_norm import UnitNormPass
 from skipdecode.graph_passes.wide_states import WideStatesPass
 
@@ -48,9 +48,8 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.CommonSubexpressionEliminationPass(),
         InverseRootPass(),
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
-        rewriter.RewritePass(_rms_normalization.rms_normalization_rules),
+        RMSNormPass(),
         UnitNormPass(),
-        UniformNormPass(),
         EachHeadNormPass(),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),

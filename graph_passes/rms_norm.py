@@ -1,29 +1,49 @@
-"""Norms whose scale is wider than their input (Gemma computes both in fp32): one type throughout.
+"""A root mean square norm as one operator of one type.
 
-    RMSNormalization(x fp16, scale fp32)      ->      RMSNormalization(Cast(x), scale)
+    Cast(x * Reciprocal(Sqrt(ReduceMean(x * x) + epsilon))) * scale      ->      RMSNormalization(x, scale)
 
-The operator allows two types; ONNX Runtime's CUDA provider has no such kernel for bf16, its CPU provider none at all.
+Onnxscript's fusion, but for two things that it takes. The operator allows two types, and ONNX Runtime's CUDA provider has no such
+kernel for bf16, its CPU provider none at all. And what else is multiplied onto a norm (a temperature of each position) is no
+scale: passes that move a norm from axis to axis would leave it behind.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
+from onnxscript import rewriter
+from onnxscript.rewriter.pattern import MatchResult
+from onnxscript.rewriter.rules.fusion import _rms_normalization
 
-from skipdecode.graph_passes.conventions import cast
 
-
-class UniformNormPass(ir.passes.InPlacePass):
-    """Applies to norms whose input and scale differ in type."""
+class RMSNormPass(ir.passes.InPlacePass):
+    """Declines where the scale has more axes than the one that is normed."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = False
-        for node in list(model.graph):
-            if node.op_type != "RMSNormalization" or node.inputs[0] is None or node.inputs[1] is None:
-                continue
-            rows, wanted = node.inputs[0], node.inputs[1].dtype
-            if wanted is not None and rows.dtype != wanted:
-                widened = cast(rows, wanted)
-                model.graph.insert_before(node, widened)
-                node.replace_input_with(0, widened.outputs[0])
-                changed = True
-        return ir.passes.PassResult(model, changed)
+        rules = [_Norm.rule(f"RMSNorm{order}", mul_order=order) for order in (True, False)]
+        return ir.passes.PassResult(model, rewriter.RewritePass(rules)(model).modified)
+
+
+class _Norm(_rms_normalization.RmsNormFusion):  # type: ignore[misc]
+    def check(self, op: Any, x: ir.Value, scale: ir.Value, **others: Any) -> MatchResult:
+        result: MatchResult = super().check(op, x, scale, **others)
+        if scale.shape is None or len(scale.shape) != 1:
+            return result.fail("It is a factor of more than the numbers of a row.", scale)
+        return result
+
+    def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, epsilon: ir.Value, **others: Any) -> Any:
+        kind = scale.dtype
+        wide = ir.DataType.FLOAT if ir.DataType.FLOAT in (x.dtype, kind) else kind
+        assert kind is not None and wide is not None
+        norm = super().rewrite(op, _cast(op, x, wide), _cast(op, scale, wide), epsilon, **others)
+        norm.shape, norm.type = x.shape, ir.TensorType(wide)
+        return _cast(op, norm, kind)
+
+
+def _cast(op: Any, value: ir.Value, to: ir.DataType) -> Any:
+    if value.dtype == to:
+        return value
+    made = op.Cast(value, to=to)
+    made.shape, made.type = value.shape, ir.TensorType(to)
+    return made

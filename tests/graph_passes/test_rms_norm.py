@@ -1,29 +1,50 @@
-"""A norm of two types before, of one after."""
+"""A norm in pieces before; one operator of one type after."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
-from skipdecode.graph_passes.uniform_norm import UniformNormPass
-from tests.graph_passes.running import run_model
+from skipdecode.graph_passes.rms_norm import RMSNormPass
+from tests.graph_passes.running import run_model, with_shapes
 
 NORM = """<ir_version: 10, opset_import: ["" : 24]>
-g (float16[B,8] x) => (float[B,8] y)
-<float[8] scale = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0}> { y = RMSNormalization (x, scale) }"""
+g (float[B,8] x) => (float[B,8] y)
+<float two = {2.0}, float epsilon = {0.001}, int64[1] last = {-1}, float[8] scale = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0}>
+{ squares = Pow (x, two)  mean = ReduceMean <keepdims = 1, noop_with_empty_axes = 0> (squares, last)
+  more = Add (mean, epsilon)  root = Sqrt (more)  inverse = Reciprocal (root)  normed = Mul (x, inverse)
+  y = Mul (scale, normed) }"""
+NARROW_ROWS = NORM.replace("(float[B,8] x)", "(float16[B,8] rows)").replace("{ squares", "{ x = Cast <to = 1> (rows)  squares")
+NARROW_SCALE = NORM.replace("(float[B,8] y)", "(float16[B,8] y)").replace(
+    "y = Mul (scale, normed)", "narrow = Cast <to = 10> (scale)  less = Cast <to = 10> (normed)  y = Mul (narrow, less)"
+)
 
 
-def test_the_input_is_cast_to_the_scales_type() -> None:
-    model = ir.from_onnx_text(NORM)
-    assert UniformNormPass()(model).modified
-    assert [node.op_type for node in model.graph] == ["Cast", "RMSNormalization"]
-    x = np.arange(16, dtype=np.float16).reshape(2, 8)
-    (found,) = run_model(model, {"x": x})
-    wide = x.astype(np.float32)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.arange(1, 9)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (NORM, ["RMSNormalization"]),
+        (NARROW_ROWS, ["Cast", "RMSNormalization"]),
+        (NARROW_SCALE, ["Cast", "Cast", "RMSNormalization", "Cast"]),
+    ],
+    ids=["one type", "narrow rows", "a narrow scale"],
+)
+def test_it_becomes_one_operator_of_the_wider_type(text: str, kinds: list[str]) -> None:
+    before, after = with_shapes(text), with_shapes(text)
+    assert RMSNormPass()(after).modified
+    assert [node.op_type for node in after.graph] == kinds
+    (norm,) = [node for node in after.graph if node.op_type == "RMSNormalization"]
+    assert {value.dtype for value in (*norm.inputs, *norm.outputs) if value is not None} == {ir.DataType.FLOAT}
+    rows = before.graph.inputs[0]
+    numbers = np.random.default_rng(0).standard_normal((3, 8))
+    # what fp16 cannot hold, where rows are fp32
+    feeds = {str(rows.name): (numbers if rows.dtype == ir.DataType.FLOAT16 else numbers * 1e6).astype(rows.dtype.numpy())}  # type: ignore[union-attr]
+    (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    assert not RMSNormPass()(after).modified
 
 
-def test_it_leaves_norms_of_one_type_alone() -> None:
-    model = ir.from_onnx_text(NORM.replace("float16", "float"))
-    assert not UniformNormPass()(model).modified
+def test_a_factor_of_each_row_is_no_scale() -> None:
+    text = NORM.replace("(float[B,8] x)", "(float[B,8] x, float[B,1] factor)").replace("Mul (scale", "Mul (factor")
+    assert not RMSNormPass()(with_shapes(text)).modified
