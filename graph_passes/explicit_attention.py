@@ -19,6 +19,7 @@ from skipdecode.graph_passes.conventions import cast, integers, required, static
 from skipdecode.graph_passes.take_over import take_over
 
 _HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
+_ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
 
 
 class ExplicitAttentionPass(ir.passes.InPlacePass):
@@ -40,6 +41,7 @@ class _Explicit:
     """One attention: query [B,NH,S,D], keys and values [B,KVH,C,D]."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
+        assert {*node.attributes} <= _ATTRIBUTES, f"attention with {[*node.attributes]}"
         self._graph, self._node = graph, node
         self._query, self._keys, self._values, self._mask = (required(node, index) for index in range(4))
         self._heads, self._kv_heads = static_dim(self._query, 1), static_dim(self._keys, 1)
@@ -61,7 +63,7 @@ class _Explicit:
 
     def _scores(self) -> ir.Value:
         """[B,NH,S,C] in fp32: scaled, capped, masked."""
-        scale, cap = (self._node.attributes.get_float(name, 0.0) for name in ("scale", "softcap"))
+        scale, cap = self._node.attributes["scale"].as_float(), self._node.attributes.get_float("softcap", 0.0)
         assert self._query.dtype is not None
         scaled = self._add("Mul", [self._query, self._number(scale, self._query.dtype)])
         turned = self._add("Transpose", [self._keys], perm=[0, 1, 3, 2])

@@ -45,12 +45,13 @@ def _narrowed(graph: ir.Graph, node: ir.Node) -> bool:
     if back.op_type != "Cast" or back.outputs[0].dtype != kind:
         return False
     for index, value in enumerate(node.inputs):
-        node.replace_input_with(index, _narrow(graph, node, value, kind))
+        if value is not None and value.dtype != ir.DataType.INT64:  # positions
+            node.replace_input_with(index, _narrow(graph, node, value, kind))
     take_over(back.outputs[0], made)
     return True
 
 
-def _narrow(graph: ir.Graph, before: ir.Node, value: ir.Value | None, kind: ir.DataType) -> ir.Value:
+def _narrow(graph: ir.Graph, before: ir.Node, value: ir.Value, kind: ir.DataType) -> ir.Value:
     source = _uncast(value)
     if source.dtype == kind:
         return source

@@ -36,7 +36,7 @@ class TokensFirst:
         turned = self.heads(heads)
         node, width = turned.producer(), static_dim(turned, 2) * static_dim(turned, 3)
         source = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
-        if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == width:
+        if source is not None and source.shape == [*turned.shape[:2], width]:  # type: ignore[index]
             return source
         return self._reshaped(turned, [0, 0, width], [*turned.shape[:2], width])  # type: ignore[index]
 
@@ -61,7 +61,7 @@ class TokensFirst:
         size = static_dim(heads, 3)
         node = heads.producer()
         rows = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
-        if rows is None or rows.shape is None or len(rows.shape) != 3 or rows.shape[2] != size:
+        if rows is None or rows.shape != [batch, tokens, size]:
             rows = self._reshaped(heads, [0, -1, size], [batch, tokens, size])
         return self._reshaped(rows, [0, 0, 1, size], [batch, tokens, 1, size])
 
@@ -117,20 +117,26 @@ def _is_within_heads(node: ir.Node) -> bool:
         return False
     match node.op_type:
         case "Concat" | "Gather" | "LayerNormalization" | "RMSNormalization" | "Split":
-            return axis in (-1, 3) and (node.op_type not in NORMS or len(node.outputs) == 1)
+            return axis in (-1, 3) and (node.op_type not in NORMS or (len(node.outputs) == 1 and _scales_numbers(node)))
         case "Slice":
             return len(node.inputs) > 3 and _numbers(node, 3) in ([-1], [3])
         case "Pad":
             pads = _numbers(node, 1)
             return len(node.inputs) < 4 and len(pads) == 8 and not any(pads[:3] + pads[4:7])
         case "Expand":
-            return _heads(required(node)) == 1 and required(node).shape[2:] == made.shape[2:]  # type: ignore[index]
+            source = required(node).shape
+            return _heads(required(node)) == 1 and [source[0], *source[2:]] == [made.shape[0], *made.shape[2:]]  # type: ignore[index]
         case "RotaryEmbedding":
             return "num_heads" in node.attributes
         case "Mul":  # a factor of each token's
             return all(_heads(required(node, index)) is not None for index in range(2))
         case kind:
             return kind == "Cast"
+
+
+def _scales_numbers(norm: ir.Node) -> bool:
+    """Whether its scale (and bias) is of a head's numbers, not of heads or tokens too."""
+    return all(value is not None and value.shape is not None and len(value.shape) == 1 for value in norm.inputs[1:])
 
 
 def _of_heads(node: ir.Node) -> list[ir.Value]:

@@ -51,5 +51,13 @@ def test_it_is_written_out_with_the_same_result(text: str) -> None:
     assert not ExplicitAttentionPass()(after).modified
 
 
+def test_attention_with_settings_that_are_not_known_is_an_error_and_not_silence() -> None:
+    with pytest.raises(ir.passes.PassError) as caught:
+        ir.passes.Sequential(ExplicitAttentionPass())(
+            with_shapes(CAPPED.replace("softcap = 2.0", "softcap = 2.0, is_causal = 1"))
+        )
+    assert "is_causal" in str(caught.value.__cause__)
+
+
 def test_attention_that_has_a_kernel_is_left_alone() -> None:
     assert not ExplicitAttentionPass()(with_shapes(CAPPED.replace(", softcap = 2.0", ""))).modified

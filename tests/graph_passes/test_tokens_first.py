@@ -13,7 +13,7 @@ BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[B,S,16] x, float[B,S,4] one, float[B,S,2] cos, float[B,S,2] sin, float[B,1,S,1] factor) => (float[B,2,S,N] y)
 <int64[4] heads = {0, 0, 2, 8}, int64[4] single = {0, 1, -1, 4}, int64[2] sizes = {4, 4}, int64[1] three = {3},
  int64[1] zero = {0}, int64[1] four = {4}, int64[8] pads = {0, 0, 0, 0, 0, 0, 0, 3}, int64[4] mixed = {3, 1, 2, 0},
- float[8] scale = {1, 2, 3, 4, 5, 6, 7, 8}, int64[4] spread = {1, 2, 1, 1}>
+ float[8] scale = {1, 2, 3, 4, 5, 6, 7, 8}, int64[4] spread = {1, 2, 1, 1}, int64[4] each = {2, 2, 1, 1}>
 { split = Reshape (x, heads)  front = Transpose <perm = [0, 2, 1, 3]> (split)
   %s }"""
 FORMS = {
@@ -55,6 +55,8 @@ def test_what_is_done_to_heads_is_done_without_a_turn(text: str) -> None:
         ("y = Slice (front, zero, one_token, two)", 2),
         ("y = Softmax <axis = 2> (front)", 2),
         ("y = RMSNormalization <axis = 2> (front, scale)", 2),
+        ("y = RMSNormalization (front, factor)", 2),
+        ("row = Slice (a_head, zero, one_token, zero)  b = Expand (row, each)  y = Concat <axis = 3> (front, b)", 2),
         ("y = Concat <axis = 1> (a_head, a_head)", 1),
         ("y = RotaryEmbedding <interleaved = 0> (half, cos, sin)", 2),
     ],
