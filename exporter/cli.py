@@ -125,8 +125,10 @@ def _add_builder(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()  # it tells each time that it asks again
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     request = _request(options)

@@ -119,3 +119,12 @@ def test_what_the_hub_lacks_is_one_line(name: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "--random-weights" in done.stderr
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
+    program = "import time; time.sleep = print; from skipdecode.exporter.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program, "org/model", "--out", str(tmp_path / "bundle")]
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 2 and done.stdout, "it waits, and asks again"
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("org/model: cannot be read"), done.stderr
