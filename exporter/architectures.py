@@ -37,8 +37,8 @@ OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # kinds of layers that TensorRT does not take
 _NOT_ON_TENSORRT = {
-    **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention"),
-    **dict.fromkeys(("mlp", "moe"), "layers without attention"),
+    **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention or Mamba-2"),
+    **dict.fromkeys(("mlp", "moe"), "layers that are an MLP or experts alone"),
 }
 # those whose final norm, which has no weights, is also between embedding and layers
 NORM_ON_BOTH_ENDS = ("nanochat",)

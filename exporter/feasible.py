@@ -48,17 +48,24 @@ def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest],
     return max(1, _segment_bytes(request, targets) // layer_bytes)
 
 
+def check_layers_taken(targets: Sequence[TargetRequest], config: Any) -> None:
+    """Raises TargetError where a target does not take layers of the model's kinds."""
+    what = not_on_tensorrt(config)
+    for target in targets:
+        if target.is_tensorrt and what is not None:
+            message = f"{config.model_type} has {what}, which {target.name} does not take"
+            raise TargetError(message, "choose cpu or cuda", where="--target")
+
+
 def check_feasible(
     request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule
 ) -> None:
     """Refuse, before anything is written, what could not be compiled or stored.
 
     Raises:
-        TargetError: a target does not take the model, or not with these options.
+        TargetError: a target does not take the model with these options, or no mixtures.
         BundleError: the disk is too full.
     """
-    for target in targets:
-        _check_taken(target, skeleton.config)
     if any(parameter.endswith(_EXPERTS) for parameter in skeleton.shapes):
         _check_mixture(request, targets, skeleton)
     _check_builder(request, targets, skeleton, limits, schedule)
@@ -67,13 +74,6 @@ def check_feasible(
             check_packs_quantised()
         _check_block(request.quantize_block, skeleton)
     _check_disk(request, targets, skeleton)
-
-
-def _check_taken(target: TargetRequest, config: Any) -> None:
-    what = not_on_tensorrt(config) if target.is_tensorrt else None
-    if what is not None:
-        message = f"{config.model_type} has {what}, which {target.name} does not take"
-        raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
 def _check_builder(

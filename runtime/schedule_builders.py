@@ -11,6 +11,7 @@ from pathlib import Path
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Anchor, Schedule, full_depth, least_layers
 
+_BY_SPEEDUP = ("linear", "power", "step")
 SCHEDULES = ("linear", "full", "power", "step", "table:FILE")
 DEFAULT_SPEEDUP = 2.0
 DEFAULT_SPAN = 128
@@ -57,7 +58,14 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
 
 
 def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
-    """Options that had no effect: a table, full depth and --alpha fix every layer count by themselves."""
+    """What is not as asked: a table, full depth and --alpha fix every layer count, warm-up layers bound the default speedup."""
+    least = least_layers(schedule.num_layers, schedule.warmup_layers)
+    silent = {request.speedup, request.max_layers, request.min_layers, request.alpha} == {None}
+    if silent and request.name in _BY_SPEEDUP and least > schedule.num_layers / DEFAULT_SPEEDUP + 0.5:
+        yield (
+            f"of {schedule.num_layers} layers at least {least} are computed, so that the default of {DEFAULT_SPEEDUP:g}x cannot "
+            f"be reached: it is {schedule.num_layers / schedule.mean_layers:.2f}x"
+        )
     speedup, rounding = request.speedup, 1.0  # layers
     checks = (
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
@@ -123,13 +131,15 @@ def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, in
 
 
 def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
-    """The mean layer count that the speedup asks for.
+    """The mean layer count that the speedup asks for; of the default one, as near as can be.
 
     Raises:
         ScheduleError: the model's depth, or the ends that were given, do not allow it.
     """
     speedup = DEFAULT_SPEEDUP if request.speedup is None else request.speedup
     low, high = _reach(request, span, num_layers)
+    if request.speedup is None:  # nobody asked for 2: what is nearest; `disagreements` tells
+        return min(max(num_layers / speedup, low), high)
     if speedup >= 1 and low - 0.5 <= num_layers / speedup <= high + 0.5:  # half a layer is rounding
         return min(max(num_layers / speedup, low), high)
     nearest = _floor(num_layers / low) if speedup > num_layers / low else -_floor(-num_layers / high)

@@ -117,7 +117,7 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("bamba", "layers with linear attention"),
+        ("bamba", "layers with linear attention or Mamba-2"),
         ("reading_others", "layers that read the keys and values of others"),
     ],
 )
@@ -134,7 +134,9 @@ def test_layers_without_attention_are_refused_for_tensorrt(zoo: Zoo, tmp_path: P
     """Nemotron-H without Mamba was once taken, and had no keys for TensorRT to lay out."""
     shutil.copytree(zoo.checkpoint("nemotron_h"), tmp_path / "model")
     _edit_config(tmp_path / "model", layers_block_type=["mlp", "full_attention"] * 3)
-    says = "--target: nemotron_h has layers without attention, which tensorrt-rtx does not take; choose cpu or cuda"
+    says = (
+        "--target: nemotron_h has layers that are an MLP or experts alone, which tensorrt-rtx does not take; choose cpu or cuda"
+    )
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
 
 

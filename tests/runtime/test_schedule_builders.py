@@ -116,6 +116,19 @@ def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> 
         assert list(disagreements(asked, build_schedule(asked, 24))) == []
 
 
+@pytest.mark.parametrize("name", ["linear", "power", "step"])
+def test_where_warm_up_layers_leave_less_than_the_default_speedup_it_is_the_nearest_which_is_told(name: str) -> None:
+    asked = ScheduleRequest(name=name, warmup_layers=24)
+    schedule = build_schedule(asked, 42)
+    assert schedule.layers[-1] == 25 and schedule.mean_layers < 26
+    (told,) = disagreements(asked, schedule)
+    assert told.startswith("of 42 layers at least 25 are computed, so that the default of 2x cannot be reached: it is 1.6")
+    with pytest.raises(ScheduleError, match=r"the nearest that can is --speedup 1\.6"):
+        build_schedule(dataclasses.replace(asked, speedup=2), 42)
+    few = dataclasses.replace(asked, warmup_layers=1, max_variants=2)
+    assert list(disagreements(few, build_schedule(few, 42))) == []
+
+
 def test_one_position_has_the_count_that_the_speedup_asks_for() -> None:
     for name in ("linear", "step"):
         assert build_schedule(ScheduleRequest(name=name, speedup=2, span=1), 24).layers == (12,)
