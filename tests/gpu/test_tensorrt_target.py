@@ -19,6 +19,8 @@ from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
 NEW = 14
+# grouped queries; biases in the mask; capped logits, sinks and keys of two sizes, whose attention is written out; states
+NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "lfm2"]
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +34,29 @@ def target() -> str:
     return name
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=Anchor, ids=str)
-def generator(zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Generator:
+def generator(
+    name: str, zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Generator:
     out: Path = tmp_path_factory.mktemp("plans") / "bundle"
     line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=request.param)
     export(
         ExportRequest(
-            model=str(zoo.checkpoint("llama")), out=out, schedule=line, max_batch=4, max_length=MAX_LENGTH, targets=(target,)
+            model=str(zoo.checkpoint(name)), out=out, schedule=line, dtype="fp16", max_batch=4, max_length=MAX_LENGTH,
+            targets=(target,),
         )
-    )
+    )  # fmt: skip
     return skipdecode.load(out, target="tensorrt-rtx")
 
 
-def test_every_variant_agrees_with_the_reference(generator: Generator, zoo: Zoo) -> None:
+def test_every_variant_agrees_with_the_reference(name: str, generator: Generator, zoo: Zoo) -> None:
     decoder = generator.decoder([len(prompt) for prompt in PROMPTS], NEW)
-    assert_gives_the_references_logits(decoder, zoo.model("llama").half().float(), PROMPTS, NEW, 0.02)
+    assert_gives_the_references_logits(decoder, zoo.model(name).half().float(), PROMPTS, NEW, 0.02)
 
 
 def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:
