@@ -44,6 +44,11 @@ def required(node: ir.Node, index: int = 0) -> ir.Value:
     return value
 
 
+def scales_numbers(norm: ir.Node) -> bool:
+    """Whether scale and bias of a norm are [D], of the last axis alone: not of heads or groups, too."""
+    return all(value is None or (value.shape is not None and len(value.shape) == 1) for value in norm.inputs[1:])
+
+
 def static_dim(value: ir.Value, axis: int) -> int:
     """A size that is known when the graph is made."""
     size = value.shape[axis] if value.shape is not None else None

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS, required
+from skipdecode.graph_passes.conventions import NORMS, required, scales_numbers
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
@@ -49,9 +49,9 @@ def _norms_of_heads(join: ir.Node) -> list[ir.Node]:
 
 def _differs_in_weights_alone(norm: ir.Node, other: ir.Node) -> bool:
     same = norm.op_type == other.op_type and len(norm.inputs) == 2 and len(norm.outputs) == 1
-    scale = norm.inputs[1]
-    same = same and scale is not None and scale.shape is not None and len(scale.shape) == 1
-    return same and norm.attributes == other.attributes and norm.attributes.get_int("axis", -1) in (-1, 3)
+    return (
+        same and scales_numbers(norm) and norm.attributes == other.attributes and norm.attributes.get_int("axis", -1) in (-1, 3)
+    )
 
 
 def _norm_together(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None:

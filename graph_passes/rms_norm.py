@@ -18,7 +18,7 @@ from onnxscript.rewriter.rules.fusion import _rms_normalization
 
 
 class RMSNormPass(ir.passes.InPlacePass):
-    """Declines where the scale has more axes than the one that is normed."""
+    """Declines where the scale is of tokens, or one number; it may be of groups or heads (Falcon-H1), too."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [_Norm.rule(f"RMSNorm{order}", mul_order=order) for order in (True, False)]
@@ -28,8 +28,9 @@ class RMSNormPass(ir.passes.InPlacePass):
 class _Norm(_rms_normalization.RmsNormFusion):  # type: ignore[misc]
     def check(self, op: Any, x: ir.Value, scale: ir.Value, **others: Any) -> MatchResult:
         result: MatchResult = super().check(op, x, scale, **others)
-        if scale.shape is None or len(scale.shape) != 1:
-            return result.fail("It is a factor of more than the numbers of a row.", scale)
+        sizes = list(scale.shape) if scale.shape is not None else []
+        if not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != x.shape[-1]:  # type: ignore[index]
+            return result.fail("It is no weight of each number of a row.", scale)
         return result
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, epsilon: ir.Value, **others: Any) -> Any:

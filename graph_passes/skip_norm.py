@@ -17,7 +17,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN
+from skipdecode.graph_passes.conventions import MS_DOMAIN, scales_numbers
 from skipdecode.graph_passes.projection import without_bias
 from skipdecode.graph_passes.take_over import can_take_over, take_over
 
@@ -26,7 +26,7 @@ _SKIPPING = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNorma
 
 
 class SkipNormPass(ir.passes.InPlacePass):
-    """Declines where the sum broadcasts, is not of rows [B,S,H], or the norm is over more than the last axis."""
+    """Declines where the sum broadcasts, is not of rows [B,S,H], or the norm or its scale is of more than the last axis."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
@@ -45,7 +45,7 @@ class SkipNormPass(ir.passes.InPlacePass):
 def _fits(norm: ir.Node, add: ir.Node) -> bool:
     one, other = (value.shape if value is not None else None for value in add.inputs)
     rows = add.outputs[0].shape
-    same = one is not None and one == other and len(one) == 3 and rows is not None
+    same = one is not None and one == other and len(one) == 3 and rows is not None and scales_numbers(norm)
     return same and norm.attributes.get_int("axis", -1) in (-1, 2) and not norm.outputs[0].is_graph_output()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import NORMS, integers, required, static_dim
+from skipdecode.graph_passes.conventions import NORMS, integers, required, scales_numbers, static_dim
 
 HEADS_FIRST = [0, 2, 1, 3]
 
@@ -117,7 +117,7 @@ def _is_within_heads(node: ir.Node) -> bool:
         return False
     match node.op_type:
         case "Concat" | "Gather" | "LayerNormalization" | "RMSNormalization" | "Split":
-            return axis in (-1, 3) and (node.op_type not in NORMS or (len(node.outputs) == 1 and _scales_numbers(node)))
+            return axis in (-1, 3) and (node.op_type not in NORMS or (len(node.outputs) == 1 and scales_numbers(node)))
         case "Slice":
             return len(node.inputs) > 3 and _numbers(node, 3) in ([-1], [3])
         case "Pad":
@@ -132,11 +132,6 @@ def _is_within_heads(node: ir.Node) -> bool:
             return all(_heads(required(node, index)) is not None for index in range(2))
         case kind:
             return kind == "Cast"
-
-
-def _scales_numbers(norm: ir.Node) -> bool:
-    """Whether its scale (and bias) is of a head's numbers, not of heads or tokens too."""
-    return all(value is not None and value.shape is not None and len(value.shape) == 1 for value in norm.inputs[1:])
 
 
 def _of_heads(node: ir.Node) -> list[ir.Value]:

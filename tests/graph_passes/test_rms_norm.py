@@ -45,6 +45,16 @@ def test_it_becomes_one_operator_of_the_wider_type(text: str, kinds: list[str]) 
     assert not RMSNormPass()(after).modified
 
 
-def test_a_factor_of_each_row_is_no_scale() -> None:
-    text = NORM.replace("(float[B,8] x)", "(float[B,8] x, float[B,1] factor)").replace("Mul (scale", "Mul (factor")
+@pytest.mark.parametrize("factor", ["float[B,1]", "float[B,8]", "float[1]", "float"])
+def test_what_is_no_weight_of_each_number_is_no_scale(factor: str) -> None:
+    text = NORM.replace("(float[B,8] x)", f"(float[B,8] x, {factor} factor)").replace("Mul (scale", "Mul (factor")
     assert not RMSNormPass()(with_shapes(text)).modified
+
+
+def test_groups_may_have_weights_of_their_own() -> None:
+    text = NORM.replace("float[B,8]", "float[B,2,8]").replace("float[8] scale = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0}",
+                        "float[2,8] scale = {1, 2, 3, 4, 5, 6, 7, 8, 8, 7, 6, 5, 4, 3, 2, 1}")  # fmt: skip
+    before, after = with_shapes(text), with_shapes(text)
+    assert RMSNormPass()(after).modified
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 2, 8), dtype=np.float32)}
+    np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5)
