@@ -51,9 +51,9 @@ struct Block {
   size_t bytes;
   CUmemorytype type;
 };
-std::mutex memory;  // guards the two below: engines are loaded by several threads
 std::map<uintptr_t, Block> blocks;
-size_t taken = 0;
+std::mutex blocks_mutex;  // engines are loaded by several threads
+std::atomic<size_t> taken{0};
 int replayed = 0;
 int events = 0;            // that were made
 std::atomic<int> sent{0};  // copies from the host
@@ -103,7 +103,7 @@ CUresult Copy(uintptr_t to, uintptr_t from, size_t bytes, CUstream stream) {
 }
 
 std::optional<Block> BlockOf(uintptr_t pointer) {
-  const std::lock_guard<std::mutex> lock(memory);
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
   auto next = blocks.upper_bound(pointer);
   if (next == blocks.begin()) return std::nullopt;
   const auto& [start, block] = *--next;
@@ -115,15 +115,10 @@ bool IsOf(const void* pointer, CUmemorytype type) {
   return block && block->type == type;
 }
 
-size_t Left() {
-  const std::lock_guard<std::mutex> lock(memory);
-  return kMemory - taken;
-}
-
 CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
   if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-  const std::lock_guard<std::mutex> lock(memory);
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
   if (bytes > kMemory - taken) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
   std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may count on zeros
@@ -134,7 +129,7 @@ CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
 
 CUresult Free(uintptr_t pointer) {
   {
-    const std::lock_guard<std::mutex> lock(memory);
+    const std::lock_guard<std::mutex> lock(blocks_mutex);
     const auto found = blocks.find(pointer);
     if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
     taken -= found->second.bytes;
@@ -152,11 +147,8 @@ extern "C" {
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
 int standin_sent() { return sent; }
-size_t standin_taken() { return kMemory - Left(); }
-void standin_fill() {
-  const std::lock_guard<std::mutex> lock(memory);
-  taken = kMemory;
-}
+size_t standin_taken() { return taken; }
+void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
 int standin_old = 0;                                                                      // whether it is of a CUDA before 13
 int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
@@ -200,7 +192,7 @@ CUresult cuMemAllocHost(void** pointer, size_t bytes) {
   return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes, CU_MEMORYTYPE_HOST);
 }
 CUresult cuMemFreeHost(void* pointer) { return Free(reinterpret_cast<uintptr_t>(pointer)); }
-CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = Left(), *total = kMemory, CUDA_SUCCESS; }
+CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = kMemory - taken, *total = kMemory, CUDA_SUCCESS; }
 CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
   const Work work = [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); };
   return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMSET});
@@ -266,10 +258,7 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
-  {
-    const std::lock_guard<std::mutex> lock(memory);
-    taken += graph->nodes.size();
-  }
+  taken += graph->nodes.size();
   captured.clear();
   for (const CUgraphNode_st& node : graph->nodes)
     captured += (node.type == CU_GRAPH_NODE_TYPE_KERNEL ? node.name : "no kernel") + "\n";
@@ -277,10 +266,7 @@ CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, uns
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec executable) {
-  {
-    const std::lock_guard<std::mutex> lock(memory);
-    taken -= executable->nodes.size();
-  }
+  taken -= executable->nodes.size();
   return delete executable, CUDA_SUCCESS;
 }
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
