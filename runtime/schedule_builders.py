@@ -42,7 +42,7 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
         ScheduleError: an unknown name, a range that is empty, or a speedup that cannot be reached.
     """
     kind, _, table = request.name.partition(":")
-    if not (kind == "table" and table) and request.name not in ("linear", "full", "power", "step"):
+    if not (kind == "table" and table) and request.name not in ("full", *_BY_SPEEDUP):
         raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
     _check_request(request, num_layers)
     if kind in ("table", "full"):
@@ -138,9 +138,8 @@ def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
     """
     speedup = DEFAULT_SPEEDUP if request.speedup is None else request.speedup
     low, high = _reach(request, span, num_layers)
-    if request.speedup is None:  # nobody asked for 2: what is nearest; `disagreements` tells
-        return min(max(num_layers / speedup, low), high)
-    if speedup >= 1 and low - 0.5 <= num_layers / speedup <= high + 0.5:  # half a layer is rounding
+    reachable = speedup >= 1 and low - 0.5 <= num_layers / speedup <= high + 0.5  # half a layer is rounding
+    if reachable or request.speedup is None:  # nobody asked for 2: what is nearest; `disagreements` tells
         return min(max(num_layers / speedup, low), high)
     nearest = _floor(num_layers / low) if speedup > num_layers / low else -_floor(-num_layers / high)
     least = least_layers(num_layers, request.warmup_layers)
