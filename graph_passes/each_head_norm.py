@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS, required, scales_numbers
+from skipdecode.graph_passes.conventions import NORMS, required, scales_numbers, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
@@ -48,19 +48,17 @@ def _norms_of_heads(join: ir.Node) -> list[ir.Node]:
 
 
 def _differs_in_weights_alone(norm: ir.Node, other: ir.Node) -> bool:
-    same = norm.op_type == other.op_type and len(norm.inputs) == 2 and len(norm.outputs) == 1
-    return (
-        same and scales_numbers(norm) and norm.attributes == other.attributes and norm.attributes.get_int("axis", -1) in (-1, 3)
-    )
+    same = norm.op_type == other.op_type and norm.attributes == other.attributes
+    plain = len(norm.inputs) == 2 and len(norm.outputs) == 1 and scales_numbers(norm)
+    return same and plain and norm.attributes.get_int("axis", -1) in (-1, 3)
 
 
 def _norm_together(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None:
     split = required(norms[0]).producer()
     assert split is not None
     heads, weights, joined = required(split), [norm.inputs[1] for norm in norms], join.outputs[0]
-    assert heads.shape is not None and weights[0] is not None and weights[0].dtype is not None
-    size, kind = heads.shape[3], weights[0].dtype
-    assert isinstance(size, int)
+    assert weights[0] is not None and weights[0].dtype is not None
+    size, kind = static_dim(heads, 3), weights[0].dtype
     tape = Tape()
     ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=kind)})
     normed = tape.op(norms[0].op_type, [heads, ones], norms[0].attributes)

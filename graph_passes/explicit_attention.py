@@ -10,12 +10,11 @@ there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import cast, integers, required, static_dim
+from skipdecode.graph_passes.conventions import required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 _HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
@@ -42,57 +41,53 @@ class _Explicit:
 
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
         assert {*node.attributes} <= _ATTRIBUTES, f"attention with {[*node.attributes]}"
-        self._graph, self._node = graph, node
+        self._graph, self._node, self._tape = graph, node, Tape()
         self._query, self._keys, self._values, self._mask = (required(node, index) for index in range(4))
         self._heads, self._kv_heads = static_dim(self._query, 1), static_dim(self._keys, 1)
 
     def write(self) -> None:
         scores, kind = self._scores(), self._query.dtype
         assert kind is not None
-        shares = self._cast(self._add("Softmax", [scores], axis=-1), kind)
-        rows = self._add("MatMul", [self._by_key(shares, static_dim(self._keys, 2)), self._values])
-        made = [self._by_query(rows, static_dim(self._query, 3)), *self._node.outputs[1:]]
-        if len(made) > 1:
+        shares = self._cast(self._tape.op("Softmax", [scores], {"axis": -1}), kind)
+        rows = self._tape.op("MatMul", [self._by_key(shares, static_dim(self._keys, 2)), self._values])
+        made = {0: self._by_query(rows, static_dim(self._query, 3))}
+        if len(self._node.outputs) > 1:
             assert self._node.attributes["qk_matmul_output_mode"].as_int() == 2, "scores that are not those of the softmax"
             made[3] = self._cast(scores, kind)
-        for old, new in zip(self._node.outputs, made, strict=True):
-            if new is not old:
-                new.shape, new.type = old.shape, old.type
-                take_over(old, new)
+        self._graph.insert_before(self._node, self._tape.nodes)
+        for index, value in made.items():
+            take_over(self._node.outputs[index], value)
         self._graph.remove(self._node, safe=True)
 
     def _scores(self) -> ir.Value:
         """[B,NH,S,C] in fp32: scaled, capped, masked."""
+        op = self._tape.op
         scale, cap = self._node.attributes["scale"].as_float(), self._node.attributes.get_float("softcap", 0.0)
         assert self._query.dtype is not None
-        scaled = self._add("Mul", [self._query, self._number(scale, self._query.dtype)])
-        turned = self._add("Transpose", [self._keys], perm=[0, 1, 3, 2])
-        products = self._add("MatMul", [self._by_key(scaled, static_dim(self._query, 3)), turned])
+        scaled = op("Mul", [self._query, self._number(scale, self._query.dtype)])
+        turned = op("Transpose", [self._keys], {"perm": [0, 1, 3, 2]})
+        products = op("MatMul", [self._by_key(scaled, static_dim(self._query, 3)), turned])
         scores = self._cast(self._by_query(products, static_dim(self._keys, 2)), ir.DataType.FLOAT)
         if cap:
             most = self._number(cap, ir.DataType.FLOAT)
-            scores = self._add("Mul", [self._add("Tanh", [self._add("Div", [scores, most])]), most])
+            scores = op("Mul", [op("Tanh", [op("Div", [scores, most])]), most])
         if self._mask.dtype == ir.DataType.BOOL:
-            return self._add("Where", [self._mask, scores, self._number(-np.inf, ir.DataType.FLOAT)])
-        return self._add("Add", [scores, self._cast(self._mask, ir.DataType.FLOAT)])
+            return op("Where", [self._mask, scores, self._number(-np.inf, ir.DataType.FLOAT)])
+        return op("Add", [scores, self._cast(self._mask, ir.DataType.FLOAT)])
 
     def _by_key(self, value: ir.Value, size: int) -> ir.Value:
         """[B,NH,S,size] -> [B,KVH,NH/KVH*S,size]."""
-        return self._add("Reshape", [value, self._put(integers(0, self._kv_heads, -1, size))])
+        return self._reshaped(value, self._kv_heads, size)
 
     def _by_query(self, value: ir.Value, size: int) -> ir.Value:
         """[B,KVH,NH/KVH*S,size] -> [B,NH,S,size]."""
-        return self._add("Reshape", [value, self._put(integers(0, self._heads, -1, size))])
+        return self._reshaped(value, self._heads, size)
+
+    def _reshaped(self, value: ir.Value, heads: int, size: int) -> ir.Value:
+        return self._tape.op("Reshape", [value, self._tape.op("Constant", [], {"value_ints": [0, heads, -1, size]})])
 
     def _number(self, number: float, dtype: ir.DataType) -> ir.Value:
-        return self._put(ir.node("Constant", [], {"value": ir.tensor(np.array(number, dtype.numpy()))}))
+        return self._tape.op("Constant", [], {"value": ir.tensor(np.array(number, dtype.numpy()))})
 
     def _cast(self, value: ir.Value, to: ir.DataType) -> ir.Value:
-        return self._put(cast(value, to))
-
-    def _add(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int | list[int]) -> ir.Value:
-        return self._put(ir.node(op_type, inputs, attributes))
-
-    def _put(self, node: ir.Node) -> ir.Value:
-        self._graph.insert_before(self._node, node)
-        return node.outputs[0]
+        return self._tape.op("Cast", [value], {"to": to})

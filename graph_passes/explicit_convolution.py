@@ -49,8 +49,6 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
         out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
     bounds = ([-static_dim(past, 2)], [_MOST], [2])
     present = tape.op("Slice", [joined, *(tape.op("Constant", [], {"value_ints": bound}) for bound in bounds)])
-    for old, new in zip(node.outputs, (out, present), strict=True):
-        new.shape, new.type = old.shape, old.type
     graph.insert_before(node, tape.nodes)
     for old, new in zip(node.outputs, (out, present), strict=True):
         take_over(old, new)
