@@ -203,9 +203,13 @@ def _terminating() -> Iterator[Callable[[], None]]:
 
     wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
     before = {number: signal.signal(number, stop) for number in wanted}
+    tell = sys.unraisablehook
+    # what a finalizer drops `check` raises again, so nothing is told of it
+    sys.unraisablehook = lambda dropped: None if dropped.exc_type is SystemExit else tell(dropped)
     try:
         yield check
     finally:
+        sys.unraisablehook = tell
         for number, handler in before.items():
             signal.signal(number, handler)
         check()  # also where a library, whose call it interrupted, made another error of it

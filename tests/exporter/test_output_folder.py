@@ -237,6 +237,24 @@ def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(m
     assert (caught.value.code, reached) == (143, ["layer 0"])
 
 
+def test_an_export_whose_signal_arrives_in_a_finalizer_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def dropping(_: object, report: Callable[[str, float], None]) -> None:
+        Finalized()
+        report("layer 1", 0.5)
+
+    told: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(cli, "export", dropping)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["opt-125m", "--out", "bundle"])
+    assert (caught.value.code, told) == (143, [])
+    assert sys.unraisablehook == told.append
+
+
 def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         try:
