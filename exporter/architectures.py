@@ -210,8 +210,6 @@ def layer_kind(config: Any, layer: int) -> str | None:
 
 def not_on_tensorrt(config: Any) -> str | None:
     """What of the model TensorRT does not take; None: nothing."""
-    if key_sources(config):
-        return "layers that read the keys and values of others"
     return next((_NOT_ON_TENSORRT[kind] for kind in layer_kinds(config) or () if kind in _NOT_ON_TENSORRT), None)
 
 

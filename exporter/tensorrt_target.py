@@ -40,7 +40,7 @@ from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
-from skipdecode.kv_buffer import LEAST_SLOTS, common_slot_bytes, static_slots
+from skipdecode.kv_buffer import LEAST_SLOTS, static_slots
 from skipdecode.model import key_sizes
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.schedule import Schedule
@@ -68,7 +68,7 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
         TargetError: a layer's KV buffer has more elements than a tensor may.
     """
     width = max(keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys))
-    slots = max(static_slots(schedule, limits.max_length, _slot_bytes(skeleton)))
+    slots = max(_slots(skeleton, limits, schedule))
     most = _MOST_ELEMENTS // (limits.max_batch * width)
     if slots > most:
         most -= most % LEAST_SLOTS  # no count of slots is rounded up beyond such a one
@@ -150,7 +150,7 @@ def _timing_cache(replaced: Path, partial: Path, folder: str) -> str:
 def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
     """All engines, the largest (the segments) first."""
     decode = Profile(batch=(1, 1, job.limits.max_batch), tokens=(1, 1, 1))
-    slots = static_slots(job.schedule, job.limits.max_length, _slot_bytes(job.skeleton))
+    slots = _slots(job.skeleton, job.limits, job.schedule)
     engines = []
     for index, layers in enumerate(job.plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
@@ -180,8 +180,8 @@ def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
     return lowered
 
 
-def _slot_bytes(skeleton: Skeleton) -> int:
-    return common_slot_bytes(skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
+def _slots(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> tuple[int, ...]:
+    return static_slots(schedule, limits.max_length, skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
 
 
 def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:

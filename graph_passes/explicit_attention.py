@@ -4,8 +4,9 @@
     -> MatMul(Softmax(Where(mask, c * Tanh(MatMul(query * scale, keys^T) / c), -inf)), values)
 
 Why: its parser takes no cap (Gemma 2) and no output but the first (attention sinks ask for the scores), and it has no kernel for
-heads of fewer than 16 or more than 256 numbers (Gemma 4). Queries that share keys are rows of one product, so that no key is
-there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both products.
+heads of fewer than 16 or more than 256 numbers (Gemma 4), nor, in one plan, for a second attention to the same keys (layers that
+read those of others; TensorRT-RTX 1.7.1's builder ends with signal 11). Queries that share keys are rows of one product, so that
+no key is there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both products.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ class ExplicitAttentionPass(ir.passes.InPlacePass):
     """Leaves attention that has a kernel; slots must be static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [node for node in model.graph if node.op_type == "Attention" and not _has_kernel(node)]
+        served: set[ir.Value | None] = set()
+        found = []
+        for node in (node for node in model.graph if node.op_type == "Attention"):
+            if _has_kernel(node) and node.inputs[1] not in served:
+                served.add(node.inputs[1])
+            else:
+                found.append(node)
         for node in found:
             _Explicit(model.graph, node).write()
         return ir.passes.PassResult(model, bool(found))

@@ -16,7 +16,7 @@ from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Target
 from skipdecode.memory import IntArray, Memory
-from skipdecode.model import Keys, Model, StateLayers, key_sizes
+from skipdecode.model import Keys, Model, StateLayers, kept, key_sizes
 from skipdecode.schedule import Anchor, Schedule
 
 # TensorRT-RTX 1.7.1 fails to build plans of two layers or more for few slots: up to 32 in fp16, up to 64 in bf16
@@ -35,26 +35,28 @@ def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...
     return tuple(0 if cap == 0 else prompt + min(new, new if cap is None else cap) for cap in caps)
 
 
-def static_slots(schedule: Schedule, max_length: int, slot_bytes: int) -> tuple[int, ...]:
-    """Slots that each layer needs for any run of at most `max_length` tokens: what engines with static buffers are built for.
+def static_slots(
+    schedule: Schedule, max_length: int, groups: Sequence[StateLayers], keys: Keys, float_bytes: int
+) -> tuple[int, ...]:
+    """Slots of the keys that each layer reads, for any run of at most `max_length` tokens: what plans are built for.
 
-    A layer that no decode step computes has buffers too, which a prompt's keys and values pass through.
+    A layer that no decode step computes has buffers too, which a prompt's keys and values pass through. Counts are rounded up so
+    that each row's slots begin at an aligned address.
 
     Args:
-        slot_bytes: as `common_slot_bytes` gives it. Counts are rounded up so that each row's slots begin at an aligned address.
+        groups: of layers that do not keep `keys` alone.
 
     Returns:
         At least LEAST_SLOTS each.
     """
     absolute = schedule.anchor is Anchor.ABSOLUTE
     needed = slots_per_layer(schedule, 0, max_length) if absolute else (max_length,) * schedule.num_layers
+    # what divides the bytes of a slot's keys, KVH x D, of each layer
+    slot_bytes = math.gcd(*(each.num_heads * each.head_size for each in key_sizes(groups, keys))) * float_bytes
     step = ALIGNMENT // math.gcd(ALIGNMENT, slot_bytes)
-    return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in needed)
-
-
-def common_slot_bytes(state_layers: Sequence[StateLayers], keys: Keys, float_bytes: int) -> int:
-    """What divides the bytes of a slot's keys, KVH x D, of each layer; `keys`: of those in none of `state_layers`."""
-    return math.gcd(*(each.num_heads * each.head_size for each in key_sizes(state_layers, keys))) * float_bytes
+    sources = (kept(groups, keys, layer).keys_of for layer in range(schedule.num_layers))
+    read = [needed[layer if source is None else source] for layer, source in enumerate(sources)]
+    return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in read)
 
 
 def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
@@ -65,8 +67,7 @@ def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
 def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
     """`static_slots` of a bundle's plans."""
     model = manifest.model
-    divisor = common_slot_bytes(model.state_layers, model.keys, target.float_bytes)
-    return static_slots(manifest.schedule, manifest.limits.max_length, divisor)
+    return static_slots(manifest.schedule, manifest.limits.max_length, model.state_layers, model.keys, target.float_bytes)
 
 
 def key_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:

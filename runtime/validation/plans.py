@@ -17,7 +17,7 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import Engine, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
-from skipdecode.kv_buffer import constant_state, key_state
+from skipdecode.kv_buffer import constant_state, key_state, keys_read
 from skipdecode.memory import Array, DeviceMemory
 from skipdecode.model import Model
 
@@ -71,6 +71,9 @@ def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: i
             feed[name][:, :, valid:] = 0
         for name, shape in constant_state(model, layer).items():
             feed[name] = floats(1, *shape).astype(np.float32)
+    for source, name in keys_read(model, layers):  # the tokens' own are in them
+        feed[name] = floats(1, *key_state(model, source, slots)[name])
+        feed[name][:, :, valid + tokens :] = 0
     return feed
 
 
@@ -84,7 +87,8 @@ def _chain(model: Model, engines: Sequence[tuple[tuple[int, ...], Engine]], memo
         outputs = {names.HIDDEN_OUT: hidden}
         for layers, engine in engines:
             past = [name for layer in layers for name in key_state(model, layer, 0) | constant_state(model, layer)]
-            bind_segment(engine, inputs, hidden, [{name: arrays[name] for name in past}])()
+            read = {names.present(name): arrays[name] for _, name in keys_read(model, layers)}
+            bind_segment(engine, inputs | read, hidden, [{name: arrays[name] for name in past}])()
             outputs |= {names.present(name): arrays[name] for name in past}
         return {name: memory.to_host(array) for name, array in outputs.items()}
 

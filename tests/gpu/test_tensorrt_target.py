@@ -19,8 +19,9 @@ from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
 NEW = 14
-# grouped queries; biases in the mask; capped logits, sinks and keys of two sizes, whose attention is written out; states
-NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "lfm2"]
+# grouped queries; biases in the mask; capped logits, sinks, keys of two sizes and of others, whose attention is written out;
+# states
+NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others", "lfm2"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def generator(
     name: str, zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Generator:
     out: Path = tmp_path_factory.mktemp("plans") / "bundle"
-    line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=request.param)
+    least = 4 if name == "reading_others" else 2  # what others read is never skipped
+    line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=least, span=12, max_variants=3, anchor=request.param)
     export(
         ExportRequest(
             model=str(zoo.checkpoint(name)), out=out, schedule=line, dtype="fp16", max_batch=4, max_length=MAX_LENGTH,

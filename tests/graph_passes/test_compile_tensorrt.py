@@ -34,6 +34,7 @@ from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
+from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from tests.conftest import CONFIGS, Zoo
 
@@ -48,15 +49,16 @@ Part = Callable[..., ir.Model]
 
 @pytest.fixture(scope="module")
 def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
-    """By architecture, part and dtype: a standard graph of a tiny model, made when first asked for."""
+    """By architecture, part (or layers, stitched) and dtype: a standard graph of a tiny model, made when first asked for."""
 
     @functools.cache
-    def made(name: str, what: str = "layer", dtype: torch.dtype = torch.float16) -> ir.Model:
+    def made(name: str, what: str | tuple[int, ...] = (0,), dtype: torch.dtype = torch.float16) -> ir.Model:
         skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)), dtype)
         source = checkpoint_source(zoo.checkpoint(name), skeleton)
         weights = write_weights(tmp_path_factory.mktemp(name), skeleton.shapes, dtype, source, lambda count: None)
-        if what == "layer":
-            return export.layer_graphs(skeleton, weights)[0]
+        if isinstance(what, tuple):
+            layers = export.layer_graphs(skeleton, weights)
+            return stitch([layers[layer] for layer in what], name="segment")
         return export.outer_graphs(skeleton, weights)[("embed", "head").index(what)]
 
     return made
@@ -80,9 +82,9 @@ def copies_of_whole_buffers(layers: tuple[EngineLayer, ...]) -> list[str]:
     return [layer.name for layer in layers if any(name.startswith("past_") for name in layer.inputs)]
 
 
-def assert_updates_in_place(layers: tuple[EngineLayer, ...]) -> None:
+def assert_updates_in_place(layers: tuple[EngineLayer, ...], of: int = 0) -> None:
     updated = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
-    assert updated == {f"present_{kind}.0{profile}" for kind in ("key", "value") for profile in ("", " [profile 1]")}
+    assert updated == {f"present_{kind}.{of}{profile}" for kind in ("key", "value") for profile in ("", " [profile 1]")}
     assert copies_of_whole_buffers(layers) == []
 
 
@@ -104,6 +106,22 @@ def test_attention_without_a_fused_kernel_updates_its_buffers_in_place_too(name:
     assert [layer.name for layer in layers if "_mha_" in layer.name] == []
 
 
+@pytest.mark.parametrize("segment", [(1, 3, 4), (2, 5), (3, 4), (5,)], ids=str)
+def test_layers_that_read_the_keys_of_others_build_with_them_and_without(
+    segment: tuple[int, ...], part: Part, tmp_path: Path
+) -> None:
+    """Layers 3 and 4 read those of layer 1, layer 5 those of layer 2; the first in a plan has the fused kernel."""
+    layers = build(part("reading_others", segment), tmp_path, *LOWERING)
+    source = 2 if segment[-1] == 5 else 1
+    if source in segment:
+        assert_updates_in_place(layers, source)
+    else:
+        assert not [name for layer in layers for name in layer.outputs if name.startswith("present_")]
+    fused = [layer for layer in layers if "_mha_" in layer.name]
+    assert ["gemv" in layer.name for layer in fused] == [True, False], "one kernel a profile: decode, prefill"
+    assert {f"present_key.{source}", f"present_value.{source}"} <= {*fused[0].inputs}, "a step reads the buffers where they lie"
+
+
 @pytest.mark.parametrize("name", ["opt-350m", "llama"])
 def test_embedding_and_head_build_too(name: str, part: Part, tmp_path: Path) -> None:
     for what in ("embed", "head"):
@@ -121,7 +139,7 @@ def test_a_tied_weight_is_read_where_it_lies(part: Part, tmp_path: Path) -> None
 
 
 def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
-    layers = build(part("qwen3", "layer", torch.bfloat16), tmp_path, *LOWERING)
+    layers = build(part("qwen3", (0,), torch.bfloat16), tmp_path, *LOWERING)
     assert copies_of_whole_buffers(layers) == []
     assert sum("_mha_" in layer.name for layer in layers) == 2
 
@@ -181,7 +199,7 @@ def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: P
 
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="could not build it"):
-        build(part("llama", "layer", torch.float32), tmp_path, *LOWERING)
+        build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,13 @@ WITH_SCORES = CAPPED.replace("<scale = 0.25, softcap = 2.0>", "<scale = 0.25, qk
     "(query, key, value, mask)\n    sums = ReduceLogSumExp <keepdims = 1> (scores, last)  attended = Mul (out, sums)\n}",
 ).replace("(float[B,4,S,16] attended)", "(float[B,4,S,16] attended) <int64[1] last = {-1}>")  # fmt: skip
 SMALL_HEADS = CAPPED.replace(", softcap = 2.0", "").replace("16]", "8]")
+TWICE = """<ir_version: 10, opset_import: ["" : 24]>
+attend (float[B,4,S,16] query, float[B,2,6,16] key, float[B,2,6,16] value, bool[B,1,S,6] mask)
+    => (float[B,4,S,16] again)
+{
+    attended = Attention <scale = 0.25> (query, key, value, mask)
+    again = Attention <scale = 0.5> (attended, key, value, mask)
+}"""
 BIASED = SMALL_HEADS.replace("bool[B,1,S,6] mask", "float[B,4,S,6] mask")
 
 
@@ -46,6 +53,16 @@ def test_it_is_written_out_with_the_same_result(text: str) -> None:
     assert ExplicitAttentionPass()(after).modified
     kinds = [node.op_type for node in after.graph]
     assert "Attention" not in kinds and kinds.count("MatMul") == 2
+    feeds = _feeds(before)
+    np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5, atol=1e-6)
+    assert not ExplicitAttentionPass()(after).modified
+
+
+def test_of_two_that_read_the_same_keys_the_second_is_written_out() -> None:
+    before, after = with_shapes(TWICE), with_shapes(TWICE)
+    assert ExplicitAttentionPass()(after).modified
+    (kept,) = (node for node in after.graph if node.op_type == "Attention")
+    assert kept.attributes["scale"].as_float() == 0.25
     feeds = _feeds(before)
     np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5, atol=1e-6)
     assert not ExplicitAttentionPass()(after).modified

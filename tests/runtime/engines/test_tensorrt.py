@@ -23,6 +23,7 @@ from skipdecode.engines import tensorrt
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
@@ -48,15 +49,22 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite_swa", "gemma4_text", "lfm2"])
-def test_caps_sinks_keys_of_two_sizes_and_short_convolutions_agree_with_torch_and_onnx_runtime(
-    name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "anchor"),
+    [
+        *((name, Anchor.GENERATED) for name in ("gemma2", "granite_swa", "gemma4_text", "lfm2", "reading_others")),
+        ("reading_others", Anchor.ABSOLUTE),  # the keys that upper layers read have more slots than those would need
+    ],
+)
+def test_caps_sinks_keys_of_two_sizes_or_of_others_and_short_convolutions_agree_with_torch_and_onnx_runtime(
+    name: str, anchor: Anchor, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3)
+    least, longest = (4, 2 * LEAST_SLOTS) if name == "reading_others" else (2, MAX_LENGTH)
+    asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=least, span=12, max_variants=3, anchor=anchor)
     export(
         ExportRequest(
             model=str(zoo.checkpoint(name)), out=tmp_path / "bundle", schedule=asked, dtype="fp16", max_batch=4,
-            max_length=MAX_LENGTH, targets=("tensorrt-rtx:sm89",),
+            max_length=longest, targets=("tensorrt-rtx:sm89",),
         )
     )  # fmt: skip
     generator = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch)
