@@ -2,7 +2,8 @@
 
     python benchmarks/export_cost.py opt-6.7b --schedule linear --dtype fp16 --target tensorrt-rtx:sm89
 
-measures that command and writes results/export-<model>-<values of its options>-<machine>.json.
+measures that command and writes results/export-<model>-<values of its options>-<machine>.json. The model may be a folder that has no more
+than a config.json.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def _main() -> None:
     with tempfile.TemporaryDirectory(prefix="skipdecode-export-", dir=folder) as temporary:
         figures = measure_export(model, Path(temporary) / "bundle", options)
     show_export(model, figures)
+    model = Path(model).name  # of a folder with a config.json
     name = "-".join(["export", model, *(value.replace(":", "-") for value in options if not value.startswith("-"))])
     print(write_results(name, {"machine": facts(), "model": model, "options": options, **figures}))
 

@@ -13,6 +13,8 @@ import torch
 
 from skipdecode.exporter.architectures import declared
 
+TABLE = "embed_tokens_per_layer"  # [V,L*P], which the token looks up
+
 
 def input_size(config: Any) -> int:
     """P, numbers of a token that each layer is told; 0: none."""
@@ -40,7 +42,7 @@ def own_input(inputs: torch.Tensor, size: int, layer: torch.Tensor) -> torch.Ten
 def widen_embedding(owner: Any, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Give a model that was made with no layers what `embedded` takes of `config`'s; memory that nothing touches."""
     owner.config.num_hidden_layers = config.num_hidden_layers
-    for name in ("embed_tokens_per_layer", "per_layer_model_projection"):
+    for name in (TABLE, "per_layer_model_projection"):
         module = getattr(owner, name)
         shape = next(shape for parameter, shape in shapes.items() if parameter.endswith(f".{name}.weight"))
         module.weight = torch.nn.Parameter(torch.empty(shape, dtype=module.weight.dtype), requires_grad=False)

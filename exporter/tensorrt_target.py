@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -21,6 +22,7 @@ from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
+from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.request import Job
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import (
@@ -37,6 +39,7 @@ from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
@@ -65,8 +68,12 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
-        TargetError: a layer's KV buffer has more elements than a tensor may.
+        TargetError: a layer's KV buffer, or a weight that cannot be split, has more elements than a tensor may.
     """
+    sizes = {name: math.prod(shape) for name, shape in skeleton.shapes.items() if not name.endswith(f".{TABLE}.weight")}
+    largest = max(sizes, key=sizes.__getitem__)
+    if sizes[largest] > _MOST_ELEMENTS:
+        raise TargetError(f"{largest} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
     width = max(keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys))
     slots = max(_slots(skeleton, limits, schedule))
     most = _MOST_ELEMENTS // (limits.max_batch * width)
@@ -175,6 +182,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
     passes += [ExplicitConvolutionPass(opset=OPSET), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
+    passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     passes += [FloatLogitsPass()] if graph.graph.name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered

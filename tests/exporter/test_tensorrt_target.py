@@ -188,11 +188,21 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
 
 def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to() -> None:
     keys = Keys(num_heads=2, head_size=16)
-    skeleton: Any = SimpleNamespace(keys=keys, state_layers=())
+    skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes={"model.norm.weight": (32,)})
     for length in (2000, 671):
         with pytest.raises(TargetError, match="choose --max-length 640 or less, or fewer --max-batch rows"):
             tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=length, max_batch=10**5), full_depth(6))
     tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
+
+
+def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be_split_is_not() -> None:
+    """Command R+ has the one, Gemma 4's E2B the other."""
+    limits, embedding = manifests.Limits(max_length=64, max_batch=1), {"model.embed_tokens.weight": (256000, 12288)}
+    skeleton: Any = SimpleNamespace(keys=Keys(num_heads=2, head_size=16), state_layers=(), shapes=embedding)
+    with pytest.raises(TargetError, match=r"--target: model\.embed_tokens\.weight has more than .*; choose cpu or cuda"):
+        tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
+    skeleton.shapes = {"model.norm.weight": (1536,), "model.embed_tokens_per_layer.weight": (262144, 8960)}
+    tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
 
 
 @pytest.mark.parametrize("max_length", [32, MAX_LENGTH])

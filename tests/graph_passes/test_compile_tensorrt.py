@@ -33,6 +33,7 @@ from skipdecode.graph_passes.compile_tensorrt import (
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
@@ -41,6 +42,7 @@ from tests.conftest import CONFIGS, Zoo
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 PREFILL = Profile(batch=(1, 1, 1), tokens=(1, 8, 16))
 LOWERING = (StaticSlotsPass(slots=48), ExplicitAttentionPass(), NonUnitScalePass(), DropUnusedInputsPass())
+PER_LAYER = "model.embed_tokens_per_layer.weight"
 CAPPED = "gemma2"  # caps its attention logits, which no fused kernel does
 
 
@@ -126,6 +128,13 @@ def test_layers_that_read_the_keys_of_others_build_with_them_and_without(
 def test_embedding_and_head_build_too(name: str, part: Part, tmp_path: Path) -> None:
     for what in ("embed", "head"):
         assert build(part(name, what), tmp_path, DropUnusedInputsPass())
+
+
+def test_a_table_in_parts_builds(part: Part, tmp_path: Path) -> None:
+    """Of per-layer inputs, 99 x 144 here."""
+    layers = build(part("reading_others", "embed"), tmp_path, DropUnusedInputsPass(), SplitTablePass(most=10_000))
+    assert len(ir.load(tmp_path / "lowered.onnx").graph.initializers.keys() & {f"{PER_LAYER}.{first}" for first in (0, 50)}) == 2
+    assert layers
 
 
 def test_a_tied_weight_is_read_where_it_lies(part: Part, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""A table with more numbers than a tensor may have, in parts of whole rows.
+
+    Gather(table [V,W], ids) -> Where(ids < R, Gather(table[:R], min(ids, R - 1)), Gather(table[R:], max(ids - R, 0)))
+
+Why: TensorRT's kernels count a tensor's numbers in 32 bits (its issue 1948) and its builder takes a larger constant without a
+word; Gemma 4's per-layer inputs have 2.3e9 numbers (E2B). The parts lie where the table lay.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import required
+from skipdecode.graph_passes.take_over import take_over
+
+
+class SplitTablePass(ir.passes.InPlacePass):
+    """
+    Args:
+        most: numbers of a part. Smaller tables are left alone, and what is not looked up by rows.
+    """
+
+    def __init__(self, *, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        large = [value for value in model.graph.initializers.values() if _numbers(value) > self.most and _is_table(value)]
+        for table in large:
+            self._split(model.graph, table)
+        return ir.passes.PassResult(model, bool(large))
+
+    def _split(self, graph: ir.Graph, table: ir.Value) -> None:
+        tensor = table.const_value
+        assert tensor is not None
+        count, width = tensor.shape.numpy()
+        parts = -(-count * width // self.most)
+        rows = min(-(-count // parts), self.most // width)
+        found = {first: _part(graph, tensor, first, min(rows, count - first)) for first in range(0, count, rows)}
+        for node in list(table.consumers()):
+            tape = Tape()
+            chosen = _look_up(tape, required(node, 1), found, rows)
+            graph.insert_before(node, tape.nodes)
+            take_over(node.outputs[0], chosen)
+            graph.remove(node, safe=True)
+        del graph.initializers[str(table.name)]
+
+
+def _numbers(value: ir.Value) -> int:
+    return value.const_value.size if value.const_value is not None else 0
+
+
+def _is_table(value: ir.Value) -> bool:
+    by_rows = (node.op_type == "Gather" and not (index or node.attributes.get_int("axis", 0)) for node, index in value.uses())
+    return value.shape is not None and len(value.shape) == 2 and all(by_rows)
+
+
+def _part(graph: ir.Graph, table: ir.TensorProtocol, first: int, count: int) -> ir.Value:
+    """An initializer: `count` rows of the table from `first` on."""
+    shape, name = ir.Shape([count, table.shape.numpy()[1]]), f"{table.name}.{first}"
+    if isinstance(table, ir.ExternalTensor):
+        row = table.nbytes // table.shape.numpy()[0]
+        part: ir.TensorProtocol = ir.ExternalTensor(
+            table.location, (table.offset or 0) + first * row, count * row, table.dtype,
+            shape=shape, name=name, base_dir=table.base_dir,
+        )  # fmt: skip
+    else:
+        part = ir.tensor(table.numpy()[first : first + count], dtype=table.dtype, name=name)
+    value = ir.Value(name=name, shape=shape, type=ir.TensorType(part.dtype), const_value=part)
+    graph.register_initializer(value)
+    return value
+
+
+def _look_up(tape: Tape, ids: ir.Value, parts: dict[int, ir.Value], rows: int) -> ir.Value:
+    """The rows `ids` [...] of all parts, [..., W]; `parts`, by their first row, have `rows` each, but the last."""
+
+    def number(value: int) -> ir.Value:
+        return tape.op("Constant", [], {"value": ir.tensor(np.array(value, dtype=np.int64))})
+
+    found = tape.op("Gather", [parts[0], tape.op("Min", [ids, number(rows - 1)])])
+    for first in [*parts][1:]:
+        inside = tape.op("Max", [tape.op("Sub", [ids, number(first)]), number(0)])
+        own = tape.op("Gather", [parts[first], tape.op("Min", [inside, number(rows - 1)])])
+        below = tape.op("Unsqueeze", [tape.op("Less", [ids, number(first)]), tape.op("Constant", [], {"value_ints": [-1]})])
+        found = tape.op("Where", [below, found, own])
+    return found

@@ -1,0 +1,48 @@
+"""A table in parts: every row is found, in memory and in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.split_table import SplitTablePass
+from tests.graph_passes.running import run_model, with_parameters
+
+LOOKED_UP = """<ir_version: 10, opset_import: ["" : 24]>
+embed (int64[B,S] ids, float[7,3] table) => (float[B,S,3] hidden)
+{ hidden = Gather <axis = 0> (table, ids) }"""
+TABLE = np.arange(21, dtype=np.float32).reshape(7, 3)
+IDS = np.array([[0, 2, 3, 6], [5, 4, 1, 3]])
+
+
+def _model(text: str = LOOKED_UP) -> ir.Model:
+    return with_parameters(text, {"table": TABLE})
+
+
+@pytest.mark.parametrize(("most", "rows"), [(20, [4, 3]), (12, [4, 3]), (11, [3, 3, 1]), (3, [1] * 7)])
+def test_each_row_is_found_in_the_part_that_it_lies_in(most: int, rows: list[int]) -> None:
+    model = _model()
+    assert SplitTablePass(most=most)(model).modified
+    assert [value.const_value.shape.numpy()[0] for value in model.graph.initializers.values() if value.const_value] == rows
+    np.testing.assert_array_equal(run_model(model, {"ids": IDS})[0], TABLE[IDS])
+    assert not SplitTablePass(most=most)(model).modified
+
+
+def test_the_parts_of_a_table_in_a_file_lie_where_it_lies(tmp_path: Path) -> None:
+    ir.save(_model(), tmp_path / "embed.onnx", external_data="embed.bin", size_threshold_bytes=0)
+    model = ir.load(tmp_path / "embed.onnx")
+    assert SplitTablePass(most=11)(model).modified
+    parts = [value.const_value for value in model.graph.initializers.values()]
+    assert all(isinstance(part, ir.ExternalTensor) and part.path == str(tmp_path / "embed.bin") for part in parts)
+    np.testing.assert_array_equal(np.concatenate([part.numpy() for part in parts if part is not None]), TABLE)
+
+
+def test_what_is_small_or_also_multiplied_stays_whole() -> None:
+    multiplied = LOOKED_UP.replace(
+        "hidden = Gather <axis = 0> (table, ids)", "one = Gather <axis = 0> (table, ids)  hidden = MatMul (one, table)"
+    )
+    assert not SplitTablePass(most=21)(_model()).modified
+    assert not SplitTablePass(most=20)(_model(multiplied)).modified
