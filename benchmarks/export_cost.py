@@ -2,8 +2,8 @@
 
     python benchmarks/export_cost.py opt-6.7b --schedule linear --dtype fp16 --target tensorrt-rtx:sm89
 
-measures that command and writes results/export-<model>-<values of its options>-<machine>.json. The model may be a folder that has no more
-than a config.json.
+measures that command and writes results/export-<model>-<values of its options>-<machine>.json. The model may be a folder with
+no more than a config.json.
 """
 
 from __future__ import annotations
