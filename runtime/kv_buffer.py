@@ -19,7 +19,8 @@ from skipdecode.memory import IntArray, Memory
 from skipdecode.model import Keys, Model, StateLayers, kept, key_sizes
 from skipdecode.schedule import Anchor, Schedule
 
-# TensorRT-RTX 1.7.1 fails to build plans of two layers or more for few slots: up to 32 in fp16, up to 64 in bf16
+# TensorRT-RTX 1.7.1 fails to build plans of two layers or more for prompts' passes of at most 64 tokens, which have no more than
+# there are slots
 LEAST_SLOTS = 128
 STATE_BYTES = 4  # of a number in a state: fp32 on every target, since each step's rounding would stay in it
 

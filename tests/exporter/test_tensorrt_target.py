@@ -207,7 +207,7 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
 
 @pytest.mark.parametrize("max_length", [32, MAX_LENGTH])
 def test_short_buffers_build_in_bf16_too(max_length: int, zoo: Zoo, tmp_path: Path) -> None:
-    """TensorRT-RTX 1.7.1 fails on two layers of 64 slots or fewer in bf16, of 32 in fp16."""
+    """TensorRT-RTX 1.7.1 fails on two layers where a prompt's pass has 64 tokens or fewer."""
     made = export(_request(zoo, "llama", tmp_path / "bundle", dtype="bf16", max_length=max_length))
     assert max(map(len, made.segments)) > 1
 
