@@ -205,7 +205,7 @@ def _terminating() -> Iterator[Callable[[], None]]:
     before = {number: signal.signal(number, stop) for number in wanted}
     tell = sys.unraisablehook
     # what a finalizer drops `check` raises again, so nothing is told of it
-    sys.unraisablehook = lambda dropped: None if dropped.exc_type is SystemExit else tell(dropped)
+    sys.unraisablehook = lambda dropped: None if received and dropped.exc_type is SystemExit else tell(dropped)
     try:
         yield check
     finally:
