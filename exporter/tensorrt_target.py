@@ -70,10 +70,9 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     Raises:
         TargetError: a layer's KV buffer, or a weight that cannot be split, has more elements than a tensor may.
     """
-    sizes = {name: math.prod(shape) for name, shape in skeleton.shapes.items() if not name.endswith(f".{TABLE}.weight")}
-    largest = max(sizes, key=sizes.__getitem__)
-    if sizes[largest] > _MOST_ELEMENTS:
-        raise TargetError(f"{largest} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
+    for name, shape in skeleton.shapes.items():
+        if math.prod(shape) > _MOST_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
+            raise TargetError(f"{name} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
     width = max(keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys))
     slots = max(_slots(skeleton, limits, schedule))
     most = _MOST_ELEMENTS // (limits.max_batch * width)
