@@ -272,6 +272,8 @@ READING_OTHERS = functools.partial(
     max_position_embeddings=1200,  # prompts of two passes
 )  # fmt: skip
 
+LEAST_LAYERS = {"reading_others": 4}  # of a schedule, else 2: what others read is never skipped
+
 
 class Zoo:
     """Checkpoints and bundles by architecture, made when first asked for."""

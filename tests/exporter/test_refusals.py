@@ -115,8 +115,7 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
 
 def test_layers_that_tensorrt_does_not_take_are_refused_with_the_targets_that_take_them(zoo: Zoo, tmp_path: Path) -> None:
     says = "--target: bamba has layers with linear attention or Mamba-2, which tensorrt-rtx does not take; choose cpu or cuda$"
-    given = {"targets": ("cpu", "tensorrt-rtx:sm89"), "schedule": ScheduleRequest(name="full")}
-    _refused(zoo.checkpoint("bamba"), tmp_path / "outs" / "bundle", TargetError, says, **given)
+    _refused(zoo.checkpoint("bamba"), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
 
 
 def test_layers_without_attention_are_refused_for_tensorrt(zoo: Zoo, tmp_path: Path) -> None:

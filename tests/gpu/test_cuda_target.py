@@ -22,7 +22,7 @@ from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits, spoil
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12
@@ -33,11 +33,10 @@ OTHERS = ["bloom", "granite_swa", "minicpm3", "gemma4_text", "reading_others", "
 MIXTURES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
 pytestmark = pytest.mark.usefixtures("provider")
 SCHEDULE = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9)
-SCHEDULES = {"reading_others": dataclasses.replace(SCHEDULE, min_layers=4, warmup_layers=3)}  # what others read is never skipped
 
 
 def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> Path:
-    schedule = SCHEDULES.get(name, SCHEDULE)
+    schedule = dataclasses.replace(SCHEDULE, min_layers=LEAST_LAYERS.get(name, 2))
     given = {"schedule": schedule, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("cpu", "cuda"), **changes}
     export(ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given))  # type: ignore[arg-type]
     return out

@@ -15,7 +15,7 @@ from skipdecode.generate import Generator
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
 NEW = 14
@@ -45,7 +45,7 @@ def generator(
     name: str, zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Generator:
     out: Path = tmp_path_factory.mktemp("plans") / "bundle"
-    least = 4 if name == "reading_others" else 2  # what others read is never skipped
+    least = LEAST_LAYERS.get(name, 2)
     line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=least, span=12, max_variants=3, anchor=request.param)
     export(
         ExportRequest(

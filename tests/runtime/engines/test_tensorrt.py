@@ -29,7 +29,7 @@ from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.plans import measure_plans
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
 
@@ -59,7 +59,7 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
 def test_caps_sinks_keys_of_two_sizes_or_of_others_and_short_convolutions_agree_with_torch_and_onnx_runtime(
     name: str, anchor: Anchor, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    least, longest = (4, 2 * LEAST_SLOTS) if name == "reading_others" else (2, MAX_LENGTH)
+    least, longest = LEAST_LAYERS.get(name, 2), 2 * LEAST_SLOTS if name == "reading_others" else MAX_LENGTH
     asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=least, span=12, max_variants=3, anchor=anchor)
     export(
         ExportRequest(
