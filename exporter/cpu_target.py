@@ -12,7 +12,7 @@ from skipdecode import manifest
 from skipdecode.cpu import cpu_features
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
-from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, save_engine, weight_bytes
+from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_engine, weight_bytes
 from skipdecode.exporter.request import Job
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
@@ -86,8 +86,7 @@ def _compile(partial: Path, lowered: ir.Model, path: str) -> None:
     move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
     ir.save(lowered, source)
     compile_ort(source, partial / path)
-    for file in (source, source.with_suffix(".bin")):
-        file.unlink(missing_ok=True)
+    remove_lowered(source)
 
 
 def _write_quantized_embed(partial: Path, graph: ir.Model, how: Quantization) -> str:

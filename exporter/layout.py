@@ -93,3 +93,9 @@ def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:
     if isinstance(tensor, ir.ExternalTensor):
         return Path(tensor.base_dir) != folder
     return tensor is not None and tensor.nbytes >= _INSIDE_BYTES
+
+
+def remove_lowered(graph: Path) -> None:
+    """A graph that was written to be compiled, and what `move_to_file` wrote beside it."""
+    for file in (graph, graph.with_suffix(".bin")):
+        file.unlink(missing_ok=True)

@@ -3,8 +3,6 @@ initializers are weights; how constants are added, values cast, inputs and sizes
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
@@ -18,11 +16,12 @@ def is_parameter(value: ir.Value) -> bool:
     return "." in (value.name or "")
 
 
-def add_constant(graph: ir.Graph, tensor: ir.Tensor[Any]) -> None:
+def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """An initializer of the tensor's name, which layers of one graph may share."""
-    graph.register_initializer(
-        ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    )
+    shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
+    graph.register_initializer(value)
+    return value
 
 
 def integers(*numbers: int) -> ir.Node:

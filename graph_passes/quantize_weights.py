@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, is_parameter
+from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, is_parameter
 from skipdecode.graph_passes.kept_levels import Bytes, Floats, Levels, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.take_over import take_over
@@ -74,8 +74,8 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
         for node in list(model.graph):
-            found = _parameter(node)
-            if found is not None and not _is_router(node) and _matrix(*found).shape[1] % self.how.block_size == 0:
+            found = matrix_parameter(node)
+            if found is not None and not _is_router(node) and num_inputs(*found) % self.how.block_size == 0:
                 _replace(model.graph, node, *found, self.how)
                 release_pages(found[0].const_value)
                 count += 1
@@ -86,7 +86,7 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(count))
 
 
-def _parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
+def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
     """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
         return None
@@ -113,7 +113,13 @@ def _is_router(node: ir.Node) -> bool:
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "GroupQueryAttention")
 
 
-def _matrix(parameter: ir.Value, transposed: bool) -> Floats:
+def num_inputs(parameter: ir.Value, transposed: bool) -> int:
+    """K."""
+    assert parameter.const_value is not None
+    return int(parameter.const_value.shape.numpy()[1 if transposed else 0])
+
+
+def as_rows(parameter: ir.Value, transposed: bool) -> Floats:
     """The parameter as [N, K] float32, mapped where it is stored so."""
     assert parameter.const_value is not None
     data = parameter.const_value.numpy()
@@ -121,7 +127,7 @@ def _matrix(parameter: ir.Value, transposed: bool) -> Floats:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: Quantization) -> None:
-    weight = _matrix(parameter, transposed)
+    weight = as_rows(parameter, transposed)
     parts = how.parts(weight)
     outputs, inputs = weight.shape
     assert parameter.const_value is not None
@@ -205,10 +211,4 @@ def _nibbles(levels: Bytes, bits: int) -> Bytes:
 
 def register_parts(graph: ir.Graph, parameter: str, parts: Parts) -> list[ir.Value]:
     """Initializers called after the parameter they stand for."""
-    values = []
-    for part, data in parts.items():
-        tensor = ir.tensor(data, name=f"{parameter}.quantised.{part}")
-        shape, kind = ir.Shape(data.shape), ir.TensorType(tensor.dtype)
-        values.append(ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor))
-        graph.register_initializer(values[-1])
-    return values
+    return [add_constant(graph, ir.tensor(data, name=f"{parameter}.quantised.{part}")) for part, data in parts.items()]

@@ -23,19 +23,21 @@ FORMS = {
 }
 
 
-def _model(form: str) -> ir.Model:
+def quantisable(form: str, weight: Array | None = None) -> ir.Model:
+    """A graph of this form, x [B,S,64] to y [B,S,24], with this weight or a random one."""
     body, shape = FORMS[form]
     text = f"""<ir_version: 10, opset_import: ["" : 24]>
     g (float[B,S,64] x) => (float[B,S,24] y)
     <int64[2] two = {{-1, 64}}, int64[3] back = {{1, -1, 24}}, float[24] bias = {{{", ".join(["0.5"] * 24)}}}> {{ {body} }}"""
-    return with_weight(text, "layer.fc.weight", np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+    random = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return with_weight(text, "layer.fc.weight", random if weight is None else weight)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.2)])
 def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method: str, bits: int, tolerance: float) -> None:
-    before, after = _model(form), _model(form)
+    before, after = quantisable(form), quantisable(form)
     assert QuantizeWeightsPass(Quantization(bits=bits, method=method))(after).modified
     assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
     assert not any(node.op_type in ("MatMul", "Gemm", "Transpose", "Add") for node in after.graph)
@@ -46,13 +48,13 @@ def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method:
 
 
 def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
-    model = _model("linear")
+    model = quantisable("linear")
     assert not QuantizeWeightsPass(Quantization(bits=8, block_size=128))(model).modified
     assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
 
 
 def test_a_second_run_changes_nothing() -> None:
-    model = _model("linear")
+    model = quantisable("linear")
     QuantizeWeightsPass(Quantization(bits=4))(model)
     assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
 
