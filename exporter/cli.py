@@ -114,7 +114,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=BLOCK_SIZES,
         default=_DEFAULTS.quantize_block,
-        help="inputs that share one scale (%(default)s)",
+        help="inputs that share one scale (%(default)s); not of int8 plans, where an output's do",
     )
 
 

@@ -110,10 +110,9 @@ def _quantization(request: ExportRequest, targets: Sequence[TargetRequest], conf
         return Quantization(
             bits=bits, method=request.quantize_method, block_size=request.quantize_block, outer_bits=8 if few else None
         )
-    wide = [target.name for target in targets if not target.is_tensorrt]
-    if few and wide:
+    if few:
         said = "the checkpoint's weights are in 4 bits, those for %s are not; --quantize int4 keeps them"
-        logger.warning(said, " and ".join(wide))
+        logger.warning(said, " and ".join(target.name for target in targets))
     return None
 
 

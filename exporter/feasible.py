@@ -70,9 +70,7 @@ def check_feasible(
         _check_mixture(request, targets, skeleton)
     _check_builder(request, targets, skeleton, limits, schedule)
     if request.quantize != "none":
-        if any(target.name == "cpu" for target in targets):
-            check_packs_quantised()
-        _check_block(request.quantize_block, skeleton)
+        _check_quantized(request, targets, skeleton)
     _check_disk(request, targets, skeleton)
 
 
@@ -89,11 +87,6 @@ def _check_builder(
     for target in targets:
         if target.name == "tensorrt":
             check_gpu(target.name)
-    if request.quantize != "none":
-        raise TargetError(
-            f"{request.quantize} weights are for cpu and cuda engines only", "leave out --quantize, or export two bundles",
-            where="--quantize",
-        )  # fmt: skip
 
 
 def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
@@ -116,6 +109,22 @@ def _widths(skeleton: Skeleton) -> dict[int, str]:
     matrices = (shape for name, shape in skeleton.shapes.items() if name.endswith(_EXPERTS))
     experts = {size for shape in matrices for size in shape[1:]}  # [E,H,I], or turned, or between an H that is projected
     return dict.fromkeys(experts, "width of the experts") | {hidden: "hidden size"}
+
+
+def _check_quantized(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
+    if any(target.name == "cpu" for target in targets):
+        check_packs_quantised()
+    plans = [target for target in targets if target.is_tensorrt]
+    in_blocks = request.quantize == "int4" or len(plans) < len(targets)
+    if plans and request.quantize == "int8":  # a scale an output
+        if request.quantize_method != "rtn":
+            message = f"{request.quantize_method} has zero points, which {plans[0].name} does not take in int8"
+            raise TargetError(message, "choose rtn, or int4", where="--quantize-method")
+        if not in_blocks and request.quantize_block != BLOCK_SIZES[0]:
+            message = f"in int8 {plans[0].name} has one scale an output, and no blocks"
+            raise TargetError(message, "leave it out, or choose int4", where="--quantize-block")
+    if in_blocks:
+        _check_block(request.quantize_block, skeleton)
 
 
 def _check_block(block: int, skeleton: Skeleton) -> None:

@@ -53,7 +53,7 @@ class Job:
     limits: manifest.Limits
     schedule: Schedule
     plan: Plan
-    quantization: Quantization | None  # of cpu and cuda engines; None: weights stay as wide as they are
+    quantization: Quantization | None  # None: weights stay as wide as they are
 
 
 def check_options(request: ExportRequest) -> None:

@@ -21,7 +21,7 @@ from skipdecode.cpu import usable_cores
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
-from skipdecode.exporter.layout import GRAPHS, Report, save_tied, weight_bytes
+from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.request import Job
 from skipdecode.exporter.targets import TargetRequest
@@ -33,12 +33,15 @@ from skipdecode.graph_passes.compile_tensorrt import (
     build_in_process,
     library,
 )
+from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.pack_products import PackProductsPass
+from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
@@ -88,7 +91,8 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
 def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
     """Write the plans below `partial`, the bundle in the making.
 
-    The bundle that this one replaces, if it is there, gives plans of the same content, and its timing cache.
+    Quantised are the weights of layers and head, which then shares none with the embedding. The bundle that this one replaces,
+    if it is there, gives plans of the same content, and its timing cache.
 
     Raises:
         TargetError: a graph that the library refuses.
@@ -99,13 +103,17 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     replaced = job.request.out
     timing_cache = _timing_cache(replaced, partial, folder) if target.name == "tensorrt" else None
     known = _known_plans(replaced, folder)
+    tied = None if job.quantization else graphs.tied
     keys: dict[str, str] = {}
     sizes: dict[str, int] = {}
     waiting: list[PlanRequest] = []
     for engine in _engines(job, graphs):
-        lowered = lower(engine.graph, engine.slots, graphs.tied)
+        report(f"lowering {engine.name} for {target.name}", 0.0)
+        lowered = lower(engine.graph, engine.slots, tied, job.quantization)
         path = f"{folder}/{engine.name}.plan"
-        source = partial / GRAPHS / f"lowered_{engine.name}.onnx"  # beside the weights that it refers to
+        # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
+        source = partial / GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
+        move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
         building = PlanRequest(
             target=target.name, source=str(source), plan=str(partial / path), profiles=engine.profiles,
             capabilities=target.capabilities, options=job.request.builder, timing_cache=timing_cache,
@@ -114,14 +122,16 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
         keys[Path(path).name] = key = _content_key(building, lowered, trt.__version__)
         if key in known:
             _link_or_copy(known[key], partial / path)
+            remove_lowered(source)
         else:
             ir.save(lowered, source)
             waiting.append(building)
     _build(waiting, max(sizes.values()), report)
     (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
-    tied_weight, tied_bytes = save_tied(graphs.tied, graphs.head, partial, folder)
-    return _described(target, len(job.plan.segments), graphs.weights, sizes, tied_weight, tied_bytes)
+    tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
+    weights = job.quantization.name if job.quantization else graphs.weights
+    return _described(target, len(job.plan.segments), weights, sizes, tied_weight, tied_bytes)
 
 
 def _described(
@@ -175,14 +185,16 @@ def _prompt_profile(tokens: int) -> Profile:
     return Profile(batch=(1, 1, 1), tokens=(1, min(128, tokens), tokens))
 
 
-def lower(graph: ir.Model, slots: int, tied: str | None) -> ir.Model:
-    """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: as `StandardGraphs.tied`."""
-    lowered = graph.clone()
+def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantization | None) -> ir.Model:
+    """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
+    lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
     passes += [ExplicitConvolutionPass(opset=OPSET), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
-    passes += [FloatLogitsPass()] if graph.graph.name == "head" else []
+    if quantization and name != "embed":
+        passes += [PackProductsPass(), DequantizeLinearPass(quantization.outer if name == "head" else quantization)]
+    passes += [FloatLogitsPass()] if name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered
 
@@ -201,7 +213,7 @@ def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> Non
             for future, each in zip(futures, waiting, strict=True):
                 report(f"building plan {done + 1} of {len(waiting)} for {each.target}", done / len(waiting))
                 future.result()
-                Path(each.source).unlink()
+                remove_lowered(Path(each.source))
                 done += 1
         except BaseException:
             stop.set()

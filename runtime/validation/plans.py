@@ -37,7 +37,7 @@ def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
     """
     manifest, engines, memory = generator.manifest, generator.engines, generator.engines.memory
     graphs = generator.path / _GRAPHS
-    if not graphs.is_dir() or manifest.dtype != "float16":  # a slim bundle; ONNX Runtime has no bf16 on a CPU
+    if not graphs.is_dir() or generator.target.weights != "fp16":  # slim, or quantised; ONNX Runtime has no bf16 on a CPU
         return None
     assert isinstance(memory, DeviceMemory) and engines.slots is not None
     use_threads(None)

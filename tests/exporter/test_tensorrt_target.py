@@ -156,11 +156,47 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
     assert not set(inodes().values()) & set(after.values())
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_plans_are_smaller_and_taken_over_likewise(quantize: str, plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
+    wanted = {"quantize": quantize, "slim": True}
+    made = export(_request(zoo, "opt", tmp_path / "bundle", **wanted))
+    (target,), (wide,) = made.targets, manifests.read(plans_only).targets
+    assert (target.weights, target.tied_weight) == (quantize, None)
+    share = {"int8": 0.5, "int4": 0.25 * 36 / 32}[quantize]  # of 16 bits; a scale of 16 bits each 32 weights
+    for mine, theirs in zip(target.segment_weight_bytes, wide.segment_weight_bytes, strict=True):
+        assert share < mine / theirs < share + 0.05, "norms and biases stay"
+    assert {path.suffix for path in (tmp_path / "bundle" / TARGET).iterdir()} == {".plan", ".json"}
+    before = {path.name: path.stat().st_ino for path in (tmp_path / "bundle" / TARGET).glob("*.plan")}
+    export(_request(zoo, "opt", tmp_path / "bundle", force=True, **wanted))
+    assert {path.name: path.stat().st_ino for path in (tmp_path / "bundle" / TARGET).glob("*.plan")} == before
+
+
+def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path: Path) -> None:
+    made = export(
+        _request(
+            zoo, "llama", tmp_path / "bundle", targets=("cpu", "tensorrt-rtx:sm89"), quantize="int8", quantize_block=64,
+            schedule=ScheduleRequest(name="full"),
+        )
+    )  # fmt: skip
+    assert [target.weights for target in made.targets] == ["int8", "int8"]
+    assert not list((tmp_path / "bundle" / "graphs").glob("lowered*"))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
         ("llama", {"dtype": "fp32"}, "--dtype: tensorrt-rtx has no fused attention in fp32"),
-        ("llama", {"quantize": "int8"}, "--quantize: int8 weights are for cpu and cuda engines only"),
+        (
+            "llama",
+            {"quantize": "int8", "quantize_method": "k-quant"},
+            "--quantize-method: k-quant has zero points, which tensorrt-rtx does not take in int8; choose rtn, or int4",
+        ),
+        (
+            "llama",
+            {"quantize": "int8", "quantize_block": 64},
+            "--quantize-block: in int8 tensorrt-rtx has one scale an output, and no blocks; leave it out, or choose int4",
+        ),
+        ("llama", {"quantize": "int4", "quantize_block": 128}, "--quantize-block: the hidden size 64 is no multiple of 128"),
         (
             "llama",
             {"max_batch": 10**7},

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import tensorrt_rtx as trt
@@ -30,9 +31,12 @@ from skipdecode.graph_passes.compile_tensorrt import (
     build_in_process,
     build_plan,
 )
+from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.pack_products import PackProductsPass
+from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
@@ -128,6 +132,39 @@ def test_layers_that_read_the_keys_of_others_build_with_them_and_without(
 def test_embedding_and_head_build_too(name: str, part: Part, tmp_path: Path) -> None:
     for what in ("embed", "head"):
         assert build(part(name, what), tmp_path, DropUnusedInputsPass())
+
+
+def written_out(layers: tuple[EngineLayer, ...]) -> list[str]:
+    """Kernels that make floats of levels, and of nothing else."""
+    return [layer.name for layer in layers if "Cast" in layer.name and not layer.inputs]
+
+
+@pytest.mark.parametrize("how", [Quantization(bits=8), Quantization(bits=4), Quantization(bits=4, method="k-quant")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_quantised_matrices_are_multiplied_as_they_are_stored(
+    name: str, dtype: torch.dtype, how: Quantization, part: Part, tmp_path: Path
+) -> None:
+    layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, PackProductsPass(), DequantizeLinearPass(how))
+    assert_updates_in_place(layers)
+    assert written_out(layers) == []
+    products = [layer for layer in layers if "CastMulCastFc" in layer.name]
+    assert len(products) == 2 * 4, "a profile: query, key and value; what follows; up, and gate; down"
+
+
+def test_a_matrix_in_blocks_of_8_bits_would_be_written_out_in_each_step(tmp_path: Path) -> None:
+    """Why 8 bits have a scale an output."""
+    rng = np.random.default_rng(0)
+    levels, scales = rng.integers(-127, 128, (64, 64), dtype=np.int8), np.full((2, 64), 0.01, np.float16)
+    graph = ir.from_onnx_text("""<ir_version: 10, opset_import: ["" : 24]>
+    g (float16[B,S,64] x, int8[64,64] levels, float16[2,64] scales) => (float16[B,S,64] y)
+    { weight = DequantizeLinear <axis = 0, block_size = 32> (levels, scales)  y = MatMul (x, weight) }""")
+    for name, array in (("levels", levels), ("scales", scales)):
+        value = next(value for value in graph.graph.inputs if value.name == name)
+        graph.graph.inputs.remove(value)
+        value.const_value = ir.tensor(array, name=name)
+        graph.graph.register_initializer(value)
+    assert len(written_out(build(graph, tmp_path, DropUnusedInputsPass()))) == 2, "one a profile"
 
 
 def test_a_table_in_parts_builds(part: Part, tmp_path: Path) -> None:

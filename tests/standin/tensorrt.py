@@ -18,10 +18,11 @@ import onnx_ir as ir
 import tensorrt_rtx as trt
 
 from skipdecode import manifest as manifests
-from skipdecode.device import HostDevice
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.exporter.graphs import StandardGraphs
+from skipdecode.exporter.request import QUANTIZED_BITS
 from skipdecode.exporter.tensorrt_target import lower
+from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import plan_slots
 from skipdecode.prefill import PREFILL_CHUNK
@@ -40,7 +41,9 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
     target = next(each for each in made.targets if each.name == "tensorrt-rtx")
     slots = plan_slots(made, target)
     outer = [ir.load(bundle / "graphs" / f"{name}.onnx") for name in ("embed", "head")]
-    tied = StandardGraphs(embed=outer[0], layers=(), head=outer[1]).tied
+    bits = QUANTIZED_BITS.get(target.weights)
+    quantization = Quantization(bits=bits) if bits else None
+    tied = None if quantization else StandardGraphs(embed=outer[0], layers=(), head=outer[1]).tied
     known: dict[bytes, tuple[Path, int]] = {}
     for path in (target.embed, *target.segments, target.head):
         name = Path(path).stem
@@ -49,7 +52,7 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
         source = stitch(graphs, name=name) if graphs else ir.load(bundle / "graphs" / f"{name}.onnx")
         lowered = bundle / "graphs" / f"lowered_{name}.onnx"
         most = slots[layers[0]] if layers else PREFILL_CHUNK
-        ir.save(lower(source, most, tied), lowered)
+        ir.save(lower(source, most, tied, quantization), lowered)
         known[hashlib.sha256((bundle / path).read_bytes()).digest()] = lowered, most
 
     class Runtime:
@@ -72,7 +75,7 @@ class Engine:
     """A plan with the exporter's two profiles (the head: one)."""
 
     def __init__(self, source: Path, most_tokens: int, max_batch: int, log: Any, enqueue: Enqueue) -> None:
-        self.session = OrtEngine(source, device=HostDevice()).session
+        self.session = OrtEngine(source).session  # not optimised: ONNX Runtime would multiply quantised weights by rows in int8
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.log, self.enqueue, self.name = log, enqueue, source.stem

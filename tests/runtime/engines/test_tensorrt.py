@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import gc
@@ -9,9 +10,11 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import skipdecode
 from skipdecode import bindings as names
@@ -23,6 +26,7 @@ from skipdecode.engines import tensorrt
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
@@ -73,6 +77,45 @@ def test_caps_sinks_keys_of_two_sizes_or_of_others_and_short_convolutions_agree_
     assert_gives_the_references_logits(decoder, zoo.model(name).half().float(), PROMPTS, NEW, 0.02)
     rows = measure_plans(generator)
     assert rows and all(row["holds"] for row in rows)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2"])
+def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_levels(
+    name: str, quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3)
+    export(
+        ExportRequest(
+            model=str(zoo.checkpoint(name)), out=tmp_path / "bundle", schedule=asked, dtype="fp16", max_batch=4,
+            max_length=MAX_LENGTH, quantize=quantize, targets=("tensorrt-rtx:sm89",),
+        )
+    )  # fmt: skip
+    generator = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch)
+    assert (generator.target.weights, generator.target.tied_weight) == (quantize, None)
+    decoder = Decoder(generator.engines, generator.manifest.model, generator.manifest.schedule, [7, 2], NEW, prefill_chunk=3)
+    assert_gives_the_references_logits(decoder, _on_levels(zoo.model(name), quantize), PROMPTS, NEW, 0.02)
+    assert measure_plans(generator) is None, "the standard graphs' weights are others"
+
+
+def _on_levels(model: Any, quantize: str) -> Any:
+    """A model in fp16 whose matrices, but for the embedding, are as near as quantised ones are."""
+    model = copy.deepcopy(model).half().float()
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight.detach()
+            if quantize == "int4":
+                parts = Quantization(bits=4).parts(weight.numpy())
+                levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
+                scales = parts["scales"].reshape(-1, 1)
+            else:
+                scales = np.maximum(weight.abs().amax(1, keepdim=True).numpy(), 1e-9) / 127  # OPT's head has a row of zeros
+                levels = np.rint(weight.numpy() / scales)
+            rounded = (levels * scales.astype(np.float16)).astype(np.float16).astype(np.float32)
+            module.weight.data = torch.from_numpy(rounded.reshape(weight.shape))
+    return model
 
 
 def test_linear_biases_keep_their_slopes_far_from_the_first_slot(

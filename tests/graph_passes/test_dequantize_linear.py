@@ -1,0 +1,103 @@
+"""Matrices before, levels and what makes floats of them after."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx_ir.passes.common import ShapeInferencePass
+
+from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
+from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from tests.graph_passes.running import Array, run_model
+from tests.graph_passes.test_quantize_weights import FORMS, quantisable
+
+LINEAR = FORMS["linear"][0]
+X = np.eye(64, dtype=np.float32)[None]  # whose product is the matrix
+
+
+def _linear(weight: Array, bits: int, block: int = 32) -> tuple[ir.Model, Array]:
+    """A graph after the pass, and the matrix [24,64] that its levels stand for."""
+    model = quantisable("linear", weight)
+    assert DequantizeLinearPass(Quantization(bits=bits, block_size=block))(model).modified
+    (found,) = run_model(model, {"x": X})
+    return model, found[0].T
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("block", [32, 64])
+def test_in_4_bits_every_form_gives_what_onnx_runtimes_own_operator_gives(form: str, method: str, block: int) -> None:
+    how = Quantization(bits=4, block_size=block, method=method)
+    model, theirs = quantisable(form), quantisable(form)
+    ShapeInferencePass()(model)
+    assert DequantizeLinearPass(how)(model).modified and QuantizeWeightsPass(how)(theirs).modified
+    assert {node.domain for node in model.graph} == {""}
+    assert "Gemm" not in [node.op_type for node in model.graph]
+    x = np.random.default_rng(1).standard_normal((1, 3, 64)).astype(np.float32)
+    for node in theirs.graph:
+        if node.op_type == "MatMulNBits":
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)  # rows as floats
+    (expected,), (found,) = run_model(theirs, {"x": x}), run_model(model, {"x": x})
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_8_bits_every_form_is_within_half_a_level_of_an_output(form: str) -> None:
+    before, after = quantisable(form), quantisable(form)
+    weight = next(value.const_value.numpy() for value in before.graph.initializers.values() if value.name == "layer.fc.weight")
+    rows = weight if weight.shape == (24, 64) else weight.T
+    assert DequantizeLinearPass(Quantization(bits=8))(after).modified
+    (expected,), (found,) = run_model(before, {"x": X}), run_model(after, {"x": X})
+    half = np.abs(rows).max(axis=1) / 127 / 2
+    assert 0 < (np.abs(found - expected)[0] / half).max() < 1.01
+
+
+def test_levels_and_scales_are_as_tensorrt_fuses_them() -> None:
+    weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
+    for bits, kind, shape, scales in ((4, ir.DataType.INT4, [24, 64], [24, 2]), (8, ir.DataType.INT8, [64, 24], [24])):
+        model, _ = _linear(weight, bits)
+        found = {name.rsplit(".", 1)[-1]: value for name, value in model.graph.initializers.items()}
+        assert found.keys() == {"levels", "scales"}, "no zero points"
+        assert (found["levels"].dtype, list(found["levels"].shape or ())) == (kind, shape)
+        assert list(found["scales"].shape or ()) == scales
+
+
+@pytest.mark.parametrize("zeros", [8, 5])
+def test_levels_of_4_bits_that_a_matrix_lies_on_are_kept_wherever_their_zero_is(zeros: int) -> None:
+    """As GPTQ and AWQ leave them."""
+    rng = np.random.default_rng(0)
+    scales = rng.uniform(0.01, 0.02, (24, 2, 1))
+    levels = rng.integers(0, 16, (24, 2, 32))
+    levels[..., :2] = 0, 15
+    weight = ((levels - zeros) * scales).reshape(24, 64).astype(np.float32)
+    model, found = _linear(weight, 4)
+    assert any(name.endswith("missing") for name in model.graph.initializers) == (zeros != 8)
+    np.testing.assert_allclose(found, weight, atol=1e-5)
+
+
+def test_levels_of_8_bits_that_an_output_lies_on_are_kept() -> None:
+    rng = np.random.default_rng(0)
+    levels = rng.integers(-100, 101, (24, 64))  # the largest is not the last one, which rounding would make of it
+    weight = (levels * rng.uniform(0.01, 0.02, (24, 1))).astype(np.float32)
+    np.testing.assert_allclose(_linear(weight, 8)[1], weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_of_zeros_stays_one(bits: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
+    weight[7] = 0
+    found = _linear(weight, bits)[1]
+    assert not found[7].any() and found[8].any()
+
+
+def test_in_4_bits_it_declines_a_width_that_is_no_multiple_of_the_block() -> None:
+    model = quantisable("linear")
+    assert not DequantizeLinearPass(Quantization(bits=4, block_size=128))(model).modified
+    assert DequantizeLinearPass(Quantization(bits=8, block_size=128))(model).modified, "8 bits have no blocks"
+
+
+def test_what_is_no_parameter_is_left_alone() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,64] x, float[64,24] y) => (float[B,24] z) { z = MatMul (x, y) }"""
+    assert not DequantizeLinearPass(Quantization(bits=8))(ir.from_onnx_text(text)).modified
