@@ -35,11 +35,6 @@ HYBRIDS = {
 OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 # older than transformers' interface for attention (see own_attention)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-# kinds of layers that TensorRT does not take
-_NOT_ON_TENSORRT = {
-    **dict.fromkeys(("linear_attention", "hybrid"), "layers with linear attention or Mamba-2"),
-    **dict.fromkeys(("mlp", "moe"), "layers that are an MLP or experts alone"),
-}
 # those whose final norm, which has no weights, is also between embedding and layers
 NORM_ON_BOTH_ENDS = ("nanochat",)
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
@@ -206,11 +201,6 @@ def layer_kind(config: Any, layer: int) -> str | None:
     """`layer_kinds` of one."""
     kinds = layer_kinds(config)
     return None if kinds is None else kinds[layer]
-
-
-def not_on_tensorrt(config: Any) -> str | None:
-    """What of the model TensorRT does not take; None: nothing."""
-    return next((_NOT_ON_TENSORRT[kind] for kind in layer_kinds(config) or () if kind in _NOT_ON_TENSORRT), None)
 
 
 def declared(config: Any, name: str) -> Any:

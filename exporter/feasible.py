@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import not_on_tensorrt
+from skipdecode.exporter.architectures import has_experts
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -50,11 +50,10 @@ def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest],
 
 def check_layers_taken(targets: Sequence[TargetRequest], config: Any) -> None:
     """Raises TargetError where a target does not take layers of the model's kinds."""
-    what = not_on_tensorrt(config)
-    for target in targets:
-        if target.is_tensorrt and what is not None:
-            message = f"{config.model_type} has {what}, which {target.name} does not take"
-            raise TargetError(message, "choose cpu or cuda", where="--target")
+    if has_experts(config) and any(target.is_tensorrt for target in targets):
+        raise TargetError(
+            f"{config.model_type} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target"
+        )
 
 
 def check_feasible(
@@ -90,10 +89,7 @@ def _check_builder(
 
 
 def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
-    """What ONNX Runtime's CUDA kernels of mixtures do not take; TensorRT has none."""
-    name = skeleton.config.model_type
-    if any(target.is_tensorrt for target in targets):
-        raise TargetError(f"{name} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target")
+    """What ONNX Runtime's CUDA kernels of mixtures do not take."""
     if not any(target.name == "cuda" for target in targets):
         return
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load

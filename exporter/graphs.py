@@ -87,7 +87,7 @@ class StandardGraphs:
     @property
     def weights(self) -> str:
         """What a manifest calls their dtype."""
-        return {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}.get(self.head.graph.outputs[0].dtype, "fp32")  # type: ignore[arg-type]
+        return {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}.get(self.embed.graph.outputs[0].dtype, "fp32")  # type: ignore[arg-type]
 
     @property
     def tied(self) -> str | None:

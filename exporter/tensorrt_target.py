@@ -37,6 +37,7 @@ from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
+from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
@@ -189,7 +190,8 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
     lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
-    passes += [ExplicitConvolutionPass(opset=OPSET), DropUnusedInputsPass()]
+    passes += [ExplicitConvolutionPass(opset=OPSET), ExplicitLinearAttentionPass(opset=OPSET, most_tokens=PREFILL_CHUNK)]
+    passes += [DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     if quantization and name != "embed":

@@ -266,11 +266,25 @@ RELATIVES: dict[str, Callable[[], Any]] = {
     name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})
     for name, more in _RELATIVES.items()
 }
-# two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
-READING_OTHERS = functools.partial(
-    RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,
-    max_position_embeddings=1200,  # prompts of two passes
-)  # fmt: skip
+# models of the kinds above with other settings
+VARIATIONS: dict[str, Callable[[], Any]] = {
+    # two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
+    "reading_others": functools.partial(
+        RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,
+        max_position_embeddings=1200,  # prompts of two passes
+    ),
+    # hybrids without experts
+    "granite_hybrid": functools.partial(
+        RELATIVES["granitemoehybrid"], num_local_experts=0, mamba_n_heads=4, mamba_d_state=16,
+        layer_types=["mamba", "attention"] * (LAYERS // 2),
+    ),
+    "nemotron_h_dense": functools.partial(
+        RELATIVES["nemotron_h"], layers_block_type=["linear_attention", "mlp", "full_attention"] * (LAYERS // 3)
+    ),
+    "nemotron_h_without_mamba": functools.partial(
+        RELATIVES["nemotron_h"], layers_block_type=["mlp", "full_attention"] * (LAYERS // 2)
+    ),
+}  # fmt: skip
 
 LEAST_LAYERS = {"reading_others": 4}  # of a schedule, else 2: what others read is never skipped
 
@@ -286,7 +300,7 @@ class Zoo:
         path = self._folder / name
         if not path.exists():
             torch.manual_seed(0)
-            config = (CONFIGS | RELATIVES | {"reading_others": READING_OTHERS})[name]()
+            config = (CONFIGS | RELATIVES | VARIATIONS)[name]()
             config.initializer_range = 0.1
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():

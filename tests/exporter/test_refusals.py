@@ -113,19 +113,10 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
 
 
-def test_layers_that_tensorrt_does_not_take_are_refused_with_the_targets_that_take_them(zoo: Zoo, tmp_path: Path) -> None:
-    says = "--target: bamba has layers with linear attention or Mamba-2, which tensorrt-rtx does not take; choose cpu or cuda$"
-    _refused(zoo.checkpoint("bamba"), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
-
-
-def test_layers_without_attention_are_refused_for_tensorrt(zoo: Zoo, tmp_path: Path) -> None:
-    """Nemotron-H without Mamba was once taken, and had no keys for TensorRT to lay out."""
-    shutil.copytree(zoo.checkpoint("nemotron_h"), tmp_path / "model")
-    _edit_config(tmp_path / "model", layers_block_type=["mlp", "full_attention"] * 3)
-    says = (
-        "--target: nemotron_h has layers that are an MLP or experts alone, which tensorrt-rtx does not take; choose cpu or cuda"
-    )
-    _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
+@pytest.mark.parametrize("name", ["mixtral", "nemotron_h"])
+def test_a_mixture_is_refused_for_tensorrt_with_the_targets_that_take_it(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    says = f"--target: {name} is a mixture, which TensorRT has no layer for; choose cpu or cuda$"
+    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
 
 
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from skipdecode.bindings import TIED_WEIGHT
 from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
+from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import write_weights
@@ -34,6 +35,8 @@ from skipdecode.graph_passes.compile_tensorrt import (
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
+from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
+from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantize_weights import Quantization
@@ -165,6 +168,24 @@ def test_a_matrix_in_blocks_of_8_bits_would_be_written_out_in_each_step(tmp_path
         value.const_value = ir.tensor(array, name=name)
         graph.graph.register_initializer(value)
     assert len(written_out(build(graph, tmp_path, DropUnusedInputsPass()))) == 2, "one a profile"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "in_a_step", "in_a_prompt"), [("qwen3_5_text", 4, 13), ("bamba", 2, 4)])
+def test_a_step_of_linear_attention_inverts_nothing(
+    name: str, in_a_step: int, in_a_prompt: int, dtype: torch.dtype, part: Part, tmp_path: Path
+) -> None:
+    """A step has one token, whose inverse is 1: what is left are products with the state, and of one query and key."""
+    written_out = (
+        ExplicitConvolutionPass(opset=OPSET),
+        ExplicitLinearAttentionPass(opset=OPSET, most_tokens=PREFILL.tokens[2]),
+    )
+    layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, *written_out)
+    of_states = [layer.name for layer in layers if layer.name.startswith("node_MatMul")]
+    in_prompts = [name for name in of_states if "[profile 1]" in name]
+    assert (len(of_states) - len(in_prompts), len(in_prompts)) == (in_a_step, in_a_prompt)
+    states = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
+    assert {"present_conv_state.0", "present_recurrent_state.0"} <= states
 
 
 def test_a_table_in_parts_builds(part: Part, tmp_path: Path) -> None:

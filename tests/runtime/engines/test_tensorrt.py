@@ -37,6 +37,9 @@ from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
 
+HYBRIDS = (
+    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "granite_hybrid", "nemotron_h_dense", "nemotron_h_without_mamba"
+)  # fmt: skip
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 14
 Bundles = Callable[[Anchor], Path]
@@ -57,10 +60,11 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     ("name", "anchor"),
     [
         *((name, Anchor.GENERATED) for name in ("gemma2", "granite_swa", "lfm2", "reading_others")),
+        *((name, Anchor.ABSOLUTE) for name in HYBRIDS),
         ("reading_others", Anchor.ABSOLUTE),  # the keys that upper layers read have more slots than those would need
     ],
 )
-def test_caps_sinks_keys_of_two_sizes_or_of_others_and_short_convolutions_agree_with_torch_and_onnx_runtime(
+def test_caps_sinks_states_and_keys_of_two_sizes_or_of_others_agree_with_torch_and_onnx_runtime(
     name: str, anchor: Anchor, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least, longest = LEAST_LAYERS.get(name, 2), 2 * LEAST_SLOTS if name == "reading_others" else MAX_LENGTH
@@ -80,7 +84,7 @@ def test_caps_sinks_keys_of_two_sizes_or_of_others_and_short_convolutions_agree_
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3_5_text"])
 def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_levels(
     name: str, quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,150 @@
+"""Linear attention as products of matrices, for TensorRT, which knows no such operator: all tokens of a pass at once.
+
+    LinearAttention(q, k, v [B,S,H*D], past [B,H,DK,DV], g [B,S,H][, beta [B,S,H]])
+    ->  out     = scale ((e^c q) past + (q k^T * decays) u)
+        present = e^(c_S) past + (e^(c_S - c) k)^T u
+
+where c_t sums up g to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0. With the rule `gated` u is v
+(arXiv 2405.21060, section 5); with `gated_delta` it is what each token changes, which depends on those before it (arXiv
+2412.06464, section 3.3):
+
+    (1 + A) u = beta (v - (e^c k) past),    A[t,i] = beta_t decays[t,i] k_t k_i for i < t
+
+1 + A is inverted block by block: in blocks of 8 by (1 - A)(1 + A^2)(1 + A^4), whose terms stay small, then two blocks make one:
+[[X, 0], [-Y C X, Y]] is the inverse of [[1/X, 0], [C, 1/Y]]. Blocks are masks, so that a pass may have any number of tokens.
+
+A step has one token: TensorRT-RTX 1.7.1, which builds steps and prompts apart, then leaves the inverse out. Of a Scan over the
+tokens, as the operator is specified, it would make a loop in each step, whose trips the host counts; an If around it does not
+build.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import required, static_dim
+from skipdecode.graph_passes.take_over import take_over
+
+_RULES = ("gated", "gated_delta")
+_SMALL_BLOCK = 8
+
+
+class ExplicitLinearAttentionPass(ir.passes.InPlacePass):
+    """Leaves graphs without linear attention as they are.
+
+    Args:
+        opset: what the graph's other operators were traced for.
+        most_tokens: of a pass.
+    """
+
+    def __init__(self, *, opset: int, most_tokens: int) -> None:
+        super().__init__()
+        self.opset = opset
+        self.most_tokens = most_tokens
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type == "LinearAttention"]
+        for node in found:
+            _write_out(model.graph, node, self.most_tokens)
+        if found:
+            model.graph.opset_imports[""] = self.opset
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
+    heads, rule = node.attributes["kv_num_heads"].as_int(), node.attributes["update_rule"].as_string()
+    assert rule in _RULES and node.attributes["q_num_heads"].as_int() == heads, f"{rule} with {node.attributes}"
+    tape, past = Tape(), required(node, 3)
+    query, key, value = (_by_head(tape, required(node, index), heads) for index in range(3))
+    gate = _by_head(tape, required(node, 4), heads)
+    places = _places(tape, query)
+    sums = tape.op("CumSum", [gate, _integers(tape, 2)])
+    decays = _decays(tape, sums, places)
+    since = tape.op("Exp", [sums])
+    if rule == "gated_delta":
+        beta = _by_head(tape, required(node, 5), heads)
+        known = _product(tape, tape.op("Mul", [key, since]), past)
+        missing = tape.op("Mul", [tape.op("Sub", [value, known]), beta])
+        overlaps = tape.op("Mul", [tape.op("Mul", [_product(tape, key, _turned(tape, key)), decays]), beta])
+        value = _product(tape, _inverse(tape, overlaps, places, most_tokens), missing)
+    scores = tape.op("Mul", [_product(tape, query, _turned(tape, key)), decays])
+    out = tape.op("Add", [_product(tape, tape.op("Mul", [query, since]), past), _product(tape, scores, value)])
+    out = tape.op("Mul", [out, _number(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
+    out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), _integers(tape, 0, 0, -1)])
+    total = tape.op("ReduceSum", [gate, _integers(tape, 2)])  # keeps its axis
+    left = tape.op("Mul", [key, tape.op("Exp", [tape.op("Sub", [total, sums])])])
+    kept = tape.op("Mul", [past, tape.op("Exp", [total])])
+    present = tape.op("Add", [kept, _product(tape, _turned(tape, left), value)])
+    graph.insert_before(node, tape.nodes)
+    for old, new in zip(node.outputs, (out, present), strict=True):
+        take_over(old, new)
+    graph.remove(node, safe=True)
+
+
+def _decays(tape: Tape, sums: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """Of sums [B,H,S,1]: e^(c_t - c_i) [B,H,S,S], 0 for i > t, where it may be too large a number."""
+    apart = tape.op("Min", [tape.op("Sub", [sums, _turned(tape, sums)]), _number(tape, 0.0)])
+    return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [apart]))
+
+
+def _inverse(tape: Tape, overlaps: ir.Value, places: tuple[ir.Value, ir.Value], most_tokens: int) -> ir.Value:
+    """Of 1 + A [B,H,S,S], where A is what `overlaps` has below its diagonal."""
+    row, column = places
+    strict = _where(tape, tape.op("Greater", [row, column]), overlaps)
+    together = _together(tape, places, _SMALL_BLOCK)
+    small = _where(tape, together, strict)
+    one = _where(tape, tape.op("Equal", [row, column]), _number(tape, 1.0))
+    inverse, power = tape.op("Sub", [one, small]), small
+    for _ in range(_SMALL_BLOCK.bit_length() - 2):
+        power = _product(tape, power, power)
+        inverse = tape.op("Add", [inverse, _product(tape, inverse, power)])
+    size = _SMALL_BLOCK
+    while size < most_tokens:
+        size, before = 2 * size, together
+        together = _together(tape, places, size)
+        between = _where(tape, tape.op("Xor", [together, before]), strict)
+        inverse = tape.op("Sub", [inverse, _product(tape, inverse, _product(tape, between, inverse))])
+    return inverse
+
+
+def _places(tape: Tape, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The tokens' numbers in their pass, of rows [B,H,S,D]: [S,1] and [1,S]."""
+    count = tape.op("Squeeze", [tape.op("Shape", [rows], {"start": 2, "end": 3})])
+    places = tape.op("Range", [_scalar(tape, 0), count, _scalar(tape, 1)])
+    return tape.op("Unsqueeze", [places, _integers(tape, 1)]), tape.op("Unsqueeze", [places, _integers(tape, 0)])
+
+
+def _together(tape: Tape, places: tuple[ir.Value, ir.Value], size: int) -> ir.Value:
+    """Which tokens are in one block of `size`, [S,S]."""
+    return tape.op("Equal", [tape.op("Div", [place, _integers(tape, size)]) for place in places])
+
+
+def _by_head(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
+    """[B,S,H*D] to [B,H,S,D]."""
+    return tape.op("Transpose", [tape.op("Reshape", [rows, _integers(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
+
+
+def _product(tape: Tape, left: ir.Value, right: ir.Value) -> ir.Value:
+    return tape.op("MatMul", [left, right])
+
+
+def _turned(tape: Tape, matrices: ir.Value) -> ir.Value:
+    return tape.op("Transpose", [matrices], {"perm": [0, 1, 3, 2]})
+
+
+def _where(tape: Tape, mask: ir.Value, numbers: ir.Value) -> ir.Value:
+    """The numbers, 0 where the mask is not."""
+    return tape.op("Where", [mask, numbers, _number(tape, 0.0)])
+
+
+def _number(tape: Tape, number: float) -> ir.Value:
+    return tape.op("Constant", [], {"value_float": number})
+
+
+def _scalar(tape: Tape, number: int) -> ir.Value:
+    return tape.op("Constant", [], {"value_int": number})
+
+
+def _integers(tape: Tape, *numbers: int) -> ir.Value:
+    return tape.op("Constant", [], {"value_ints": [*numbers]})
