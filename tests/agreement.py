@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from skipdecode.decoder import Decoder
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.generate import Generator
+from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.memory import DeviceMemory
 
 
@@ -47,6 +50,26 @@ def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int
         for row, (_, logits) in enumerate(expected):
             wanted = logits[step].numpy()
             yield (row, step), np.abs(decoder.logits[row] - wanted).max() / np.abs(wanted).max()
+
+
+def on_levels(model: Any, quantize: str) -> Any:
+    """torch's model in fp16, whose matrices, but for the embedding, have the numbers of TensorRT's quantised ones."""
+    model = copy.deepcopy(model).half().float()
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight.detach()
+            if quantize == "int4":
+                parts = Quantization(bits=4).parts(weight.numpy())
+                levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
+                scales = parts["scales"].reshape(-1, 1)
+            else:
+                scales = np.maximum(weight.abs().amax(1, keepdim=True).numpy(), 1e-9) / 127  # OPT's head has a row of zeros
+                levels = np.rint(weight.numpy() / scales)
+            rounded = (levels * scales.astype(np.float16)).astype(np.float16).astype(np.float32)
+            module.weight.data = torch.from_numpy(rounded.reshape(weight.shape))
+    return model
 
 
 def spoil(generator: Generator) -> None:

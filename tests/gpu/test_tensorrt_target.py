@@ -14,14 +14,15 @@ from skipdecode.exporter.targets import parse_targets
 from skipdecode.generate import Generator
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.agreement import assert_gives_the_references_logits
+from tests.agreement import assert_gives_the_references_logits, on_levels
 from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
 NEW = 14
 # grouped queries; biases in the mask; capped logits, sinks, keys of two sizes and of others, whose attention is written out;
-# states
-NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others", "lfm2"]
+# states of a convolution, of Gated DeltaNet, of Mamba-2
+NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others", "lfm2", "qwen3_5_text", "bamba"]
+KINDS = [*((name, "none") for name in NAMES), *((name, how) for name in ("llama", "opt") for how in ("int8", "int4"))]
 
 
 @pytest.fixture(scope="module")
@@ -35,30 +36,35 @@ def target() -> str:
     return name
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Architecture, and how its weights are quantised."""
+    name, quantize = request.param
+    return name, quantize
 
 
 @pytest.fixture(scope="module", params=Anchor, ids=str)
 def generator(
-    name: str, zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    kind: tuple[str, str], zoo: Zoo, target: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Generator:
     out: Path = tmp_path_factory.mktemp("plans") / "bundle"
+    name, quantize = kind
     least = LEAST_LAYERS.get(name, 2)
     line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=least, span=12, max_variants=3, anchor=request.param)
     export(
         ExportRequest(
             model=str(zoo.checkpoint(name)), out=out, schedule=line, dtype="fp16", max_batch=4, max_length=MAX_LENGTH,
-            targets=(target,),
+            quantize=quantize, targets=(target,),
         )
     )  # fmt: skip
     return skipdecode.load(out, target="tensorrt-rtx")
 
 
-def test_every_variant_agrees_with_the_reference(name: str, generator: Generator, zoo: Zoo) -> None:
+def test_every_variant_agrees_with_the_reference(kind: tuple[str, str], generator: Generator, zoo: Zoo) -> None:
+    name, quantize = kind
+    model = zoo.model(name).half().float() if quantize == "none" else on_levels(zoo.model(name), quantize)
     decoder = generator.decoder([len(prompt) for prompt in PROMPTS], NEW)
-    assert_gives_the_references_logits(decoder, zoo.model(name).half().float(), PROMPTS, NEW, 0.02)
+    assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
 
 
 def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:

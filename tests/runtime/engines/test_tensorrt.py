@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import dataclasses
 import gc
@@ -10,11 +9,9 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import skipdecode
 from skipdecode import bindings as names
@@ -26,13 +23,12 @@ from skipdecode.engines import tensorrt
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.plans import measure_plans
-from tests.agreement import assert_gives_the_references_logits
+from tests.agreement import assert_gives_the_references_logits, on_levels
 from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
@@ -98,28 +94,8 @@ def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_le
     generator = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch)
     assert (generator.target.weights, generator.target.tied_weight) == (quantize, None)
     decoder = Decoder(generator.engines, generator.manifest.model, generator.manifest.schedule, [7, 2], NEW, prefill_chunk=3)
-    assert_gives_the_references_logits(decoder, _on_levels(zoo.model(name), quantize), PROMPTS, NEW, 0.02)
+    assert_gives_the_references_logits(decoder, on_levels(zoo.model(name), quantize), PROMPTS, NEW, 0.02)
     assert measure_plans(generator) is None, "the standard graphs' weights are others"
-
-
-def _on_levels(model: Any, quantize: str) -> Any:
-    """A model in fp16 whose matrices, but for the embedding, are as near as quantised ones are."""
-    model = copy.deepcopy(model).half().float()
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            weight = module.weight.detach()
-            if quantize == "int4":
-                parts = Quantization(bits=4).parts(weight.numpy())
-                levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
-                scales = parts["scales"].reshape(-1, 1)
-            else:
-                scales = np.maximum(weight.abs().amax(1, keepdim=True).numpy(), 1e-9) / 127  # OPT's head has a row of zeros
-                levels = np.rint(weight.numpy() / scales)
-            rounded = (levels * scales.astype(np.float16)).astype(np.float16).astype(np.float32)
-            module.weight.data = torch.from_numpy(rounded.reshape(weight.shape))
-    return model
 
 
 def test_linear_biases_keep_their_slopes_far_from_the_first_slot(
