@@ -8,21 +8,19 @@ import json
 import math
 import os
 import shutil
-import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
 from skipdecode import manifest
-from skipdecode.cpu import usable_cores
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
+from skipdecode.exporter.plan_builders import build_plans, num_builders
 from skipdecode.exporter.request import Job
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import (
@@ -30,7 +28,6 @@ from skipdecode.graph_passes.compile_tensorrt import (
     MAX_AUX_STREAMS,
     PlanRequest,
     Profile,
-    build_in_process,
     library,
 )
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
@@ -55,8 +52,6 @@ from skipdecode.schedule import Schedule
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
 TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
 _MACHINES = {"tensorrt-rtx": "sm80 and later", "tensorrt": "the GPU it was built on"}  # where no compute capability is named
-_BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
-_BUILDER_FACTOR = 3
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
 
 
@@ -98,41 +93,56 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     Raises:
         TargetError: a graph that the library refuses.
     """
-    trt = library(target.name)
     folder = f"targets/{target.name}"
     (partial / folder).mkdir(parents=True)
-    replaced = job.request.out
-    timing_cache = _timing_cache(replaced, partial, folder) if target.name == "tensorrt" else None
-    known = _known_plans(replaced, folder)
-    tied = None if job.quantization else graphs.tied
+    engines, tied = _engines(job, graphs), None if job.quantization else graphs.tied
     keys: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    waiting: list[PlanRequest] = []
-    for engine in _engines(job, graphs):
-        report(f"lowering {engine.name} for {target.name}", 0.0)
-        lowered = lower(engine.graph, engine.slots, tied, job.quantization)
-        path = f"{folder}/{engine.name}.plan"
-        # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
-        source = partial / GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
-        move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
-        building = PlanRequest(
-            target=target.name, source=str(source), plan=str(partial / path), profiles=engine.profiles,
-            capabilities=target.capabilities, options=job.request.builder, timing_cache=timing_cache,
-        )  # fmt: skip
-        sizes[path] = weight_bytes(lowered.graph)
-        keys[Path(path).name] = key = _content_key(building, lowered, trt.__version__)
-        if key in known:
-            _link_or_copy(known[key], partial / path)
-            remove_lowered(source)
-        else:
-            ir.save(lowered, source)
-            waiting.append(building)
-    _build(waiting, max(sizes.values()), report)
+    requests = _requests(job, target, partial, engines, tied, keys, sizes)
+    build_plans(requests, len(engines), num_builders(target.name, _most_weights(engines, job.quantization)), report)
     (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
     (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
     weights = job.quantization.name if job.quantization else graphs.weights
     return _described(target, len(job.plan.segments), weights, sizes, tied_weight, tied_bytes)
+
+
+def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
+    """Bytes of the largest plan's, about: before any of them is quantised."""
+    share = (quantization.bits + 1) / 16 if quantization else 1.0
+    return max(int(weight_bytes(engine.graph.graph) * (1.0 if engine.name == "embed" else share)) for engine in engines)
+
+
+def _requests(
+    job: Job, target: TargetRequest, partial: Path, engines: Sequence[_Engine], tied: str | None,
+    keys: dict[str, str], sizes: dict[str, int],
+) -> Iterator[PlanRequest]:  # fmt: skip
+    """The plans that are to be built, each lowered graph written as its turn comes; others are taken over.
+
+    Args:
+        keys, sizes: filled by plan's file: what it is made from, and bytes of its weights.
+    """
+    version, folder, replaced = library(target.name).__version__, f"targets/{target.name}", job.request.out
+    timing_cache = _timing_cache(replaced, partial, folder) if target.name == "tensorrt" else None
+    known = _known_plans(replaced, folder)
+    for engine in engines:
+        lowered = lower(engine.graph, engine.slots, tied, job.quantization)
+        path = f"{folder}/{engine.name}.plan"
+        # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
+        source = partial / GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
+        move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
+        request = PlanRequest(
+            target=target.name, source=str(source), plan=str(partial / path), profiles=engine.profiles,
+            capabilities=target.capabilities, options=job.request.builder, timing_cache=timing_cache,
+        )  # fmt: skip
+        sizes[path] = weight_bytes(lowered.graph)
+        keys[Path(path).name] = key = _content_key(request, lowered, version)
+        if key in known:
+            _link_or_copy(known[key], partial / path)
+            remove_lowered(source)
+        else:
+            ir.save(lowered, source)
+            yield request
 
 
 def _described(
@@ -195,7 +205,8 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     if quantization and name != "embed":
-        passes += [PackProductsPass(), DequantizeLinearPass(quantization.outer if name == "head" else quantization)]
+        how = quantization.outer if name == "head" else quantization
+        passes += [PackProductsPass(), DequantizeLinearPass(how)]
     passes += [FloatLogitsPass()] if name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered
@@ -203,32 +214,6 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
 
 def _slots(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> tuple[int, ...]:
     return static_slots(schedule, limits.max_length, skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
-
-
-def _build(waiting: list[PlanRequest], most_weights: int, report: Report) -> None:
-    done, stop = 0, threading.Event()
-    # tensorrt chooses kernels by the time that they take on the GPU, which another builder's would change
-    timed = any(each.target == "tensorrt" for each in waiting)
-    with ThreadPoolExecutor(1 if timed else _workers(most_weights)) as pool:
-        futures = [pool.submit(build_in_process, each, stop) for each in waiting]
-        try:
-            for future, each in zip(futures, waiting, strict=True):
-                report(f"building plan {done + 1} of {len(waiting)} for {each.target}", done / len(waiting))
-                future.result()
-                remove_lowered(Path(each.source))
-                done += 1
-        except BaseException:
-            stop.set()
-            for future in futures:
-                future.cancel()
-            raise
-
-
-def _workers(most_weights: int) -> int:
-    """Builders at a time: one a core, as many as memory holds."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return max(1, min(usable_cores(), free // (_BUILDER_BYTES + _BUILDER_FACTOR * most_weights)))
 
 
 def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,7 @@ from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter import tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
-from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.model import Keys
 from skipdecode.schedule import full_depth
@@ -301,28 +299,6 @@ def test_the_tensorrt_target_keeps_its_timing_cache(zoo: Zoo, tmp_path: Path, mo
         assert (out / "targets" / "tensorrt" / "timing.cache").read_bytes() == kept
     finally:
         sys.modules.pop("tensorrt", None)
-
-
-@pytest.mark.parametrize(("target", "most"), [("tensorrt", 1), ("tensorrt-rtx", 3)])
-def test_plans_whose_kernels_are_timed_on_the_one_gpu_are_built_one_after_another(
-    target: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running: list[str] = []
-    seen = []
-
-    def build(request: PlanRequest, stop: threading.Event) -> None:
-        running.append(request.source)
-        time.sleep(0.1)
-        seen.append(len(running))
-        running.remove(request.source)
-
-    monkeypatch.setattr(tensorrt_target, "build_in_process", build)
-    monkeypatch.setattr(tensorrt_target, "_workers", lambda most_weights: 3)
-    waiting = [PlanRequest(target=target, source=str(tmp_path / name), plan="", profiles=()) for name in "abc"]
-    for request in waiting:
-        Path(request.source).touch()
-    tensorrt_target._build(waiting, 0, lambda what, done: None)
-    assert max(seen) == most
 
 
 def test_a_plan_that_fails_to_build_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Which builders run side by side, and what happens to the graphs that they are given."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skipdecode.errors import TargetError
+from skipdecode.exporter import plan_builders
+from skipdecode.exporter.plan_builders import build_plans, num_builders
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest
+
+NAMES = [f"plan_{index}" for index in range(8)]
+
+
+def _requests(folder: Path, names: list[str] = NAMES) -> Iterator[PlanRequest]:
+    """Each graph written, with weights beside it, as its turn comes."""
+    for name in names:
+        source = folder / f"{name}.onnx"
+        source.touch()
+        source.with_suffix(".bin").touch()
+        yield PlanRequest(target="tensorrt-rtx", source=str(source), plan=str(folder / f"{name}.plan"), profiles=())
+
+
+def _silent(what: str, done: float) -> None:
+    pass
+
+
+def test_as_many_as_are_allowed_run_at_a_time_and_one_graph_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: set[str] = set()
+    seen, graphs = [], []
+
+    def build(request: PlanRequest, stop: threading.Event) -> None:
+        running.add(request.source)
+        time.sleep(0.1)
+        seen.append(len(running))
+        graphs.append(len(list(tmp_path.glob("*.onnx"))))
+        running.remove(request.source)
+
+    monkeypatch.setattr(plan_builders, "build_in_process", build)
+    told: list[str] = []
+    build_plans(_requests(tmp_path), len(NAMES), 3, lambda what, done: told.append(what))
+    assert max(seen) == 3 and max(graphs) <= 4
+    assert told == [f"building plan {index} of 8 for tensorrt-rtx" for index in range(1, 9)]
+    assert list(tmp_path.iterdir()) == [], "what was written to be built"
+
+
+def test_a_graph_that_is_refused_ends_the_other_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def build(request: PlanRequest, stop: threading.Event) -> None:
+        if request.source.endswith("plan_0.onnx"):
+            raise TargetError("refused")
+        assert stop.wait(30), "it was never told to stop"
+        ended.append(request.source)
+
+    monkeypatch.setattr(plan_builders, "build_in_process", build)
+    with pytest.raises(TargetError, match="refused"):
+        build_plans(_requests(tmp_path), len(NAMES), 2, _silent)
+    assert len(ended) <= 2
+
+
+def test_a_graph_that_cannot_be_made_ends_the_builders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def requests() -> Iterator[PlanRequest]:
+        yield from _requests(tmp_path, NAMES[:2])
+        raise OSError(28, "No space left on device")
+
+    stopped = []
+    monkeypatch.setattr(plan_builders, "build_in_process", lambda request, stop: stopped.append(stop.wait(30)))
+    with pytest.raises(OSError, match="No space left"):
+        build_plans(requests(), 3, 2, _silent)
+    assert all(stopped)
+
+
+def test_no_more_builders_run_than_there_are_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_builders, "usable_cores", lambda: 2)
+    assert num_builders("tensorrt-rtx", 1 << 20) == 2
+    assert num_builders("tensorrt-rtx", 1 << 40) == 1
+    assert num_builders("tensorrt", 1 << 20) == 1, "it times its kernels on the one GPU"
