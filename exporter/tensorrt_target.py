@@ -40,6 +40,7 @@ from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
@@ -206,7 +207,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     if quantization and name != "embed":
         how = quantization.outer if name == "head" else quantization
-        passes += [PackProductsPass(), DequantizeLinearPass(how)]
+        passes += [SliceGathersPass(), PackProductsPass(), DequantizeLinearPass(how)]
     passes += [FloatLogitsPass()] if name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -158,7 +159,10 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
         raise TargetError(line)  # one line already: what, where, what to do
     if process.returncode == _UNWRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
-    reason = "was killed, probably for want of memory" if process.returncode < 0 else f"failed ({line[:300]})"
+    reason = f"failed ({line[:300]})"
+    if process.returncode < 0:
+        killed = process.returncode == -signal.SIGKILL
+        reason = "was killed, probably for want of memory" if killed else f"ended by signal {-process.returncode}"
     raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
 
 

@@ -40,6 +40,7 @@ from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAtte
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
@@ -144,11 +145,12 @@ def written_out(layers: tuple[EngineLayer, ...]) -> list[str]:
 
 @pytest.mark.parametrize("how", [Quantization(bits=8), Quantization(bits=4), Quantization(bits=4, method="k-quant")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["opt", "llama"])
+@pytest.mark.parametrize("name", ["opt", "llama", "persimmon"])
 def test_quantised_matrices_are_multiplied_as_they_are_stored(
     name: str, dtype: torch.dtype, how: Quantization, part: Part, tmp_path: Path
 ) -> None:
-    layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, PackProductsPass(), DequantizeLinearPass(how))
+    quantising = (SliceGathersPass(), PackProductsPass(), DequantizeLinearPass(how))
+    layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, *quantising)
     assert_updates_in_place(layers)
     assert written_out(layers) == []
     products = [layer for layer in layers if "CastMulCastFc" in layer.name]
@@ -304,6 +306,18 @@ def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monk
     stop.set()
     with pytest.raises(TargetError, match="the tensorrt-rtx builder was killed"):
         build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), stop)
+
+
+@pytest.mark.parametrize(("name", "says"), [("SEGV", "ended by signal 11"), ("KILL", "was killed, probably for want of memory")])
+def test_a_builder_that_ends_by_a_signal_says_by_which(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nkill -{name} $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(TargetError, match=rf"x\.plan: the tensorrt-rtx builder {says}"):
+        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), threading.Event())
 
 
 def test_a_plan_that_the_disk_does_not_hold_is_an_error_of_the_system(part: Part, tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""One of several parts as a slice.
+
+    Gather <axis = 3> (x [B,S,H,3,D], 1)  ->  Squeeze(Slice(x, 1, 2), 3)
+
+Why: where quantised weights give query, key and value side by side and norms follow (Persimmon), TensorRT-RTX 1.7.1's builder
+ends with signal 11 over the one and builds the other.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode.graph_passes.conventions import integers, required
+from skipdecode.graph_passes.take_over import take_over
+
+_END = (1 << 63) - 1  # where a slice to the end ends
+
+
+class SliceGathersPass(ir.passes.InPlacePass):
+    """Leaves look-ups alone: of what is stored or given, and by indices that are not one constant number."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [(node, index) for node in model.graph if (index := _part(node)) is not None]
+        for node, index in found:
+            axis = integers(node.attributes.get_int("axis", 0))
+            bounds = [integers(index), integers(_END if index == -1 else index + 1)]
+            start, end, along = (each.outputs[0] for each in (*bounds, axis))
+            part = ir.node("Slice", [required(node), start, end, along])
+            whole = ir.node("Squeeze", [part.outputs[0], along])
+            model.graph.insert_before(node, [axis, *bounds, part, whole])
+            take_over(node.outputs[0], whole.outputs[0])
+            model.graph.remove(node, safe=True)
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _part(node: ir.Node) -> int | None:
+    """Which part of what another node gives; None where the node gives something else."""
+    if node.op_type != "Gather" or node.domain != "" or required(node).producer() is None:
+        return None
+    index = required(node, 1).const_value
+    return int(index.numpy().item()) if index is not None and not len(index.shape) else None
