@@ -21,6 +21,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -116,9 +117,10 @@ def _makers(
     if smoke or name == _MODELS.split(",")[0]:
         found[ONE_ENGINE] = lambda: ours(ONE_ENGINE, targets[0])
     found |= {_EAGER: lambda: peer(False), _COMPILED: lambda: peer(True)}
-    if "cuda" in targets:
-        kinds = QUANTIZED[-1:] if smoke else QUANTIZED  # they differ by a number alone
-        found |= {f"cuda {kind}": lambda kind=kind: ours(f"cuda {kind}", "cuda") for kind in kinds}  # type: ignore[misc]
+    kinds = QUANTIZED[-1:] if smoke else QUANTIZED  # they differ by a number alone
+    for target, kind in itertools.product(targets, kinds):
+        system = f"{target.split(':')[0]} {kind}"
+        found[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
     return found
 
 

@@ -205,6 +205,7 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
             builder, network, profiles=profiles, load_timing_cache=request.timing_cache,
             memory_pool_limits=None if workspace is None else {trt.MemoryPoolType.WORKSPACE: workspace << 20},
             builder_optimization_level=request.options.optimization_level, profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
+            tf32=False,  # fp32 is for what sums up many tokens
         )  # fmt: skip
     for flag in FLAGS:
         if hasattr(trt.BuilderFlag, flag):

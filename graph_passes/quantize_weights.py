@@ -192,7 +192,7 @@ def _k_quant(weight: Floats, bits: int, block: int) -> Parts:
 
 BLOCK_SIZES = (32, 64, 128)  # that ONNX Runtime's CPU kernels multiply in int8
 METHODS: dict[str, Callable[[Floats, int, int], Parts]] = {"rtn": _round_to_nearest, "k-quant": _k_quant}
-_ROWS_AT_A_TIME = 256  # whose turned copy the cache holds better than 1024's: 0.49 s for 64 Mi numbers, not 0.63 (2 cores, AVX-512)
+_ROWS_AT_A_TIME = 256  # whose turned copy a cache holds better than 1024: 0.49 s for 64 Mi numbers, not 0.63 (AVX-512)
 
 
 def _packed(kept: Levels, bits: int) -> Parts:
