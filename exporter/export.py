@@ -17,7 +17,7 @@ from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.dry_run import check_runs
-from skipdecode.exporter.feasible import check_feasible, check_layers_taken, choose_max_length, layers_per_segment
+from skipdecode.exporter.feasible import check_feasible, choose_max_length, layers_per_segment
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
@@ -73,7 +73,6 @@ def _decide(request: ExportRequest) -> Job:
     dtype = choose_dtype(request.dtype, targets, config)
     limits = manifest.Limits(max_length=choose_max_length(request, config), max_batch=request.max_batch)
     check_supported(config, limits.max_length)
-    check_layers_taken(targets, config)
     schedule = _schedule(request, config)
     skeleton = build_skeleton(config, dtype)
     check_runs(config)

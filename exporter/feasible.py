@@ -8,7 +8,6 @@ from typing import Any
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import has_experts
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -46,14 +45,6 @@ def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest],
     """The most layers of a segment. One division into segments serves all targets."""
     layer_bytes = int(skeleton.layer_bytes * _compiled_itemsize(request, skeleton) / skeleton.dtype.itemsize)
     return max(1, _segment_bytes(request, targets) // layer_bytes)
-
-
-def check_layers_taken(targets: Sequence[TargetRequest], config: Any) -> None:
-    """Raises TargetError where a target does not take layers of the model's kinds."""
-    if has_experts(config) and any(target.is_tensorrt for target in targets):
-        raise TargetError(
-            f"{config.model_type} is a mixture, which TensorRT has no layer for", "choose cpu or cuda", where="--target"
-        )
 
 
 def check_feasible(

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
 from skipdecode import bindings
+from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.mapped import release_pages
 
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
@@ -31,7 +32,8 @@ def _read_bytes(weight: ir.Value) -> int:
     if tensor is None or any(node.op_type == "GroupQueryAttention" for node in readers):
         return 0
     mixture = next((node for node in readers if node.op_type in ("MoE", "QMoE")), None)
-    return tensor.nbytes if mixture is None else tensor.nbytes * mixture.attributes["k"].as_int() // tensor.shape.numpy()[0]
+    share = weight.meta.get(READ_SHARE, 1) if mixture is None else mixture.attributes["k"].as_int() / tensor.shape.numpy()[0]
+    return round(tensor.nbytes * share)
 
 
 def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) -> None:

@@ -30,10 +30,12 @@ from skipdecode.graph_passes.compile_tensorrt import (
     Profile,
     library,
 )
+from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
+from skipdecode.graph_passes.explicit_experts import ExplicitExpertsPass
 from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
@@ -202,12 +204,12 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
     passes += [ExplicitConvolutionPass(opset=OPSET), ExplicitLinearAttentionPass(opset=OPSET, most_tokens=PREFILL_CHUNK)]
-    passes += [DropUnusedInputsPass()]
+    passes += [ExplicitExpertsPass(), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     if quantization and name != "embed":
         how = quantization.outer if name == "head" else quantization
-        passes += [SliceGathersPass(), PackProductsPass(), DequantizeLinearPass(how)]
+        passes += [SliceGathersPass(), PackProductsPass(), DequantizeLinearPass(how), DequantizeExpertsPass(how)]
     passes += [FloatLogitsPass()] if name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered

@@ -28,7 +28,7 @@ from onnx_ir.tape import Tape
 from skipdecode.graph_passes.conventions import add_constant, required
 from skipdecode.graph_passes.kept_levels import Floats, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import Parts, Quantization, as_rows, matrix_parameter, num_inputs
+from skipdecode.graph_passes.quantize_weights import Parts, Quantization, as_rows, is_router, matrix_parameter, num_inputs
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _ROWS_AT_A_TIME = 1024
 
 
 class DequantizeLinearPass(ir.passes.InPlacePass):
-    """Declines what is no parameter, and in 4 bits matrices whose input width is no multiple of the block."""
+    """Declines what is no parameter, routers, and in 4 bits matrices whose input width is no multiple of the block."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()
@@ -49,7 +49,9 @@ class DequantizeLinearPass(ir.passes.InPlacePass):
         count = 0
         for node in list(model.graph):
             found = matrix_parameter(node)
-            if found is not None and (self.how.bits == 8 or num_inputs(*found) % self.how.block_size == 0):
+            if found is None or is_router(node):
+                continue
+            if self.how.bits == 8 or num_inputs(*found) % self.how.block_size == 0:
                 _replace(model.graph, node, *found, self.how)
                 release_pages(found[0].const_value)
                 count += 1
@@ -86,16 +88,28 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, turned: bool, 
 def _multiply_in_4_bits(tape: Tape, rows: ir.Value, parts: Parts, block: int, store: Store) -> ir.Value:
     outputs, blocks, _ = parts["weight"].shape
     scales = parts["scales"].reshape(outputs, blocks)
-    levels = store("levels", parts["weight"] ^ np.uint8(_MIDDLE))
+    levels = store("levels", signed_pairs(parts))
     matrix = tape.op("DequantizeLinear", [levels, store("scales", scales)], {"axis": 1, "block_size": block})
     product = tape.op("MatMul", [rows, tape.op("Transpose", [matrix], {"perm": [1, 0]})])
     if "zero_points" not in parts:
         return product
+    missing = store("missing", np.ascontiguousarray(what_is_missing(parts).T))
+    corrections = tape.op("MatMul", [_block_sums(tape, rows, block), missing])
+    return tape.op("Add", [product, corrections])
+
+
+def signed_pairs(parts: Parts) -> Array:
+    """Levels of 4 bits, two a byte, less 8."""
+    return parts["weight"] ^ np.uint8(_MIDDLE)
+
+
+def what_is_missing(parts: Parts) -> Floats:
+    """(8 - zero) scale of each block [N, K / block], where a zero is not 8."""
+    outputs, blocks, _ = parts["weight"].shape
     pairs = parts["zero_points"]
     zeros = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(outputs, -1)[:, :blocks]
-    missing = (8 - zeros.astype(np.float32)) * scales
-    corrections = tape.op("MatMul", [_block_sums(tape, rows, block), store("missing", np.ascontiguousarray(missing.T))])
-    return tape.op("Add", [product, corrections])
+    missing: Floats = (8 - zeros.astype(np.float32)) * parts["scales"].reshape(outputs, blocks)
+    return missing
 
 
 def _block_sums(tape: Tape, rows: ir.Value, block: int) -> ir.Value:
@@ -107,12 +121,12 @@ def _block_sums(tape: Tape, rows: ir.Value, block: int) -> ir.Value:
 
 
 def _multiply_in_8_bits(tape: Tape, rows: ir.Value, weight: Floats, store: Store) -> ir.Value:
-    levels, scales = _levels_by_output(weight)
+    levels, scales = levels_by_output(weight)
     turned = store("levels", np.ascontiguousarray(levels.T))
     return tape.op("MatMul", [rows, tape.op("DequantizeLinear", [turned, store("scales", scales)], {"axis": 1})])
 
 
-def _levels_by_output(weight: Floats) -> tuple[Array, Floats]:
+def levels_by_output(weight: Floats) -> tuple[Array, Floats]:
     """A matrix [N,K] to int8 [N,K] and a scale an output [N]; levels that it lies on already are kept."""
     outputs, inputs = weight.shape
     kept = kept_levels(weight, 8, inputs)

@@ -37,7 +37,7 @@ class LowerExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        kinds = (_Experts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
+        kinds = (Experts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)
         modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
@@ -58,7 +58,7 @@ class LowerExpertsPass(ir.passes.InPlacePass):
             raise ir.passes.PostconditionError(f"experts that were not lowered: {left}")
 
 
-class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
+class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
         both = op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(gate_up, perm=[0, 2, 1]))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
@@ -75,7 +75,7 @@ class _Experts(RewriteRuleClassBase):  # type: ignore[misc]
         return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=1.0, activation_beta=0.0)
 
 
-class _SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]
+class SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, up: Any, down: Any) -> Any:
         positive = op.Relu(op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(up, perm=[0, 2, 1])))
         products = op.MatMul(op.Pow(positive, 2.0), op.Transpose(down, perm=[0, 2, 1]))
@@ -91,7 +91,7 @@ class _SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]
         return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=_STEEP, activation_beta=0.0)
 
 
-class _BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
+class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
     """gpt-oss': W_gate_up [E,H,2I] with gate and up taking turns already, W_down [E,I,H], biases, gate and up clamped.
 
     (up + beta) * gate * Sigmoid(alpha * gate), gate at most `limit` and up within it
@@ -117,9 +117,9 @@ class _BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         alpha: ir.Value, beta: ir.Value, limit: ir.Value, low: ir.Value, high: ir.Value, **__: Any,
     ) -> MatchResult:  # fmt: skip
         result = _check(chosen, gate_up, down)
-        if None in map(_number, (alpha, beta, limit)):
+        if None in map(number, (alpha, beta, limit)):
             return result.fail("The activation's numbers are not constant.", alpha)
-        if _number(high) != _number(limit) or _number(low) != -(_number(limit) or 0.0):
+        if number(high) != number(limit) or number(low) != -(number(limit) or 0.0):
             return result.fail("Gate and up are not clamped alike.", limit)
         return result
 
@@ -127,14 +127,14 @@ class _BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value,
         up_bias: ir.Value, down_bias: ir.Value, alpha: ir.Value, beta: ir.Value, limit: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        parameters = (op.initializer(_turned(gate_up)), up_bias, op.initializer(_turned(down)), down_bias)
+        parameters = (op.initializer(turned_experts(gate_up)), up_bias, op.initializer(turned_experts(down)), down_bias)
         return _mixture(
             op, x, zeros, chosen, weights, parameters,
-            activation_alpha=_number(alpha), activation_beta=_number(beta), swiglu_limit=_number(limit),
+            activation_alpha=number(alpha), activation_beta=number(beta), swiglu_limit=number(limit),
         )  # fmt: skip
 
 
-class _NarrowBiasedExperts(_BiasedExperts):
+class NarrowBiasedExperts(BiasedExperts):
     """Bounds of narrow floats are traced as two operators."""
 
     def clamped(self, op: Any, value: Any, low: Any, high: Any) -> Any:
@@ -171,7 +171,8 @@ def _mixture(
     return op.Mul(mixed, op.ReduceSum(weights, op.Constant(value_ints=[1]), keepdims=1))
 
 
-def _number(value: ir.Value) -> float | None:
+def number(value: ir.Value) -> float | None:
+    """Of a constant that is one number."""
     number: float | None = _ir_utils.get_singleton_value(value)
     return number
 
@@ -191,7 +192,7 @@ def _twice(up: ir.Value) -> ir.LazyTensor:
     return _put_in_order(up, "twice", lambda weight: weight.repeat(2, axis=1), (0, 1, 2), stretch=2)
 
 
-def _turned(parameter: ir.Value) -> ir.LazyTensor:
+def turned_experts(parameter: ir.Value) -> ir.LazyTensor:
     """A parameter [E,K,N] as [E,N,K]."""
     return _put_in_order(parameter, "turned", lambda weight: weight.swapaxes(1, 2).copy(), (0, 2, 1))
 

@@ -13,20 +13,23 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.conventions import integers, required, static_dim
 from skipdecode.graph_passes.projection import join_parameters, multiply
-from skipdecode.graph_passes.quantize_weights import matrix_parameter
+from skipdecode.graph_passes.quantize_weights import is_router, matrix_parameter
 from skipdecode.graph_passes.take_over import take_over
 
 _Found = tuple[ir.Node, ir.Value]  # the product and its parameter
 
 
 class PackProductsPass(ir.passes.InPlacePass):
-    """Leaves a product alone whose rows no other one takes. Biases stay where they are, behind the split."""
+    """Leaves a product alone whose rows no other one takes, and routers, which are not quantised.
+
+    Biases stay where they are, behind the split.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         groups: dict[tuple[ir.Value, bool], list[_Found]] = {}
         for node in model.graph:
             found = matrix_parameter(node)
-            if found is not None and node.op_type == "MatMul":
+            if found is not None and node.op_type == "MatMul" and not is_router(node):
                 parameter, turned = found
                 groups.setdefault((required(node), turned), []).append((node, parameter))
         several = {key: group for key, group in groups.items() if len(group) > 1}

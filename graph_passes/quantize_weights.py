@@ -75,7 +75,7 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
         count = 0
         for node in list(model.graph):
             found = matrix_parameter(node)
-            if found is not None and not _is_router(node) and num_inputs(*found) % self.how.block_size == 0:
+            if found is not None and not is_router(node) and num_inputs(*found) % self.how.block_size == 0:
                 _replace(model.graph, node, *found, self.how)
                 release_pages(found[0].const_value)
                 count += 1
@@ -99,13 +99,13 @@ def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
     return value, transposed
 
 
-def _is_router(node: ir.Node) -> bool:
+def is_router(node: ir.Node) -> bool:
     """Whether what the node gives decides a choice, before any other matrix."""
     readers = [(use.node, use.idx) for value in node.outputs for use in value.uses()]
     return any(
         reader.op_type == "TopK"
         or (reader.op_type == "MoE" and index == 1)
-        or (reader.op_type not in _PRODUCTS and _is_router(reader))
+        or (reader.op_type not in _PRODUCTS and is_router(reader))
         for reader, index in readers
     )
 

@@ -53,23 +53,30 @@ def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int
 
 
 def on_levels(model: Any, quantize: str) -> Any:
-    """torch's model in fp16, whose matrices, but for the embedding, have the numbers of TensorRT's quantised ones."""
+    """torch's model in fp16, whose matrices, but for embedding and routers, have the numbers of TensorRT's quantised ones."""
     model = copy.deepcopy(model).half().float()
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            weight = module.weight.detach()
-            if quantize == "int4":
-                parts = Quantization(bits=4).parts(weight.numpy())
-                levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
-                scales = parts["scales"].reshape(-1, 1)
-            else:
-                scales = np.maximum(weight.abs().amax(1, keepdim=True).numpy(), 1e-9) / 127  # OPT's head has a row of zeros
-                levels = np.rint(weight.numpy() / scales)
-            rounded = (levels * scales.astype(np.float16)).astype(np.float16).astype(np.float32)
-            module.weight.data = torch.from_numpy(rounded.reshape(weight.shape))
+            module.weight.data = _rounded(module.weight.detach(), quantize, np.float16)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim == 3:
+            parameter.data = torch.stack([_rounded(matrix, quantize, np.float32) for matrix in parameter.detach()])
     return model
+
+
+def _rounded(weight: Any, quantize: str, of_scales: type[np.floating[Any]]) -> Any:
+    """A matrix [N,K] as its levels and scales give it."""
+    if quantize == "int4":
+        parts = Quantization(bits=4).parts(weight.numpy())
+        levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
+        scales = parts["scales"].reshape(-1, 1)
+    else:
+        scales = np.maximum(weight.abs().amax(1, keepdim=True).numpy(), 1e-9) / 127  # OPT's head has a row of zeros
+        levels = np.rint(weight.numpy() / scales)
+    rounded = (levels * scales.astype(of_scales)).astype(np.float16).astype(np.float32)
+    return torch.from_numpy(rounded.reshape(weight.shape))
 
 
 def spoil(generator: Generator) -> None:

@@ -97,7 +97,6 @@ def test_options_out_of_range_are_refused(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"targets": ("cpu", "tensorrt-rtx:sm89")}, "which TensorRT has no layer for; choose cpu or cuda"),
         ({"quantize": "int4"}, "width of the experts 48 is no multiple of 32, .*; leave out --quantize"),
         ({"quantize": "int4", "targets": ("cuda",)}, "experts 48 is no multiple of 64, .*; leave out --quantize, or choose cpu"),
     ],
@@ -111,12 +110,6 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
     _edit_config(tmp_path / "model", intermediate_size=100)
     says = "width of the experts 100 is no multiple of 8, as cuda needs it; choose cpu"
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "nemotron_h"])
-def test_a_mixture_is_refused_for_tensorrt_with_the_targets_that_take_it(name: str, zoo: Zoo, tmp_path: Path) -> None:
-    says = f"--target: {name} is a mixture, which TensorRT has no layer for; choose cpu or cuda$"
-    _refused(zoo.checkpoint(name), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "tensorrt-rtx:sm89"))
 
 
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:

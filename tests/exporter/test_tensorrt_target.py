@@ -169,6 +169,14 @@ def test_quantised_plans_are_smaller_and_taken_over_likewise(quantize: str, plan
     assert {path.name: path.stat().st_ino for path in (tmp_path / "bundle" / TARGET).glob("*.plan")} == before
 
 
+@pytest.mark.parametrize("quantize", ["none", "int4"])
+def test_what_a_step_of_a_mixture_reads_is_counted_as_it_is_for_cuda(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
+    targets, full = ("cuda", "tensorrt-rtx:sm89"), ScheduleRequest(name="full")
+    made = export(_request(zoo, "mixtral", tmp_path / "bundle", targets=targets, dtype="fp16", quantize=quantize, schedule=full))
+    cuda, plans = (sum(target.segment_weight_bytes) for target in made.targets)
+    assert plans == pytest.approx(cuda, rel=0.15 if quantize == "int4" else 0.02), "scales of 32 bits, and of 16"
+
+
 def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path: Path) -> None:
     made = export(
         _request(
@@ -234,6 +242,9 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
     limits, embedding = manifests.Limits(max_length=64, max_batch=1), {"model.embed_tokens.weight": (256000, 12288)}
     skeleton: Any = SimpleNamespace(keys=Keys(num_heads=2, head_size=16), state_layers=(), shapes=embedding)
     with pytest.raises(TargetError, match=r"--target: model\.embed_tokens\.weight has more than .*; choose cpu or cuda"):
+        tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
+    skeleton.shapes = {"model.layers.3.mlp.experts.gate_up_proj": (256, 4096, 7168)}  # DeepSeek-V3's
+    with pytest.raises(TargetError, match=r"--target: model\.layers\.3\.mlp\.experts\.gate_up_proj has more than"):
         tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
     skeleton.shapes = {"model.norm.weight": (1536,), "model.embed_tokens_per_layer.weight": (262144, 8960)}
     tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))

@@ -14,15 +14,16 @@ from skipdecode.exporter.targets import parse_targets
 from skipdecode.generate import Generator
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.agreement import assert_gives_the_references_logits, on_levels
+from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits, on_levels
 from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 
+MIXTURES = ("mixtral", "gpt_oss")
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
 NEW = 14
 # grouped queries; biases in the mask; capped logits, sinks, keys of two sizes and of others, whose attention is written out;
-# states of a convolution, of Gated DeltaNet, of Mamba-2
-NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others", "lfm2", "qwen3_5_text", "bamba"]
-KINDS = [*((name, "none") for name in NAMES), *((name, how) for name in ("llama", "opt") for how in ("int8", "int4"))]
+# states of a convolution, of Gated DeltaNet, of Mamba-2; experts
+NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others", "lfm2", "qwen3_5_text", "bamba", *MIXTURES]
+KINDS = [*((name, "none") for name in NAMES), *((name, how) for name in ("llama", "opt", "mixtral") for how in ("int8", "int4"))]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,8 @@ def test_every_variant_agrees_with_the_reference(kind: tuple[str, str], generato
     name, quantize = kind
     model = zoo.model(name).half().float() if quantize == "none" else on_levels(zoo.model(name), quantize)
     decoder = generator.decoder([len(prompt) for prompt in PROMPTS], NEW)
-    assert_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.02)
+    agrees = assert_mostly_gives_the_references_logits if name in MIXTURES else assert_gives_the_references_logits
+    agrees(decoder, model, PROMPTS, NEW, 0.02)
 
 
 def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:

@@ -32,10 +32,12 @@ from skipdecode.graph_passes.compile_tensorrt import (
     build_in_process,
     build_plan,
 )
+from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
 from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
+from skipdecode.graph_passes.explicit_experts import ExplicitExpertsPass
 from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
@@ -188,6 +190,20 @@ def test_a_step_of_linear_attention_inverts_nothing(
     assert (len(of_states) - len(in_prompts), len(in_prompts)) == (in_a_step, in_a_prompt)
     states = {name for layer in layers for name in layer.outputs if name.startswith("present_")}
     assert {"present_conv_state.0", "present_recurrent_state.0"} <= states
+
+
+@pytest.mark.parametrize("how", [None, Quantization(bits=8), Quantization(bits=4)], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_step_of_a_mixture_looks_its_experts_up_where_it_multiplies_by_them(
+    name: str, how: Quantization | None, part: Part, tmp_path: Path
+) -> None:
+    quantising = (DequantizeLinearPass(how), DequantizeExpertsPass(how)) if how else ()
+    layers = build(part(name), tmp_path, *LOWERING, ExplicitExpertsPass(), *quantising)
+    in_a_step = [layer.name for layer in layers if layer.name.endswith("_myl0") or "_myl0_" in layer.name]
+    assert sum("Gath" in each and "MulSum" in each for each in in_a_step) == 2, "up and gate; down"
+    assert written_out(layers) == [each for each in written_out(layers) if "_myl1_" in each], "in prompts alone"
+    experts = sum(path.stat().st_size for path in tmp_path.glob("lowered.bin"))
+    assert (tmp_path / "engine.plan").stat().st_size < 1.2 * experts + 8_000_000, "once, beside the kernels"
 
 
 def test_a_table_in_parts_builds(part: Part, tmp_path: Path) -> None:

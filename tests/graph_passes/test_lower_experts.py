@@ -101,7 +101,7 @@ def mixture(text: str = GRAPH, *, width: int = WIDTH, inner: int = INNER, more: 
     if "up_bias" in text:
         shapes = {name: (EXPERTS, columns, rows) for name, (_, rows, columns) in shapes.items()}
         shapes |= {"up_bias": (EXPERTS, 2 * inner), "down_bias": (EXPERTS, width)}
-    if text is SQUARED:
+    if "gate_up" not in text:
         shapes["up"] = (EXPERTS, inner, shapes.pop("gate_up")[2])
     dtype = np.float16 if "float16" in text else np.float32
     drawn = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}

@@ -23,12 +23,17 @@ from skipdecode.engines import tensorrt
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.generate import Generator
 from skipdecode.kv_buffer import LEAST_SLOTS
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.plans import measure_plans
-from tests.agreement import assert_gives_the_references_logits, on_levels
+from tests.agreement import (
+    assert_gives_the_references_logits,
+    assert_mostly_gives_the_references_logits,
+    on_levels,
+)
 from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
@@ -84,18 +89,45 @@ def test_caps_sinks_states_and_keys_of_two_sizes_or_of_others_agree_with_torch_a
 def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_levels(
     name: str, quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3)
-    export(
-        ExportRequest(
-            model=str(zoo.checkpoint(name)), out=tmp_path / "bundle", schedule=asked, dtype="fp16", max_batch=4,
-            max_length=MAX_LENGTH, quantize=quantize, targets=("tensorrt-rtx:sm89",),
-        )
-    )  # fmt: skip
-    generator = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch)
+    generator = _plans(zoo, name, tmp_path, monkeypatch, quantize=quantize)
     assert (generator.target.weights, generator.target.tied_weight) == (quantize, None)
     decoder = Decoder(generator.engines, generator.manifest.model, generator.manifest.schedule, [7, 2], NEW, prefill_chunk=3)
     assert_gives_the_references_logits(decoder, on_levels(zoo.model(name), quantize), PROMPTS, NEW, 0.02)
     assert measure_plans(generator) is None, "the standard graphs' weights are others"
+
+
+# a softmax's router, a sigmoid's with groups of experts and shared ones, biases and clamps, squared ReLUs
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "lara_mini"])
+def test_mixtures_agree_with_torch_and_every_plan_with_onnx_runtime(
+    name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = _plans(zoo, name, tmp_path, monkeypatch)
+    made = generator.manifest
+    decoder = Decoder(generator.engines, made.model, made.schedule, [7, 2], NEW, prefill_chunk=3)
+    assert_mostly_gives_the_references_logits(decoder, zoo.model(name).half().float(), PROMPTS, NEW, 0.01)
+    rows = measure_plans(generator)
+    assert rows and all(row["holds"] for row in rows)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_mixtures_agree_with_a_reference_whose_weights_lie_on_the_same_levels(
+    quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = _plans(zoo, "mixtral", tmp_path, monkeypatch, quantize=quantize)
+    decoder = Decoder(generator.engines, generator.manifest.model, generator.manifest.schedule, [7, 2], NEW, prefill_chunk=3)
+    model = on_levels(zoo.model("mixtral"), quantize)
+    assert_mostly_gives_the_references_logits(decoder, model, PROMPTS, NEW, 0.01)
+
+
+def _plans(zoo: Zoo, name: str, folder: Path, patch: pytest.MonkeyPatch, quantize: str = "none") -> Generator:
+    asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3)
+    export(
+        ExportRequest(
+            model=str(zoo.checkpoint(name)), out=folder / "bundle", schedule=asked, dtype="fp16", max_batch=4,
+            max_length=MAX_LENGTH, quantize=quantize, targets=("tensorrt-rtx:sm89",),
+        )
+    )  # fmt: skip
+    return device.load(folder / "bundle", "tensorrt-rtx", None, patch)
 
 
 def test_linear_biases_keep_their_slopes_far_from_the_first_slot(

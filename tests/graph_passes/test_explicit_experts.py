@@ -1,0 +1,70 @@
+"""Every expert's product before; after, the chosen ones' alone for the first token of each row, with the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.explicit_experts import READ_SHARE, ExplicitExpertsPass
+from tests.graph_passes.running import Array, run_model
+from tests.graph_passes.test_lower_experts import BIASED, EXPERTS, GRAPH, SQUARED, WIDTH, mixture
+
+KINDS = {"gated": GRAPH, "squared": SQUARED, "biased": BIASED}
+
+
+def _of_rows(text: str) -> str:
+    """The same graph of tokens [B,S,8], as models have it."""
+    body = text.index("{\n") + 2
+    flat = "    flat = Constant <value_ints = [-1, 8]> ()\n    x = Reshape (tokens, flat)\n"
+    return text[:body].replace("[T,8] x,", "[B,S,8] tokens,") + flat + text[body:]
+
+
+def _feeds(rows: int, tokens: int) -> dict[str, Array]:
+    rng = np.random.default_rng(tokens)
+    weights = rng.uniform(0.1, 2, (rows * tokens, 2)).astype(np.float32)
+    weights[0, 1] = 0
+    return {
+        "tokens": rng.standard_normal((rows, tokens, WIDTH)).astype(np.float32),
+        "chosen": np.stack([rng.permutation(EXPERTS)[:2] for _ in range(rows * tokens)]),
+        "weights": weights,
+    }
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 1), (1, 7), (2, 5)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_and_a_prompt_give_what_all_experts_gave(kind: str, rows: int, tokens: int) -> None:
+    model, feeds = mixture(_of_rows(KINDS[kind])), _feeds(rows, tokens)
+    (before,) = run_model(model, feeds)
+    assert ExplicitExpertsPass()(model).modified
+    assert {node.domain for node in model.graph} == {""}
+    np.testing.assert_allclose(run_model(model, feeds)[0], before, rtol=1e-5, atol=1e-5)
+    assert not ExplicitExpertsPass()(model).modified
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_step_looks_up_is_what_a_prompt_multiplies_by(kind: str) -> None:
+    model = mixture(_of_rows(KINDS[kind]))
+    ExplicitExpertsPass()(model)
+    stored = {name for name in model.graph.initializers if name.startswith("layer.")}
+    looked_up = {node.inputs[0].name for node in model.graph if node.op_type == "Gather" and node.inputs[0] is not None}
+    assert looked_up == stored, "no other copy of them"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_each_parameter_it_is_known_what_a_step_reads(kind: str) -> None:
+    model = mixture(_of_rows(KINDS[kind]))
+    ExplicitExpertsPass()(model)
+    shares = {value.meta.get(READ_SHARE) for name, value in model.graph.initializers.items() if name.startswith("layer.")}
+    assert shares == {2 / EXPERTS}
+
+
+def test_experts_that_would_all_be_read_are_an_error() -> None:
+    text = _of_rows(GRAPH).replace("Sigmoid", "Tanh")
+    with pytest.raises(ir.passes.PostconditionError, match="experts of which a step reads all"):
+        ExplicitExpertsPass()(mixture(text))
+
+
+def test_a_graph_without_experts_stays_as_it_is() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]> g (float[B,S,8] x) => (float[B,S,8] y) { y = Relu (x) }"""
+    assert not ExplicitExpertsPass()(ir.from_onnx_text(text)).modified
