@@ -274,10 +274,6 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=1200,  # prompts of two passes
     ),
     # hybrids without experts
-    "granite_hybrid": functools.partial(
-        RELATIVES["granitemoehybrid"], num_local_experts=0, mamba_n_heads=4, mamba_d_state=16,
-        layer_types=["mamba", "attention"] * (LAYERS // 2),
-    ),
     "nemotron_h_dense": functools.partial(
         RELATIVES["nemotron_h"], layers_block_type=["linear_attention", "mlp", "full_attention"] * (LAYERS // 3)
     ),

@@ -38,9 +38,7 @@ from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
 from tests.runtime import device
 from tests.standin import tensorrt as standin
 
-HYBRIDS = (
-    "qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "granite_hybrid", "nemotron_h_dense", "nemotron_h_without_mamba"
-)  # fmt: skip
+HYBRIDS = ("qwen3_5_text", "bamba", "falcon_h1", "nemotron_h_dense", "nemotron_h_without_mamba")
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 14
 Bundles = Callable[[Anchor], Path]
@@ -85,7 +83,7 @@ def test_caps_sinks_states_and_keys_of_two_sizes_or_of_others_agree_with_torch_a
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen3_5_text"])
 def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_levels(
     name: str, quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +95,7 @@ def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_le
 
 
 # a softmax's router, a sigmoid's with groups of experts and shared ones, biases and clamps, squared ReLUs
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "lara_mini"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h"])
 def test_mixtures_agree_with_torch_and_every_plan_with_onnx_runtime(
     name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
