@@ -101,16 +101,18 @@ def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
 
 def is_router(node: ir.Node) -> bool:
     """Whether what the node gives decides a choice, before any other matrix."""
-    readers = [(use.node, use.idx) for value in node.outputs for use in value.uses()]
-    return any(
-        reader.op_type == "TopK"
-        or (reader.op_type == "MoE" and index == 1)
-        or (reader.op_type not in _PRODUCTS and is_router(reader))
-        for reader, index in readers
-    )
+    waiting, seen = [node], {node}
+    while waiting:
+        for reader, index in [(use.node, use.idx) for value in waiting.pop().outputs for use in value.uses()]:
+            if reader.op_type == "TopK" or (reader.op_type == "MoE" and index == 1):
+                return True
+            if reader.op_type not in _PRODUCTS and reader not in seen:
+                seen.add(reader)
+                waiting.append(reader)
+    return False
 
 
-_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "GroupQueryAttention")
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "Attention", "GroupQueryAttention")
 
 
 def num_inputs(parameter: ir.Value, transposed: bool) -> int:

@@ -111,3 +111,12 @@ def test_a_matrix_is_quantised_some_rows_at_a_time_with_the_same_levels(monkeypa
         assert rows == [*[256] * 9, 196]
         np.testing.assert_array_equal(parts["weight"], whole)
         np.testing.assert_array_equal(parts["scales"], scales.reshape(-1))
+
+
+def test_a_router_is_looked_for_once_along_each_way() -> None:
+    """What is summed with itself over and over has 2**60 ways to its end."""
+    sums = " ".join(f"y{index + 1} = Add (y{index}, y{index})" for index in range(60))
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,64] x) => (float[B,24] y60) {{ turned = Transpose <perm = [1, 0]> (weight)  y0 = MatMul (x, turned)  {sums} }}"""
+    model = with_weight(text, "layer.fc.weight", np.zeros((24, 64), np.float32))
+    assert QuantizeWeightsPass(Quantization(bits=4))(model).modified
