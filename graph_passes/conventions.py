@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+TO_THE_END = (1 << 63) - 1  # where a slice ends that leaves nothing behind it
 NORMS = ("RMSNormalization", "LayerNormalization")
 
 

@@ -28,7 +28,7 @@ from onnx_ir.tape import Tape
 from skipdecode.graph_passes.conventions import add_constant, required
 from skipdecode.graph_passes.kept_levels import Floats, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import Parts, Quantization, as_rows, is_router, matrix_parameter, num_inputs
+from skipdecode.graph_passes.quantize_weights import Parts, Quantization, as_rows, quantisable
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,10 @@ class DequantizeLinearPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
-        for node in list(model.graph):
-            found = matrix_parameter(node)
-            if found is None or is_router(node):
-                continue
-            if self.how.bits == 8 or num_inputs(*found) % self.how.block_size == 0:
-                _replace(model.graph, node, *found, self.how)
-                release_pages(found[0].const_value)
-                count += 1
+        for node, parameter, turned in quantisable(model.graph, self.how.block_size if self.how.bits == 4 else 1):
+            _replace(model.graph, node, parameter, turned, self.how)
+            release_pages(parameter.const_value)
+            count += 1
         if count:
             RemoveUnusedNodesPass()(model)
         logger.info("quantised %d matrices to %d bits", count, self.how.bits)

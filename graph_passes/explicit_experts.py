@@ -21,7 +21,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
 from onnxscript.rewriter.pattern import MatchResult
 
-from skipdecode.graph_passes.conventions import is_parameter, required, static_dim
+from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, required, static_dim
 from skipdecode.graph_passes.lower_experts import (
     BiasedExperts,
     Experts,
@@ -32,7 +32,6 @@ from skipdecode.graph_passes.lower_experts import (
 )
 
 READ_SHARE = "read share"  # in a parameter's `meta`: what of it a step of one row reads
-_MOST = (1 << 63) - 1  # where a slice to the end ends
 # op, a product with `up` [.., N], its dtype -> [.., I]
 Activation = Callable[[Any, Any, ir.DataType], Any]
 
@@ -72,30 +71,33 @@ def _is_multiplied_whole(value: ir.Value) -> bool:
     return bool(readers & {"Transpose", "MatMul"}) and "Gather" not in readers
 
 
-class _Experts(Experts):
-    def check(self, context: Any, x: ir.Value, **values: ir.Value) -> MatchResult:  # type: ignore[override]
-        return _check_rows(super().check(context, **values), x)
+class _OfRows:
+    """Beside a kind of experts: their tokens [B*S,H] must be those of rows [B,S,H]."""
 
+    def check(self, *context: Any, **values: Any) -> MatchResult:
+        result: MatchResult = super().check(*context, **values)  # type: ignore[misc]
+        node = values["x"].producer()
+        rows = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
+        if result and (rows is None or rows.shape is None or len(rows.shape) != 3):
+            return result.fail("The tokens are not those of rows [B,S,H].", values["x"])
+        return result
+
+
+class _Experts(_OfRows, Experts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
         return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _silu_of_first_half)
 
 
-class _SquaredExperts(SquaredExperts):
-    def check(self, context: Any, x: ir.Value, **values: ir.Value) -> MatchResult:  # type: ignore[override]
-        return _check_rows(super().check(context, **values), x)
-
+class _SquaredExperts(_OfRows, SquaredExperts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, up: ir.Value, down: ir.Value
     ) -> Any:
         return _mixture(op, x, zeros, chosen, weights, _Weights(up=up, down=down), _squared_relu)
 
 
-class _BiasedExperts(BiasedExperts):
-    def check(self, context: Any, x: ir.Value, **values: ir.Value) -> MatchResult:  # type: ignore[override]
-        return _check_rows(super().check(context, **values), x)
-
+class _BiasedExperts(_OfRows, BiasedExperts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value,
         up_bias: ir.Value, down_bias: ir.Value, alpha: ir.Value, beta: ir.Value, limit: ir.Value, **_: Any,
@@ -110,14 +112,6 @@ class _NarrowBiasedExperts(_BiasedExperts):
     clamped = NarrowBiasedExperts.clamped
 
 
-def _check_rows(result: MatchResult, x: ir.Value) -> MatchResult:
-    node = x.producer()
-    rows = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
-    if result and (rows is None or rows.shape is None or len(rows.shape) != 3):
-        return result.fail("The tokens are not those of rows [B,S,H].", x)
-    return result
-
-
 def _mixture(
     op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, experts: _Weights, activation: Activation
 ) -> Any:
@@ -130,7 +124,7 @@ def _mixture(
     places = op.Concat(op.Shape(rows, start=0, end=2), _integers(op, -1), axis=0)
     values = [rows, *(op.Reshape(value, places) for value in (zeros, chosen, weights))]
     first = [op.Slice(value, *(_integers(op, bound) for bound in (0, 1, 1))) for value in values]
-    others = [op.Slice(value, *(_integers(op, bound) for bound in (1, _MOST, 1))) for value in values]
+    others = [op.Slice(value, *(_integers(op, bound) for bound in (1, TO_THE_END, 1))) for value in values]
     parts = (_by_the_chosen(op, first, experts, activation, kind), _by_all(op, others, experts, activation, kind))
     return op.Reshape(op.Concat(*parts, axis=1), op.Shape(x))
 
@@ -183,7 +177,7 @@ def _clamped(op: Any, both: Any, kind: ir.DataType, alpha: float, beta: float, l
     def constant(value: float) -> Any:
         return op.Constant(value=ir.tensor(np.array(value, dtype=kind.numpy()), dtype=kind))
 
-    gate, up = (op.Slice(both, *(_integers(op, bound) for bound in (first, _MOST, -1, 2))) for first in (0, 1))
+    gate, up = (op.Slice(both, *(_integers(op, bound) for bound in (first, TO_THE_END, -1, 2))) for first in (0, 1))
     gate, up = op.Min(gate, constant(limit)), op.Max(op.Min(up, constant(limit)), constant(-limit))
     return op.Mul(op.Add(up, constant(beta)), op.Mul(gate, op.Sigmoid(op.Mul(gate, constant(alpha)))))
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import integers, required
+from skipdecode.graph_passes.conventions import TO_THE_END, integers, required
 from skipdecode.graph_passes.take_over import take_over
-
-_END = (1 << 63) - 1  # where a slice to the end ends
 
 
 class SliceGathersPass(ir.passes.InPlacePass):
@@ -23,7 +21,7 @@ class SliceGathersPass(ir.passes.InPlacePass):
         found = [(node, index) for node in model.graph if (index := _part(node)) is not None]
         for node, index in found:
             axis = integers(node.attributes.get_int("axis", 0))
-            bounds = [integers(index), integers(_END if index == -1 else index + 1)]
+            bounds = [integers(index), integers(TO_THE_END if index == -1 else index + 1)]
             start, end, along = (each.outputs[0] for each in (*bounds, axis))
             part = ir.node("Slice", [required(node), start, end, along])
             whole = ir.node("Squeeze", [part.outputs[0], along])
