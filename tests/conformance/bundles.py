@@ -7,7 +7,8 @@ from pathlib import Path
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+from tests.models import LAYERS, MAX_LENGTH
+from tests.zoo import Zoo
 
 _LINE = {"max_layers": LAYERS, "min_layers": 2, "span": 10}
 BUNDLES: dict[str, tuple[str, ScheduleRequest, str]] = {  # name -> architecture, schedule, quantisation

@@ -17,7 +17,8 @@ import skipdecode
 from skipdecode.generate import Generator
 from tests.conformance.bundles import BUNDLES, make
 from tests.conformance.cases import tolerance
-from tests.conftest import VOCABULARY, Zoo
+from tests.models import VOCABULARY
+from tests.zoo import Zoo
 
 CASES = Path(__file__).parent / "cases.json"
 SHOWN = 4  # logits of a step that are kept

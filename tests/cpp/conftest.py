@@ -18,7 +18,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conformance.record import OPTIONS, clear_prompts, run
-from tests.conftest import Zoo
+from tests.zoo import Zoo
 
 BUILD = Path(__file__).parents[2] / "build" / "cpp"
 LIBRARIES = BUILD / "deps" / "lib"

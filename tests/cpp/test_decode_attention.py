@@ -11,8 +11,8 @@ import transformers
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.graph_passes import decode_attention
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import CONFIGS
 from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_gives
+from tests.models import CONFIGS
 
 
 @pytest.fixture(scope="module")

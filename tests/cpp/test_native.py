@@ -13,9 +13,10 @@ import pytest
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.cpp.conftest import BUILD, LIBRARIES
+from tests.models import LAYERS, MAX_LENGTH
 from tests.standin import driver as standin
+from tests.zoo import Zoo
 
 ROOT = Path(__file__).parents[2]
 _SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"

@@ -8,8 +8,8 @@ import pytest
 
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import Zoo
 from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_gives
+from tests.zoo import Zoo
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
+from tests.zoo import Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
 NEW = 6

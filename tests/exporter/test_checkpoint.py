@@ -19,7 +19,8 @@ from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
-from tests.conftest import CONFIGS, Zoo
+from tests.models import CONFIGS
+from tests.zoo import Zoo
 
 State = dict[str, torch.Tensor]
 

@@ -13,7 +13,8 @@ from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, Zoo
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
+from tests.zoo import Zoo
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 

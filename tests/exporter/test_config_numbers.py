@@ -14,7 +14,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import SUPPORTED, layer_configs
 from skipdecode.exporter.config_numbers import check_numbers
 from skipdecode.exporter.supported import check_supported
-from tests.conftest import CONFIGS, MAX_LENGTH, RELATIVES
+from tests.models import CONFIGS, MAX_LENGTH, RELATIVES
 
 NAN, INFINITE = math.nan, math.inf
 

@@ -13,7 +13,8 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import TensorSource
-from tests.conftest import RELATIVES, Zoo
+from tests.models import RELATIVES
+from tests.zoo import Zoo
 
 UP = "model.layers.3.block_sparse_moe.experts.1.w3.weight"
 

@@ -22,8 +22,9 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.models import MAX_LENGTH
 from tests.standin import driver
+from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8

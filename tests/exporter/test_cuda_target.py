@@ -30,7 +30,8 @@ from skipdecode.targets import load_device_engines
 from skipdecode.trace import Trace
 from skipdecode.validation.step_bytes import StepBytes
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.models import MAX_LENGTH
+from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8

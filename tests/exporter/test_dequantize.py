@@ -28,8 +28,9 @@ from skipdecode.exporter.weights import TensorSource
 from skipdecode.manifest import Manifest
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import MAX_LENGTH, Zoo
 from tests.exporter.quantised_checkpoints import WEIGHTS, Store, awq, compressed, gptq, in_fp8, modelopt, rewritten
+from tests.models import MAX_LENGTH
+from tests.zoo import Zoo
 
 KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
 

@@ -11,7 +11,7 @@ import torch
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import dry_run
 from skipdecode.exporter.dry_run import check_runs
-from tests.conftest import CONFIGS, RELATIVES
+from tests.models import CONFIGS, RELATIVES
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 

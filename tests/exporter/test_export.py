@@ -24,7 +24,8 @@ from skipdecode.exporter import cli, feasible
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH
+from tests.zoo import Zoo
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:

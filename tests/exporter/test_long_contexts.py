@@ -13,7 +13,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.graph_passes import decode_attention
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import CONFIGS, LAYERS
+from tests.models import CONFIGS, LAYERS
 
 POSITIONS, NEW = 6000, 4
 WORTH = 40_960  # less than it is: narrow queries would need prompts of thousands

@@ -15,9 +15,10 @@ import transformers
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.model_names import load_config
-from tests.conftest import CONFIGS, Zoo
 from tests.exporter.test_checkpoint import in_shards
+from tests.models import CONFIGS
 from tests.standin import hub
+from tests.zoo import Zoo
 
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
 

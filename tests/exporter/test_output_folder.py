@@ -21,7 +21,8 @@ from skipdecode.exporter import cli
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.models import MAX_LENGTH
+from tests.zoo import Zoo
 
 OLD, NEW = '{"format_version": 1, "name": "old"}', '{"format_version": 2, "name": "new"}'
 

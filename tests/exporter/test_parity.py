@@ -15,7 +15,8 @@ import skipdecode
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
-from tests.conftest import CONFIGS, LAYERS, Zoo
+from tests.models import CONFIGS, LAYERS
+from tests.zoo import Zoo
 
 NEW = 12
 NAMES = [*CONFIGS, "qwen3_5_text", "falcon_h1"]  # which keep states in the place of keys and values, and beside them

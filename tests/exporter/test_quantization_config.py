@@ -12,7 +12,7 @@ import pytest
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.quantization_config import in_few_bits
-from tests.conftest import Zoo
+from tests.zoo import Zoo
 
 
 @pytest.mark.parametrize("size", [128, [0, 128], [128], "128"])

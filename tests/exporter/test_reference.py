@@ -13,7 +13,8 @@ from skipdecode.errors import CapacityError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
-from tests.conftest import CONFIGS, LAYERS, Zoo
+from tests.models import CONFIGS, LAYERS
+from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

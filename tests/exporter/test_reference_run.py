@@ -7,7 +7,7 @@ import transformers
 
 from skipdecode.exporter.reference_run import _states
 from skipdecode.schedule import full_depth
-from tests.conftest import RELATIVES
+from tests.models import RELATIVES
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from skipdecode.errors import BundleError, ModelNotSupportedError, SkipDecodeErr
 from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.models import MAX_LENGTH
+from tests.zoo import Zoo
 
 
 def _copy(zoo: Zoo, tmp_path: Path) -> Path:

@@ -27,7 +27,8 @@ from skipdecode.model import Keys
 from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.models import MAX_LENGTH
+from tests.zoo import Zoo
 
 TARGET = "targets/tensorrt-rtx"
 SCHEDULE = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=4, max_variants=2)

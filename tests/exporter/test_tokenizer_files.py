@@ -17,7 +17,8 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
-from tests.conftest import CONFIGS, MAX_LENGTH, Zoo
+from tests.models import CONFIGS, MAX_LENGTH
+from tests.zoo import Zoo
 
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
 

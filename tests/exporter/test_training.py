@@ -13,7 +13,8 @@ from transformers import Trainer, TrainingArguments
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import skip_schedule
 from skipdecode.schedule import Anchor, Schedule
-from tests.conftest import CONFIGS, LAYERS, VOCABULARY, Zoo
+from tests.models import CONFIGS, LAYERS, VOCABULARY
+from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 4, 4, 4, 3), anchor=Anchor.ABSOLUTE)
 LENGTH, ROWS, STEPS = 8, 4, 6

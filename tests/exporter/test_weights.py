@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from skipdecode.errors import ModelNotSupportedError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.weights import WEIGHTS, random_source, write_weights
-from tests.conftest import MAX_LENGTH, Zoo
+from tests.models import MAX_LENGTH
+from tests.zoo import Zoo
 
 SHAPE = (1500, 1000)  # more than one generator draws
 

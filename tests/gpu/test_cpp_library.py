@@ -16,8 +16,9 @@ from skipdecode.engines.ort import ENVIRONMENT
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
 from tests.cpp.conftest import Driver, skip_unless_built
+from tests.models import LAYERS, MAX_LENGTH
+from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12

@@ -22,7 +22,8 @@ from skipdecode.sampling import Sampling, choose_tokens
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits, spoil
-from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
+from tests.models import LAYERS, LEAST_LAYERS, MAX_LENGTH
+from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12

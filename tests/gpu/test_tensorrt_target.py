@@ -15,7 +15,8 @@ from skipdecode.generate import Generator
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits, on_levels
-from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
+from tests.models import LAYERS, LEAST_LAYERS, MAX_LENGTH
+from tests.zoo import Zoo
 
 MIXTURES = ("mixtral", "gpt_oss")
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]

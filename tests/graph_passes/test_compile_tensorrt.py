@@ -47,7 +47,8 @@ from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
-from tests.conftest import CONFIGS, Zoo
+from tests.models import CONFIGS
+from tests.zoo import Zoo
 
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 PREFILL = Profile(batch=(1, 1, 1), tokens=(1, 8, 16))

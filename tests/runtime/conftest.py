@@ -13,7 +13,8 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.plugins import turnaround
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import LAYERS, MAX_LENGTH, Zoo
+from tests.models import LAYERS, MAX_LENGTH
+from tests.zoo import Zoo
 
 
 @pytest.fixture(scope="session")

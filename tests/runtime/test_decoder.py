@@ -9,7 +9,8 @@ import skipdecode
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
-from tests.conftest import LAYERS, Zoo
+from tests.models import LAYERS
+from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [4, 50, 6, 70, 3], [31, 5, 6, 12, 9], [5, 6], [11]]
 STEPS = 9

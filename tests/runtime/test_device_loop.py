@@ -19,7 +19,7 @@ from skipdecode.generation import Generation, Row, Step
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Anchor, full_depth
 from tests.agreement import spoil
-from tests.conftest import LAYERS
+from tests.models import LAYERS
 from tests.runtime import device
 
 PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]

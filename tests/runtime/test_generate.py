@@ -19,7 +19,8 @@ from skipdecode.generate import Generator
 from skipdecode.generation import Row
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Schedule, full_depth
-from tests.conftest import LAYERS, MAX_LENGTH, VOCABULARY, Zoo
+from tests.models import LAYERS, MAX_LENGTH, VOCABULARY
+from tests.zoo import Zoo
 
 PROMPT = [5, 6, 7, 20]
 

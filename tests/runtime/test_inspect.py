@@ -19,7 +19,8 @@ from skipdecode.errors import BundleError
 from skipdecode.model import Keys, State, StateLayers
 from skipdecode.schedule import Schedule, full_depth
 from tests.attacks.test_manifest import make_manifest
-from tests.conftest import LAYERS, Zoo
+from tests.models import LAYERS
+from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=6, warmup_layers=1, layers=(5, 4, 4, 2))
 

@@ -20,7 +20,8 @@ from skipdecode.memory import Array
 from skipdecode.prefill import _passes
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import LAYERS, Zoo
+from tests.models import LAYERS
+from tests.zoo import Zoo
 
 PROMPTS = [[5, 6, 7, 20, 9, 11, 12, 40], [8, 9, 1, 33, 5, 6], [4, 70, 71, 3, 2, 98], [9]]
 SCHEDULES = {

@@ -10,7 +10,7 @@ import pytest
 
 from skipdecode.cli import run
 from skipdecode.manifest import read
-from tests.conftest import Zoo
+from tests.zoo import Zoo
 
 Event = dict[str, Any]
 

@@ -15,8 +15,9 @@ import transformers
 from skipdecode.errors import SkipDecodeError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.conftest import CONFIGS, MAX_LENGTH, RELATIVES, Zoo
+from tests.models import CONFIGS, MAX_LENGTH, RELATIVES
 from tests.standin import driver
+from tests.zoo import Zoo
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skipdecode.cli import guarded
-from tests.conftest import Zoo
+from tests.zoo import Zoo
 
 BIN = Path(sys.executable).parent
 

@@ -13,7 +13,7 @@ import pytest
 import skipdecode
 from skipdecode.errors import BundleError
 from skipdecode.manifest import MANIFEST
-from tests.conftest import Zoo
+from tests.zoo import Zoo
 
 
 def _swap(*places: Any) -> Callable[[dict[str, Any]], None]:

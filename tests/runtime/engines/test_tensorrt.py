@@ -34,9 +34,10 @@ from tests.agreement import (
     assert_mostly_gives_the_references_logits,
     on_levels,
 )
-from tests.conftest import LAYERS, LEAST_LAYERS, MAX_LENGTH, Zoo
+from tests.models import LAYERS, LEAST_LAYERS, MAX_LENGTH
 from tests.runtime import device
 from tests.standin import tensorrt as standin
+from tests.zoo import Zoo
 
 HYBRIDS = ("qwen3_5_text", "bamba", "falcon_h1", "nemotron_h_dense", "nemotron_h_without_mamba")
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]

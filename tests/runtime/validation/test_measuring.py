@@ -22,9 +22,10 @@ from skipdecode.validation.machine import copy_gb_per_s
 from skipdecode.validation.parity import measure_parity
 from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload, read_requests
-from tests.conftest import CONFIGS, LAYERS, MAX_LENGTH, Zoo
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH
 from tests.runtime import device
 from tests.runtime.validation.conftest import answer_here
+from tests.zoo import Zoo
 
 
 def _step_bytes(generator: Generator) -> StepBytes:

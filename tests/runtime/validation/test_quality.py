@@ -15,7 +15,8 @@ from skipdecode.errors import CapacityError
 from skipdecode.schedule import Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.quality import Example, read_examples, schedule_for, score
-from tests.conftest import LAYERS, Zoo
+from tests.models import LAYERS
+from tests.zoo import Zoo
 
 EXAMPLES = [
     Example(prompt="a", references=("the cat sat on the mat", "a cat sat on a mat")),

@@ -13,8 +13,8 @@ import pytest
 from skipdecode.cli.validate import main
 from skipdecode.validation import parity
 from skipdecode.validation import validate as validation
-from tests.conftest import Zoo
 from tests.runtime.validation.conftest import answer_here
+from tests.zoo import Zoo
 
 MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 QUICK = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]

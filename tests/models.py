@@ -1,0 +1,273 @@
+"""The models of the tests: tiny ones of every supported architecture, and of some with other settings."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+LAYERS, VOCABULARY, MAX_LENGTH = 6, 99, 48
+_SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+_GATED = {**_SIZES, "intermediate_size": 96}
+_GROUPED = {**_GATED, "num_key_value_heads": 2}
+_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+_OPT = {**_SIZES, **_IDS, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "opt": lambda: transformers.OPTConfig(**_OPT),
+    "opt-350m": lambda: transformers.OPTConfig(**{**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_layer=LAYERS, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=64, initializer_range=0.1
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_GATED, **_IDS),
+    "llama": lambda: transformers.LlamaConfig(**_GROUPED, **_IDS),
+    "mistral": lambda: transformers.MistralConfig(**_GROUPED, **_IDS, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS, tie_word_embeddings=True),  # as the small ones are
+    "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, **_IDS, head_dim=32),
+    "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, **_IDS, head_dim=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16, sliding_window=7),  # but in the last layer
+    "phi3": lambda: transformers.Phi3Config(**_GROUPED, **_IDS),
+}
+_BY_POSITION = {  # Ministral 3 scales its queries by their position, from the original length on
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
+_ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 32, "head_dim": 16}
+# layers that are traced once, where what sets two kinds apart is tried with other models
+_ALL_MIXED = {"mlp_layer_types": ["sparse"] * LAYERS}
+_ALL_WINDOWED = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5}
+# attention whose keys and values are expanded from a latent
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
+# two layers with linear attention, then one with attention; half of the heads that values have, and another size of them
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+# Mamba-2, two of whose heads share keys
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
+_CONVS = {"layer_types": ["conv", "conv", "full_attention"] * (LAYERS // 3)}
+# heads of another number and size in layers that see all tokens
+_GLOBAL_HEADS = {
+    "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (LAYERS // 3), "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_THREE_POSITIONS = {  # in time and place, which are one in text
+    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+    "mrope_interleaved": True,
+}  # fmt: skip
+# The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
+_RELATIVES: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        **_EXPERTS,
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "num_dense_layers": 0,
+        "head_dim": 16,
+        "sliding_window": 5,
+        "route_scale": 2.5,
+    },
+    "apertus": {},
+    "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
+    "arcee": {},
+    "bamba": {**_MAMBA, "attn_layer_indices": [2, 5]},
+    "biogpt": {},
+    "bloom": {},
+    "codegen": {"rotary_dim": 16},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"sliding_window": 5},
+    "cohere2_moe": {
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "sliding_window": 5,
+    },
+    "cwm": {"head_dim": 16, "sliding_window": 5},
+    "deepseek_v2": {
+        **_EXPERTS,
+        **_LATENT,
+        "n_routed_experts": 8,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "deepseek_v3": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 0},
+    "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 0},
+    "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 48,
+        "moe_k": 3,
+        "moe_num_experts": 5,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0,
+    },
+    "exaone": {},
+    "exaone4": {"sliding_window": 5},
+    "exaone_moe": {**_ROUTED, "num_experts": 8, "sliding_window": 5, **_ALL_MIXED},
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": None,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 0.7, 1.2, 0.9, 1.1],
+        "key_multiplier": 0.6,
+    },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
+    "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
+    "gemma": {"head_dim": 32},
+    "gemma4_text": {
+        **_GLOBAL_HEADS,
+        "attention_k_eq_v": False,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 24,
+    },
+    "gemma4_unified_text": _GLOBAL_HEADS,
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 16},
+    "glm4_moe": {**_ROUTED, **_ONE_GROUP, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 0},
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24, **_ALL_MIXED},  # as wide as its keys
+    "gpt_bigcode": {},
+    # its layers see all tokens and a window of them in turn
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 5},
+    # a clamp that matters; its rotary scaling is yarn by default
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.7},
+    "gptj": {"num_attention_heads": 2, "rotary_dim": 16},  # half of each head
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    # layers have frequencies of their own, or turn nothing
+    "granite_swa": {
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2),
+        "layer_rope_theta": [100.0, 10000.0] * (LAYERS // 2),
+        "embedding_multiplier": 3.0,
+    },
+    "granitemoe_swa": {"num_local_experts": 5, "num_experts_per_tok": 3, **_ALL_WINDOWED, "layer_rope_theta": [0] * LAYERS},
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 3},
+    "granitemoehybrid": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * LAYERS,
+    },
+    "granitemoeshared": {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 32},
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"num_experts": 5, "moe_topk": 3, "head_dim": 16},
+    "hy_v3": {**_EXPERTS, "num_experts": 8, "head_dim": 16, **_ALL_MIXED},
+    "hyperclovax": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "internlm3": {"head_dim": 16},
+    "iquestcoder": {"head_dim": 16},
+    "jais2": {},
+    "kolibri1": {**_EXPERTS, **_SHARED, **_ALL_WINDOWED},
+    # layers of one kind have twice the heads, and frequencies of their own
+    "laguna": {
+        **_EXPERTS,
+        **_SHARED,
+        **_ALL_MIXED,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2),
+        "num_attention_heads_per_layer": [4, 8] * (LAYERS // 2),
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    # where all tokens are seen nothing is turned
+    "lara_mini": {
+        **_DELTA_NET,
+        **_EXPERTS,
+        **_SHARED,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"] * (LAYERS // 3),
+        "sliding_window": 5,
+    },
+    "lfm2": {**_CONVS, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_EXPERTS, **_CONVS, "num_experts": 5, "num_dense_layers": 0},
+    "lfm3": {
+        **_CONVS,
+        "layer_types": ["conv", "sliding_attention", "full_attention"] * (LAYERS // 3),
+        "sliding_window": 5,
+        "head_dim": 16,
+    },
+    "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
+    "minicpm3": {**_LATENT, "q_lora_rank": None},
+    "ministral": {"head_dim": 16, "sliding_window": 5},
+    "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
+    "mpt": {},
+    "nanochat": {},
+    "nemotron": {"head_dim": 32},
+    "nemotron_h": {
+        **_ROUTED,
+        "layers_block_type": [kind for other in ("mlp", "moe") for kind in ("linear_attention", other, "full_attention")],
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 32,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 4,
+    },
+    "olmo": {"clip_qkv": 0.5},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 5},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 3, "clip_qkv": 0.5},
+    "persimmon": {},
+    "phi": {"qk_layernorm": True},
+    "phimoe": {"num_local_experts": 5},
+    "olmo_hybrid": {**_DELTA_NET, "linear_allow_neg_eigval": True},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, **_SHARED, "rope_parameters": _THREE_POSITIONS},
+    "qwen3_5_text": {**_DELTA_NET, "head_dim": 16, "rope_parameters": _THREE_POSITIONS},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 5, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, **_SHARED},
+    "sarvam_mla": {**_ROUTED, **_LATENT, "q_lora_rank": None, "n_routed_experts": 8, "first_k_dense_replace": 0},
+    "sarvam_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16, "first_k_dense_replace": 0},
+    "seed_oss": {"head_dim": 16},
+    "smollm3": {},  # every fourth layer rotates nothing
+    "solar_open": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16},
+    "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
+    "starcoder2": {"sliding_window": 5},
+    "vaultgemma": {"head_dim": 16, "sliding_window": 5},
+    "youtu": {**_LATENT, "rope_interleave": False},
+}
+RELATIVES: dict[str, Callable[[], Any]] = {
+    name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})
+    for name, more in _RELATIVES.items()
+}
+# models of the kinds above with other settings
+VARIATIONS: dict[str, Callable[[], Any]] = {
+    # two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
+    "reading_others": functools.partial(
+        RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,
+        max_position_embeddings=1200,  # prompts of two passes
+    ),
+    # hybrids without experts
+    "nemotron_h_dense": functools.partial(
+        RELATIVES["nemotron_h"], layers_block_type=["linear_attention", "mlp", "full_attention"] * (LAYERS // 3)
+    ),
+    "nemotron_h_without_mamba": functools.partial(
+        RELATIVES["nemotron_h"], layers_block_type=["mlp", "full_attention"] * (LAYERS // 2)
+    ),
+}  # fmt: skip
+
+LEAST_LAYERS = {"reading_others": 4}  # of a schedule, else 2: what others read is never skipped

@@ -1,0 +1,50 @@
+"""What tests share on the disk: random checkpoints of the models, and their bundles, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
+
+
+class Zoo:
+    """Checkpoints and bundles by architecture, made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def checkpoint(self, name: str) -> Path:
+        """A random checkpoint, fp32, with weights large enough that greedy tokens vary."""
+        path = self._folder / name
+        if not path.exists():
+            torch.manual_seed(0)
+            config = (CONFIGS | RELATIVES | VARIATIONS)[name]()
+            config.initializer_range = 0.1
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter, tensor in model.state_dict().items():
+                    # biases and norms' scales that differ from 0 and 1, so that mixing them up shows
+                    if tensor.ndim == 1 or parameter.endswith("_proj_bias"):
+                        tensor.add_(torch.randn_like(tensor) * 0.1)
+            model.save_pretrained(path)
+        return path
+
+    def bundle(self, name: str) -> Path:
+        """A bundle with one segment a layer, so that any schedule with one warm-up layer fits it."""
+        path = self._folder / f"{name}.bundle"
+        if not path.exists():
+            schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)
+            export(
+                ExportRequest(model=str(self.checkpoint(name)), out=path, schedule=schedule, max_batch=4, max_length=MAX_LENGTH)
+            )
+        return path
+
+    def model(self, name: str) -> Any:
+        """The torch model in evaluation mode."""
+        return transformers.AutoModelForCausalLM.from_pretrained(self.checkpoint(name)).eval()
