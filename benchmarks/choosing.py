@@ -25,8 +25,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from skipdecode.cuda import CudaDevice
 from skipdecode.device import HostDevice
 from skipdecode.memory import DeviceMemory
-from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling, choose_tokens
+from skipdecode.turn_around import SkdSampling, SkdTurnaround, TurnAround
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -104,12 +104,12 @@ class _Kernel:
     def __init__(self, logits: Logits, sampling: Sampling, where: str) -> None:
         self._device, self._run = _device(where)
         memory, rows = DeviceMemory(self._device, "float16"), len(logits)
-        settings = bytes(turnaround.Sampling.of(sampling)) * rows
+        settings = bytes(SkdSampling.of(sampling)) * rows
         arrays = {name: np.zeros(rows, np.int64) for name in ("row_ids", "stop_ids", "input_ids", "position_ids", "tokens")}
         arrays |= {name: np.zeros(rows, np.int32) for name in ("steps", "seqlens_k", "finished")}
         arrays |= {"logits": logits, "sampling": np.frombuffer(settings, np.uint8)}
         self._twins = {name: memory.twin(array)[0] for name, array in arrays.items()}
-        self._state = turnaround.TurnAround(
+        self._state = SkdTurnaround(
             rows=rows, vocabulary=logits.shape[1], kept_steps=1, stop_count=0,
             **{name: twin.pointer for name, twin in self._twins.items()},
         )  # fmt: skip
@@ -122,7 +122,7 @@ class _Kernel:
 
 
 @functools.cache
-def _device(where: str) -> tuple[CudaDevice | HostDevice, turnaround.Run]:
+def _device(where: str) -> tuple[CudaDevice | HostDevice, TurnAround]:
     if where == "cpu":
         return HostDevice(), host_turn_around()
     device = CudaDevice()

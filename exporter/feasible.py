@@ -53,7 +53,7 @@ def check_feasible(
     """Refuse, before anything is written, what could not be compiled or stored.
 
     Raises:
-        TargetError: a target does not take the model with these options, or no mixtures.
+        TargetError: a target does not take the model with these options.
         BundleError: the disk is too full.
     """
     if any(parameter.endswith(_EXPERTS) for parameter in skeleton.shapes):

@@ -35,7 +35,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     size = _short_opt(model)
     folder = Path(model)
     if not is_utf8(folder):
-        raise ModelNotSupportedError("is no UTF-8, which safetensors takes alone", "rename the folder", where=model)
+        raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
     if size is not None and not folder.is_dir():
         return _opt_config(size), None
     if folder.is_dir() and not (folder / "config.json").is_file():

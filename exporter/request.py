@@ -65,16 +65,16 @@ def check_options(request: ExportRequest) -> None:
     """
     if not is_utf8(request.out):
         raise BundleError(
-            "is no UTF-8, which tokenizers and ONNX Runtime take alone", "choose another --out", where=str(request.out)
+            "is not UTF-8, the only encoding that tokenizers and ONNX Runtime take", "choose another --out", where=str(request.out)
         )
     _check_quantization(request)
     workspace, level = request.builder.workspace_mib, request.builder.optimization_level
     if workspace is not None and not 1 <= workspace <= _MOST_MIB:
-        raise TargetError(f"{workspace} MiB is no workspace", f"choose 1..{_MOST_MIB}, or leave it out", where="--workspace")
+        raise TargetError(f"{workspace} MiB is out of range", f"choose 1..{_MOST_MIB}, or leave it out", where="--workspace")
     if level is not None and not 0 <= level <= 5:
         raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
     if not 1 <= request.max_batch <= _MOST_ROWS:
-        raise TargetError(f"{request.max_batch} is no number of rows", f"choose 1..{_MOST_ROWS}", where="--max-batch")
+        raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
 
 
 def _check_quantization(request: ExportRequest) -> None:
@@ -85,4 +85,4 @@ def _check_quantization(request: ExportRequest) -> None:
         raise TargetError(f"{request.quantize_method!r} is unknown", choices, where="--quantize-method")
     if request.quantize_block not in BLOCK_SIZES:
         choices = f"choose one of {', '.join(map(str, BLOCK_SIZES))}"
-        raise TargetError(f"{request.quantize_block} is no block size", choices, where="--quantize-block")
+        raise TargetError(f"{request.quantize_block} is unknown", choices, where="--quantize-block")

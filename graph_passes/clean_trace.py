@@ -34,7 +34,7 @@ _TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_i
 
 
 def clean_trace(model: ir.Model) -> ir.passes.PassResult:
-    """Apply the passes above in place; parameters are the initializers whose names hold a dot."""
+    """Apply what every traced graph goes through, in place; parameters are the initializers whose names hold a dot."""
     return ir.passes.Sequential(
         common.InlinePass(),
         ir.passes.PassManager(

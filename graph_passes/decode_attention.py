@@ -6,9 +6,9 @@
 
     GroupQueryAttention(query, .., sinks or a cap, scale)  ->  GroupQueryAttention(query * scale, .., scale = 1)
 
-Why: for one new token ONNX Runtime 1.32 has a kernel that reads each key by a dot product, and an older one by matrix products,
-which it takes where there are sinks (one of -inf takes nothing). MLAS packs a matrix before it multiplies a single row by it,
-unless the factor is 1. The older kernel is the quicker one for a key's second query and those after it, not for the first.
+Why: for one new token ONNX Runtime 1.32 has two kernels. Its own choice reads each key by dot products; the other one multiplies
+matrices, and is taken where there are sinks (one of -inf takes nothing). MLAS packs a matrix before it multiplies a single row by
+it, unless the factor is 1. The matrix kernel is the quicker one for a key's second query and those after it, not for the first.
 
 A decode step in int4 at batch 1, 16 layers of 1024 with 16 query and 4 key heads of 64, in one segment, four pairs of bundles
 that were exported one after another, taking turns in one process (AMD EPYC with AVX-512, 2 cores): among 1900 positions 1.14x
@@ -35,7 +35,7 @@ from skipdecode.graph_passes.conventions import add_constant
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
-_WORTH = 262_144  # numbers of a query times positions from which the older kernel is the quicker one in a step
+_WORTH = 262_144  # numbers of a query times positions from which the matrix kernel is the quicker one in a step
 _SHARE = 8  # of the positions that the KV buffer may have, one in so many may be fewer than that
 _QUERIES, _HEAD_SIZE = 4, 64  # of a key at least, of a head at most
 _SINKS = 11  # the operator's input
@@ -43,7 +43,7 @@ _SINKS = 11  # the operator's input
 
 class DecodeAttentionPass(ir.passes.InPlacePass):
     """Declines where few positions fit. Two kernels are for small heads whose keys many queries read, without a window, as the
-    older kernel reads what lies before it too.
+    matrix kernel reads what lies before it too.
 
     Args:
         max_length: positions that the KV buffer has at most.
@@ -55,10 +55,10 @@ class DecodeAttentionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "GroupQueryAttention" and _few(node) * _SHARE <= self.max_length]
-        scaled = [node for node in found if _has_older_kernel(node) and _scale(node) != 1.0]
+        scaled = [node for node in found if _takes_matrix_kernel(node) and _scale(node) != 1.0]
         for node in scaled:
             _scale_before(model.graph, node)
-        chosen = [node for node in found if _has_quicker_kernel(node)]
+        chosen = [node for node in found if _gains_by_choice(node)]
         many: dict[int, ir.Value] = {}
         for node in chosen:
             if _few(node) not in many:
@@ -68,16 +68,17 @@ class DecodeAttentionPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(chosen or scaled))
 
 
-def _has_older_kernel(node: ir.Node) -> bool:
-    """Whether the operator takes it anyway: sinks, a cap, keys of another layer."""
+def _takes_matrix_kernel(node: ir.Node) -> bool:
+    """Whether the operator takes it by itself: sinks, a cap, keys of another layer."""
     sinks = len(node.inputs) > _SINKS and node.inputs[_SINKS] is not None
     return sinks or "softcap" in node.attributes or len(node.outputs) == 1
 
 
-def _has_quicker_kernel(node: ir.Node) -> bool:
+def _gains_by_choice(node: ir.Node) -> bool:
+    """Whether the matrix kernel is quicker among many positions, and not taken already."""
     queries = node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
     windowed = "local_window_size" in node.attributes
-    return not _has_older_kernel(node) and not windowed and queries >= _QUERIES and _head_size(node) <= _HEAD_SIZE
+    return not _takes_matrix_kernel(node) and not windowed and queries >= _QUERIES and _head_size(node) <= _HEAD_SIZE
 
 
 def _scale(node: ir.Node) -> float:
@@ -95,6 +96,7 @@ def _width(node: ir.Node, heads: str) -> int:
 
 
 def _few(node: ir.Node) -> int:
+    """Positions up to which the kernel by dot products is the quicker one."""
     return _WORTH // _width(node, "num_heads")
 
 
@@ -111,14 +113,14 @@ def _many(graph: ir.Graph, first: ir.Node, few: int) -> ir.Value:
 
 
 def _choose(graph: ir.Graph, node: ir.Node, many: ir.Value) -> None:
-    """`node` becomes an `If`, with the older kernel where there are many."""
+    """`node` becomes an `If`, with the matrix kernel where there are many positions."""
     heads = node.attributes["num_heads"].as_int()
     sinks = _shared(graph, "no_sinks", np.full(heads, -np.inf, np.float32))
     scaled = _scaled(graph, node)
     inputs = [*node.inputs[1:], *(_SINKS - len(node.inputs)) * [None], sinks]
-    older = _again(node, [scaled.outputs[0] if scaled else node.inputs[0], *inputs], {**node.attributes, **_ONE})
+    by_matrices = _again(node, [scaled.outputs[0] if scaled else node.inputs[0], *inputs], {**node.attributes, **_ONE})
     branches = {
-        "then_branch": _branch(node, "many", [scaled, older] if scaled else [older]),
+        "then_branch": _branch(node, "many", [scaled, by_matrices] if scaled else [by_matrices]),
         "else_branch": _branch(node, "few", [_again(node, node.inputs, node.attributes)]),
     }
     choice = ir.node("If", [many], branches, num_outputs=len(node.outputs))

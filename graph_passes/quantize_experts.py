@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizeExpertsPass(ir.passes.InPlacePass):
-    """Takes every mixture; their widths must be multiples of the block (`exporter.export` sees to it)."""
+    """Takes every mixture; their widths must be multiples of the block (`exporter.feasible` sees to it)."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()

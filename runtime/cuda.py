@@ -12,7 +12,7 @@ import numpy as np
 
 from skipdecode.device import Block, Call, HostArray
 from skipdecode.errors import CapacityError, TargetError
-from skipdecode.plugins import turnaround
+from skipdecode.turn_around import KERNEL, THREADS, SkdTurnaround, TurnAround, ptx
 
 _ASK_FOR_LESS = "send fewer rows, shorter prompts, or export with a smaller --max-length"
 
@@ -167,16 +167,16 @@ class CudaDevice:
         kind = self._call(self._driver.cuPointerGetAttribute, names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, copy.srcDevice)
         return bool(kind == kinds.CU_MEMORYTYPE_DEVICE)
 
-    def turn_around(self) -> turnaround.Run:
+    def turn_around(self) -> TurnAround:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
         driver = self._driver
-        module = self._call(driver.cuModuleLoadData, turnaround.PTX.read_bytes() + b"\0")
-        kernel = self._call(driver.cuModuleGetFunction, module, turnaround.KERNEL.encode())
+        module = self._call(driver.cuModuleLoadData, ptx() + b"\0")
+        kernel = self._call(driver.cuModuleGetFunction, module, KERNEL.encode())
         self._turn_around_module = module
 
-        def run(state: turnaround.TurnAround) -> None:
+        def run(state: SkdTurnaround) -> None:
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(state))
-            grid, block = (state.rows, 1, 1), (turnaround.THREADS, 1, 1)
+            grid, block = (state.rows, 1, 1), (THREADS, 1, 1)
             self._call(driver.cuLaunchKernel, kernel, *grid, *block, 0, self._stream, ctypes.addressof(arguments), 0)
 
         return run

@@ -19,8 +19,8 @@ from skipdecode.decoder import Decoder, Route
 from skipdecode.device import Call, HostArray
 from skipdecode.errors import CapacityError
 from skipdecode.memory import DeviceArray, DeviceMemory, IntArray
-from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling
+from skipdecode.turn_around import SkdSampling, SkdTurnaround, TurnAround
 
 AHEAD = 4  # steps under way while the host looks at the tokens of the one before them
 _NO_TOKEN = -1
@@ -38,21 +38,21 @@ class DeviceLoop:
         graphs: whether routes are captured.
     """
 
-    def __init__(self, decoder: Decoder, turn_around: turnaround.Run, *, stop_count: int, max_steps: int, graphs: bool) -> None:
+    def __init__(self, decoder: Decoder, turn_around: TurnAround, *, stop_count: int, max_steps: int, graphs: bool) -> None:
         assert isinstance(decoder.memory, DeviceMemory)
         self.decoder, self.max_steps = decoder, max_steps
         self._turn_around, self._capture, self._device = turn_around, graphs, decoder.memory.device
         rows = len(decoder.kv.lengths)
         self._row_ids: IntArray = np.zeros(rows, dtype=np.int64)
         self._stop_ids: IntArray = np.zeros(stop_count, dtype=np.int64)
-        self._sampling = np.zeros((rows, ctypes.sizeof(turnaround.Sampling)), dtype=np.uint8)
+        self._sampling = np.zeros((rows, ctypes.sizeof(SkdSampling)), dtype=np.uint8)
         counters = [np.zeros(rows, dtype=np.int32) for _ in range(2)]
         arrays: list[HostArray] = [self._row_ids, self._stop_ids, self._sampling, *counters]
         twins = [decoder.memory.twin(array) for array in arrays]
         self._sends = [send for _, send in twins]
         row_ids, stop_ids, sampling, steps, finished = self._arrays = [twin for twin, _ in twins]
         self._tokens = self._device.mirror((max_steps, rows), np.int64)
-        self._state = turnaround.TurnAround(
+        self._state = SkdTurnaround(
             rows=rows, vocabulary=decoder.logits.shape[1], kept_steps=max_steps, stop_count=stop_count,
             logits=_pointer(decoder, names.LOGITS), sampling=sampling.pointer, row_ids=row_ids.pointer, stop_ids=stop_ids.pointer,
             steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
@@ -92,7 +92,7 @@ class DeviceLoop:
         self._generations += 1
         self._row_ids[:] = row_ids
         self._stop_ids[:] = [*stop_ids, *[_NO_TOKEN] * (len(self._stop_ids) - len(stop_ids))]
-        self._sampling[:] = np.frombuffer(bytes(turnaround.Sampling.of(sampling)), dtype=np.uint8)
+        self._sampling[:] = np.frombuffer(bytes(SkdSampling.of(sampling)), dtype=np.uint8)
         for send in self._sends:  # counters are zero on the host
             send()
         self.decoder.enqueue_prefill(prompts)

@@ -100,17 +100,17 @@ class Manifest:
         covered = len(layers) == depth and layers == list(range(depth)) and all(self.segments)
         caps = tuple(map(self.schedule.cap, range(depth))) if len(self.kv_slots) == depth else None
         checks = (
-            (self.format_version == FORMAT_VERSION, "format_version", "is another"),
+            (self.format_version == FORMAT_VERSION, "format_version", f"is not {FORMAT_VERSION}"),
             (self.dtype in ITEM_BYTES, "dtype", f"is none of {', '.join(ITEM_BYTES)}"),
             (self.schedule.num_layers == depth, "schedule.num_layers", f"differs from the model's {depth} layers"),
             (covered, "segments", "do not cover each layer once"),
             (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),
-            ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one"),
+            ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack a layer count of the schedule"),
             (len({v.num_layers for v in self.variants}) == len(self.variants), "variants", "are not distinct"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
-            (states_hold(self.model), "model.state_layers", "have layers that are none, or twice, or states that are none"),
+            (states_hold(self.model), "model.state_layers", "name a layer that is not there, or one twice, or a state without a size"),
             (sources_hold(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
             (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip

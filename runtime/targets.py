@@ -24,10 +24,10 @@ from skipdecode.errors import BundleError, TargetError
 from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import MANIFEST, Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory
-from skipdecode.plugins.turnaround import Run
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
+from skipdecode.turn_around import TurnAround
 
 _FIRST = "cpu"  # what is run of a bundle that has it, unless told otherwise
 
@@ -76,7 +76,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
 
 
 def load_device_engines(
-    manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: Run | None, trace: Trace | None = None
+    manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: TurnAround | None, trace: Trace | None = None
 ) -> Engines:
     """Load the engines of the cuda target: on a GPU, or on the `HostDevice`, to check them where there is none.
 
@@ -143,8 +143,9 @@ def _kernels_of(bundle: Path) -> Path:
 
 
 def plan_engines(
-    manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: Run | None, engine: Callable[[Path], Engine]
-) -> Engines:
+    manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: TurnAround | None,
+    engine: Callable[[Path], Engine],
+) -> Engines:  # fmt: skip
     """Load plans: engines with KV buffers of a fixed number of slots, and one row a prompt's pass.
 
     Args:

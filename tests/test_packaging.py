@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,6 +42,29 @@ def test_the_wheel_holds_every_module_and_every_part_of_the_report(tmp_path: Pat
     assert len(tracked) > 20
     wanted = {f"skipdecode/{path.removeprefix('runtime/')}" for path in tracked}
     assert packed == wanted
+
+
+@pytest.mark.parametrize(
+    ("folder", "above"),
+    [
+        ("runtime", ("exporter", "graph_passes", "plugins")),
+        ("graph_passes", ("exporter", "plugins")),
+        ("plugins", ("exporter", "graph_passes")),
+    ],
+)
+def test_no_module_imports_from_a_package_above_its_own(folder: str, above: tuple[str, ...]) -> None:
+    modules = sorted((ROOT / folder).rglob("*.py"))
+    imported = {(module.name, name) for module in modules for name in _imports(module)}
+    assert modules and any(name.startswith("skipdecode") for _, name in imported)
+    assert not [(module, name) for module, name in imported if name.startswith(tuple(f"skipdecode.{one}" for one in above))]
+
+
+def _imports(module: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx() -> None:

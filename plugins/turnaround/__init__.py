@@ -1,65 +1,22 @@
-"""The turn-around between two decode steps on a device (turnaround.h), from Python: its structures, and how it is built.
+"""How the turn-around between two decode steps on a device (turnaround.h) is built.
 
-Nothing here loads CUDA. The kernel comes as PTX, which the driver compiles for the GPU at hand, so running it takes no compiler;
-`build` makes a library with the C interface, by nvcc or, for the host's version alone, by any C++ compiler.
+`write_ptx` makes the kernel that comes with the package; `build` a library with the C interface, by nvcc or, for the host's
+version alone, by any C++ compiler. Nothing here loads CUDA.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable
+import shutil
+import subprocess
 from pathlib import Path
 
-from skipdecode import sampling
 from skipdecode.errors import TargetError
 
 SOURCE = Path(__file__).parent / "turnaround.cu"
 PTX = SOURCE.with_suffix(".ptx")  # written by `write_ptx`, for compute capability 7.5 and all later ones
-KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and turnaround.h have them
-_MOST = 2**31 - 1  # of a C int; no vocabulary is larger
 ARCHITECTURES = ("80", "89", "90")  # compute capabilities that `build` compiles the kernel for
-
-
-class Sampling(ctypes.Structure):
-    """`SkdSampling`: as `skipdecode.sampling.Sampling`."""
-
-    _fields_ = (
-        ("do_sample", ctypes.c_int32),
-        ("top_k", ctypes.c_int32),
-        ("temperature", ctypes.c_double),
-        ("top_p", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-    )
-
-    @classmethod
-    def of(cls, how: sampling.Sampling) -> Sampling:
-        """The same in C."""
-        return cls(how.do_sample, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
-
-
-class TurnAround(ctypes.Structure):
-    """`SkdTurnaround`: B rows, V tokens of vocabulary; addresses of arrays that the caller keeps."""
-
-    _fields_ = (
-        ("rows", ctypes.c_int32),
-        ("vocabulary", ctypes.c_int32),
-        ("kept_steps", ctypes.c_int32),
-        ("stop_count", ctypes.c_int32),
-        ("logits", ctypes.c_void_p),  # [B, V] float32
-        ("sampling", ctypes.c_void_p),  # [B] Sampling
-        ("row_ids", ctypes.c_void_p),  # [B] int64
-        ("stop_ids", ctypes.c_void_p),  # [stop_count] int64
-        ("steps", ctypes.c_void_p),  # [B] int32
-        ("input_ids", ctypes.c_void_p),  # [B] int64
-        ("position_ids", ctypes.c_void_p),  # [B] int64
-        ("seqlens_k", ctypes.c_void_p),  # [B] int32
-        ("finished", ctypes.c_void_p),  # [B] int32
-        ("tokens", ctypes.c_void_p),  # [kept_steps, B] int64
-    )
-
-
-Run = Callable[[TurnAround], None]  # one turn-around, on whatever device the addresses are of
 
 
 def build(library: Path, *, device: bool) -> ctypes.CDLL:
@@ -103,9 +60,6 @@ def ptx_heading() -> str:
 
 
 def _compile(command: list[str]) -> None:
-    import shutil  # here, because every start of the runtime imports this module, and compiles nothing
-    import subprocess
-
     if shutil.which(command[0]) is None:
         raise TargetError(
             f"the turn-around needs {command[0]}, which is not on the PATH", "install it", where="plugins/turnaround"

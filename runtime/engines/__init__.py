@@ -10,7 +10,7 @@ from typing import Protocol
 from skipdecode import bindings as names
 from skipdecode.device import Call
 from skipdecode.memory import Array, Memory
-from skipdecode.plugins import turnaround
+from skipdecode.turn_around import TurnAround
 
 # From 1.29 on ONNX Runtime's packages send their maker what process, machine and model they run, and leave a data base in the
 # user's cache folder, unless this is set before they are imported.
@@ -49,7 +49,7 @@ class Engines:
     memory: Memory  # what they read and write
     slots: tuple[int, ...] | None = None  # of each layer's KV buffer, where engines are built for that many alone
     most_prompt_tokens: int | None = None  # that a prompt's pass may have, then of one row; None: any number, of any rows
-    turn_around: turnaround.Run | None = None  # between two steps on the device; None: tokens are chosen on the host
+    turn_around: TurnAround | None = None  # between two steps on the device; None: tokens are chosen on the host
     after_run: Call = lambda: None  # keeps what they have compiled, for the next start
 
 

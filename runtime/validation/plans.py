@@ -1,4 +1,4 @@
-"""TensorRT's plans against ONNX Runtime, engine by engine, compared by polygraphy: needs no torch and no checkpoint.
+"""TensorRT's plans against ONNX Runtime, segment by segment, compared by polygraphy: needs no torch and no checkpoint.
 
 ONNX Runtime computes the bundle's standard graphs on the CPU, in their own dtype, on the same random inputs as the plan on the
 GPU: a prompt's pass, and a decode step on top of random keys and values; states are random in both.
@@ -30,7 +30,7 @@ Infer = Callable[[Feed], Feed]
 
 
 def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
-    """For each engine and pass, lowest first: the largest error of its outputs. None: nothing here to compare with.
+    """For each segment and pass, lowest first: the largest error of its outputs. None: nothing here to compare with.
 
     Raises:
         TargetError: polygraphy is not installed.

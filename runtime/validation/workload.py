@@ -112,7 +112,7 @@ def measure_workload(generator: Generator, step_bytes: StepBytes, requests: Sequ
     schedules = {"own": own, "full": full_depth(own.num_layers)}
     traces: dict[str, list[_Trace]] = {name: [] for name in schedules}
 
-    # on a device the other schedule took the loop: its buffers are made anew, and a step is a graph from its third time on
+    # on a device the other schedule took the loop: its buffers are made anew, and a step's second time pays for the capture
     warm_ups = 0 if generator.engines.turn_around is None else 2
 
     def run(name: str) -> float:

@@ -13,6 +13,7 @@ from skipdecode.cuda import CudaDevice
 from skipdecode.memory import DeviceMemory
 from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling, choose_tokens
+from skipdecode.turn_around import SkdSampling, SkdTurnaround, TurnAround
 
 ROWS, STEPS = 5, 3
 
@@ -23,7 +24,7 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture(scope="module", params=["ptx", "nvcc"])
-def run(request: pytest.FixtureRequest, device: CudaDevice, tmp_path_factory: pytest.TempPathFactory) -> turnaround.Run:
+def run(request: pytest.FixtureRequest, device: CudaDevice, tmp_path_factory: pytest.TempPathFactory) -> TurnAround:
     """The kernel from the package's PTX, and through the C interface of the library that nvcc builds."""
     if request.param == "ptx":
         return device.turn_around()
@@ -32,7 +33,7 @@ def run(request: pytest.FixtureRequest, device: CudaDevice, tmp_path_factory: py
     library = turnaround.build(tmp_path_factory.mktemp("device") / "turnaround.so", device=True)
     library.skd_turnaround_error.restype = ctypes.c_char_p
 
-    def launch(state: turnaround.TurnAround) -> None:
+    def launch(state: SkdTurnaround) -> None:
         code = library.skd_turnaround_launch(ctypes.byref(state), ctypes.c_void_p(device.stream))
         assert code == 0, library.skd_turnaround_error(code)
 
@@ -51,19 +52,19 @@ def run(request: pytest.FixtureRequest, device: CudaDevice, tmp_path_factory: py
 @pytest.mark.parametrize("vocabulary", [99, 50272])
 @pytest.mark.parametrize("ends", [False, True])
 def test_it_chooses_what_the_runtime_chooses_and_repeats_the_token_that_ends_a_row(
-    ends: bool, sampling: Sampling, vocabulary: int, device: CudaDevice, run: turnaround.Run
+    ends: bool, sampling: Sampling, vocabulary: int, device: CudaDevice, run: TurnAround
 ) -> None:
     memory, rng = DeviceMemory(device, "float16"), np.random.default_rng(vocabulary)
     each = [dataclasses.replace(sampling, seed=sampling.seed + row) for row in range(ROWS)]
     arrays = {
         "logits": np.zeros((ROWS, vocabulary), np.float32), "row_ids": np.arange(ROWS, dtype=np.int64),
-        "sampling": np.frombuffer(b"".join(bytes(turnaround.Sampling.of(one)) for one in each), np.uint8),
+        "sampling": np.frombuffer(b"".join(bytes(SkdSampling.of(one)) for one in each), np.uint8),
         "stop_ids": np.array([-1], dtype=np.int64), "steps": np.zeros(ROWS, np.int32), "input_ids": np.zeros(ROWS, np.int64),
         "position_ids": np.zeros(ROWS, np.int64), "seqlens_k": np.zeros(ROWS, np.int32), "finished": np.zeros(ROWS, np.int32),
     }  # fmt: skip
     twins = {name: memory.twin(array) for name, array in arrays.items()}
     tokens, bound_tokens, receive = memory.result((STEPS, ROWS), np.int64)
-    state = turnaround.TurnAround(
+    state = SkdTurnaround(
         rows=ROWS, vocabulary=vocabulary, kept_steps=STEPS, stop_count=1, tokens=bound_tokens.pointer,
         **{name: twin.pointer for name, (twin, _) in twins.items()},
     )  # fmt: skip

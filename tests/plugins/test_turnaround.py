@@ -15,6 +15,7 @@ import pytest
 from skipdecode.errors import TargetError
 from skipdecode.plugins import turnaround
 from skipdecode.sampling import Sampling, choose_tokens
+from skipdecode.turn_around import KERNEL, SkdSampling, SkdTurnaround
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -34,17 +35,15 @@ class Batch:
         self.steps, self.seqlens_k, self.finished = (np.zeros(rows, np.int32) for _ in range(3))
         self.input_ids, self.position_ids = np.zeros(rows, np.int64), np.full(rows, 6, np.int64)
         self.tokens = np.full((kept_steps, rows), -1, np.int64)
-        self.sampling = (turnaround.Sampling * rows)()
-        names = [name for name, kind in turnaround.TurnAround._fields_ if kind is ctypes.c_void_p and name != "sampling"]
+        self.sampling = (SkdSampling * rows)()
+        names = [name for name, kind in SkdTurnaround._fields_ if kind is ctypes.c_void_p and name != "sampling"]
         places = {name: getattr(self, name).ctypes.data for name in names} | {"sampling": ctypes.addressof(self.sampling)}
-        self.state = turnaround.TurnAround(
-            rows=rows, vocabulary=vocabulary, kept_steps=kept_steps, stop_count=len(stop_ids), **places
-        )
+        self.state = SkdTurnaround(rows=rows, vocabulary=vocabulary, kept_steps=kept_steps, stop_count=len(stop_ids), **places)
 
     def turn(self, library: ctypes.CDLL, sampling: Sampling | list[Sampling], logits: Array) -> Array:
         self.logits[:] = logits
         each = sampling if isinstance(sampling, list) else [sampling] * len(logits)
-        self.sampling[:] = [turnaround.Sampling.of(one) for one in each]
+        self.sampling[:] = [SkdSampling.of(one) for one in each]
         library.skd_turnaround_host(ctypes.byref(self.state))
         return self.input_ids
 
@@ -84,7 +83,7 @@ def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int
 
 
 def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
-    assert [turnaround.Sampling.of(Sampling(do_sample=True, top_k=top_k)).top_k for top_k in (5, 2**31, 2**32 + 1)] == [
+    assert [SkdSampling.of(Sampling(do_sample=True, top_k=top_k)).top_k for top_k in (5, 2**31, 2**32 + 1)] == [
         5, 2**31 - 1, 2**31 - 1,
     ]  # fmt: skip
 
@@ -145,7 +144,7 @@ def test_the_kernel_that_comes_as_ptx_is_that_of_the_sources(tmp_path: Path) -> 
     for architecture in ("75", "86", "89", "90", "120"):
         command = ["ptxas", f"-arch=sm_{architecture}", str(turnaround.PTX), "-o", str(tmp_path / "kernel.cubin")]
         subprocess.run(command, check=True)
-        assert turnaround.KERNEL.encode() in (tmp_path / "kernel.cubin").read_bytes()
+        assert KERNEL.encode() in (tmp_path / "kernel.cubin").read_bytes()
 
 
 def test_a_missing_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from skipdecode import manifest as manifests
 from skipdecode.device import HostDevice
 from skipdecode.engines import tensorrt
 from skipdecode.engines.ort import use_threads
-from skipdecode.plugins import turnaround
 from skipdecode.targets import load_device_engines, plan_engines
+from skipdecode.turn_around import TurnAround
 from tests.standin.tensorrt import library
 
 
-def turn_around(host: ctypes.CDLL) -> turnaround.Run:
+def turn_around(host: ctypes.CDLL) -> TurnAround:
     """The turn-around's host version."""
     return lambda state: host.skd_turnaround_host(ctypes.byref(state))
 
@@ -31,7 +31,7 @@ def stand_in(bundle: Path, patch: pytest.MonkeyPatch) -> Any:
     return stands_in
 
 
-def load(bundle: Path, target: str, run: turnaround.Run | None, patch: pytest.MonkeyPatch) -> generate.Generator:
+def load(bundle: Path, target: str, run: TurnAround | None, patch: pytest.MonkeyPatch) -> generate.Generator:
     """As `skipdecode.load` on a machine with a GPU; `run` None: tokens are chosen on the host."""
     made = manifests.read(bundle)
     wanted = next(each for each in made.targets if each.name == target)

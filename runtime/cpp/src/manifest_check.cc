@@ -33,7 +33,7 @@ void CheckStates(const Model& model) {
     const auto& layers = group.layers;
     const bool holds = std::is_sorted(layers.begin(), layers.end()) && std::all_of(layers.begin(), layers.end(), among_layers);
     if (!holds || !KeptOnce(group)) {
-      throw Malformed("model.state_layers", "have layers that are none, or twice, or states that are none");
+      throw Malformed("model.state_layers", "name a layer that is not there, or one twice, or a state without a size");
     }
   }
 }

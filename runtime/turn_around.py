@@ -1,0 +1,63 @@
+"""The turn-around between two decode steps on a device (plugins/turnaround): what it is told, and its kernel.
+
+The structures are those of turnaround.h. The kernel comes as PTX, which the driver compiles for the GPU at hand, so running it
+takes no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from skipdecode.sampling import Sampling
+
+KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and turnaround.h have them
+_MOST = 2**31 - 1  # of a C int; no vocabulary is larger
+
+
+def ptx() -> bytes:
+    """The kernel, for compute capability 7.5 and all later ones."""
+    from importlib.resources import files  # here, because a run on a CPU has no use for it
+
+    return (files("skipdecode.plugins.turnaround") / "turnaround.ptx").read_bytes()
+
+
+class SkdSampling(ctypes.Structure):
+    """How a row's token is chosen: `skipdecode.sampling.Sampling` in C."""
+
+    _fields_ = (
+        ("do_sample", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+    )
+
+    @classmethod
+    def of(cls, how: Sampling) -> SkdSampling:
+        """The same in C."""
+        return cls(how.do_sample, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
+
+
+class SkdTurnaround(ctypes.Structure):
+    """What one turn-around reads and writes: B rows, V tokens of vocabulary; addresses of arrays that the caller keeps."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int32),
+        ("vocabulary", ctypes.c_int32),
+        ("kept_steps", ctypes.c_int32),
+        ("stop_count", ctypes.c_int32),
+        ("logits", ctypes.c_void_p),  # [B, V] float32
+        ("sampling", ctypes.c_void_p),  # [B] SkdSampling
+        ("row_ids", ctypes.c_void_p),  # [B] int64
+        ("stop_ids", ctypes.c_void_p),  # [stop_count] int64
+        ("steps", ctypes.c_void_p),  # [B] int32
+        ("input_ids", ctypes.c_void_p),  # [B] int64
+        ("position_ids", ctypes.c_void_p),  # [B] int64
+        ("seqlens_k", ctypes.c_void_p),  # [B] int32
+        ("finished", ctypes.c_void_p),  # [B] int32
+        ("tokens", ctypes.c_void_p),  # [kept_steps, B] int64
+    )
+
+
+TurnAround = Callable[[SkdTurnaround], None]  # one of them, on whatever device the addresses are of
