@@ -110,7 +110,7 @@ def test_a_newer_format_is_named(attack: Any) -> None:
 
 
 STATES = {"layers": [0, 2], "keys": None, "keys_of": None, "states": [{"name": "conv_state", "shape": [5, 3]}]}
-NO_STATES = "model.state_layers have layers that are none, or twice, or states that are none"
+NO_STATES = "model.state_layers have layers out of range or twice, or parts without a size"
 
 
 KEYS = {"num_heads": 1, "head_size": 4}
@@ -174,7 +174,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "overlapping_segments": (lambda d: d["segments"][1].insert(0, 0), "do not cover each layer once"),
     "segment_of_no_layers": (lambda d: d["segments"].append([]), "do not cover each layer once"),
     "kv_slots_of_another_schedule": (lambda d: d["kv_slots"].__setitem__(1, 3), "kv_slots do not follow"),
-    "variant_missing": (lambda d: d["variants"].pop(), "variants lack one"),
+    "variant_missing": (lambda d: d["variants"].pop(), "variants lack one of the schedule's"),
     "variant_that_climbs_other_layers": (lambda d: d["variants"][-1]["segments"].reverse(), "does not climb its layers"),
     "variant_of_fewer_than_no_layers": (
         lambda d: d["variants"].append({"name": "v", "num_layers": -5, "segments": [], "graph": None}),

@@ -129,8 +129,8 @@ TEST_CASE("layers read keys and values of layers below them that have their own 
   refused("/2/keys", {{"num_heads", 1}, {"head_size", 8}}, none);
   refused("/2/layers", Json::array(), none);
   refused("/2/keys_of", 2, "skips layers whose keys and values later layers read");
-  refused("/1/keys/num_heads", 0, "have layers that are none");
-  refused("/1/keys/head_size", int64_t{1} << 31, "have layers that are none");
+  refused("/1/keys/num_heads", 0, "have layers out of range");
+  refused("/1/keys/head_size", int64_t{1} << 31, "have layers out of range");
 }
 
 TEST_CASE("states are of layers of the model in their order, of each once, and have sizes that an array can have") {
@@ -142,8 +142,8 @@ TEST_CASE("states are of layers of the model in their order, of each once, and h
   const auto refused = [&](const char* place, const Json& value) {
     INFO(place << " " << value);
     REQUIRE_THROWS_WITH(parse(place, value),
-                        Catch::Equals("bundle.json: model.state_layers have layers that are none, or twice, or states that are "
-                                      "none; export the model again"));
+                        Catch::Equals("bundle.json: model.state_layers have layers out of range or twice, or parts without a size; "
+                                      "export the model again"));
   };
   const int64_t most = (int64_t{1} << 31) - 1;
   for (const std::vector<int64_t>& layers : {std::vector<int64_t>{-1, 1}, {1, 1}, {3, 1}, {1, 6}, {1, 2}}) {

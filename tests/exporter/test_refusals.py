@@ -83,7 +83,7 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
         ({"quantize": "int4", "quantize_block": 48}, TargetError, "choose one of 32, 64, 128"),
         ({"quantize": "int4", "quantize_block": 128}, TargetError, "no multiple of 128"),
         ({"max_batch": 0}, TargetError, r"choose 1\.\.2147483647"),
-        ({"max_batch": 10**23}, TargetError, "--max-batch: 10{23} is no number of rows"),
+        ({"max_batch": 10**23}, TargetError, "--max-batch: 10{23} is out of range"),
         ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),
         ({"schedule": ScheduleRequest(name="wibble")}, SkipDecodeError, "choose one of"),
@@ -133,6 +133,6 @@ def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monke
 def test_a_folder_whose_name_is_no_utf_8_is_refused_by_that_name(zoo: Zoo, tmp_path: Path) -> None:
     """ONNX Runtime takes no such path; what failed first was the tokenizer, which was told to be repaired."""
     odd = tmp_path / os.fsdecode(b"caf\xe9")
-    _refused(zoo.checkpoint("llama"), odd / "bundle", BundleError, "bundle: is no UTF-8, .*; choose another --out")
+    _refused(zoo.checkpoint("llama"), odd / "bundle", BundleError, "bundle: is not UTF-8, .*; choose another --out")
     model = shutil.copytree(zoo.checkpoint("llama"), odd / "model")
-    _refused(model, tmp_path / "outs" / "bundle", ModelNotSupportedError, "model: is no UTF-8, .*; rename the folder")
+    _refused(model, tmp_path / "outs" / "bundle", ModelNotSupportedError, "model: is not UTF-8, .*; rename the folder")

@@ -210,8 +210,8 @@ def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path
             "--max-length: a KV buffer of 10000000 rows of 128 slots .*; choose fewer --max-batch rows",
         ),
         ("llama", {"targets": ("tensorrt",)}, "--target: target tensorrt needs the Python package tensorrt; docs/tensorrt.md"),
-        ("llama", {"builder": BuilderOptions(workspace_mib=0)}, "--workspace: 0 MiB is no workspace; choose 1.."),
-        ("llama", {"builder": BuilderOptions(workspace_mib=10**14)}, "--workspace: 100000000000000 MiB is no workspace"),
+        ("llama", {"builder": BuilderOptions(workspace_mib=0)}, "--workspace: 0 MiB is out of range; choose 1.."),
+        ("llama", {"builder": BuilderOptions(workspace_mib=10**14)}, "--workspace: 100000000000000 MiB is out of range"),
         ("llama", {"builder": BuilderOptions(optimization_level=6)}, "--optimization-level: 6 is unknown; choose 0"),
         (
             "llama",

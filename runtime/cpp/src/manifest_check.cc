@@ -33,7 +33,7 @@ void CheckStates(const Model& model) {
     const auto& layers = group.layers;
     const bool holds = std::is_sorted(layers.begin(), layers.end()) && std::all_of(layers.begin(), layers.end(), among_layers);
     if (!holds || !KeptOnce(group)) {
-      throw Malformed("model.state_layers", "name a layer that is not there, or one twice, or a state without a size");
+      throw Malformed("model.state_layers", "have layers out of range or twice, or parts without a size");
     }
   }
 }
@@ -123,7 +123,7 @@ void CheckVariants(const Manifest& manifest) {
     }
     wanted.erase(variant.num_layers);
   }
-  if (!wanted.empty()) throw Malformed("variants", "lack one");
+  if (!wanted.empty()) throw Malformed("variants", "lack one of the schedule's");
 }
 
 void CheckTargets(const Manifest& manifest) {
