@@ -65,7 +65,9 @@ def check_options(request: ExportRequest) -> None:
     """
     if not is_utf8(request.out):
         raise BundleError(
-            "is not UTF-8, the only encoding that tokenizers and ONNX Runtime take", "choose another --out", where=str(request.out)
+            "is not UTF-8, the only encoding that tokenizers and ONNX Runtime take",
+            "choose another --out",
+            where=str(request.out),
         )
     _check_quantization(request)
     workspace, level = request.builder.workspace_mib, request.builder.optimization_level

@@ -55,9 +55,9 @@ def check_supported(config: Any, max_length: int) -> None:
 
     Raises:
         ModelNotSupportedError: sizes that are none, or settings of some layers alone, numbers that nothing can be computed with,
-            attention to later tokens, layers of other kinds, experts with another activation than ONNX Runtime's, values wider than keys, heads that are
-            no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length` tokens would exceed, or an
-            architecture that is not tested.
+            attention to later tokens, layers of other kinds, experts with another activation than ONNX Runtime's, values wider
+            than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length` tokens
+            would exceed, or an architecture that is not tested.
     """
     check_known(config)
     _check_own_heads(config)

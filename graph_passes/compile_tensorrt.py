@@ -35,6 +35,7 @@ FLAGS = ("REQUIRE_USER_ALLOCATION",)
 # A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
 MAX_AUX_STREAMS = 0
 _REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
+_ELSEWHERE = "export for cuda, which needs no builder"
 _OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
@@ -104,7 +105,7 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(request.source):
-        raise TargetError(f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", where=where)
+        raise TargetError(f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", _ELSEWHERE, where=where)
     _check_network(network, trt, where)
     polygraphy, exceptions = (tensorrt.polygraphy(request.target, name) for name in ("backend.trt", "exception"))
     config = _config(trt, polygraphy, builder, network, request)
@@ -112,11 +113,11 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
     except exceptions.PolygraphyException as error:
         reason = log.first_error()
-        remedy = "choose a larger --workspace" if "workspace" in reason else "export for cuda, which needs no builder"
+        remedy = "choose a larger --workspace" if "workspace" in reason else _ELSEWHERE
         raise TargetError(f"{request.target} could not build it ({reason})", remedy, where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
-        raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", where=where)
+        raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", _ELSEWHERE, where=where)
     Path(request.plan).write_bytes(plan)
     return tuple(_engine_layers(log.verbose))
 
@@ -159,11 +160,12 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
         raise TargetError(line)  # one line already: what, where, what to do
     if process.returncode == _UNWRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
-    reason = f"failed ({line[:300]})"
-    if process.returncode < 0:
-        killed = process.returncode == -signal.SIGKILL
-        reason = "was killed, probably for want of memory" if killed else f"ended by signal {-process.returncode}"
-    raise TargetError(f"the {request.target} builder {reason}", where=Path(request.plan).name)
+    reason, remedy = f"failed ({line[:300]})", _ELSEWHERE
+    if process.returncode == -signal.SIGKILL:
+        reason, remedy = "was killed, probably for want of memory", "free some"
+    elif process.returncode < 0:
+        reason = f"ended by signal {-process.returncode}"
+    raise TargetError(f"the {request.target} builder {reason}", remedy, where=Path(request.plan).name)
 
 
 def _finished(process: subprocess.Popen[str], given: str | None, stop: threading.Event) -> str:
@@ -185,7 +187,7 @@ def _check_network(network: Any, trt: Any, where: str) -> None:
     names = [network.get_input(index).name for index in range(network.num_inputs)]
     left = [name for name in names if name.startswith((PAST_KEY, PAST_VALUE)) and name not in in_place]
     if left:
-        raise TargetError(f"the KV update of {left[0]} is not in place", where=where)
+        raise TargetError(f"the KV update of {left[0]} is not in place", _ELSEWHERE, where=where)
 
 
 def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: PlanRequest) -> Any:

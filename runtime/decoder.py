@@ -19,7 +19,7 @@ from skipdecode.prefill import PREFILL_CHUNK, Prefill
 from skipdecode.schedule import Anchor, Schedule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a route is itself alone: `DeviceLoop` keeps a graph of each
 class Route:
     """What one step runs."""
 
@@ -61,7 +61,7 @@ class Decoder:
         self.kv = KVBuffer(model, rows, self.slots, memory)
         self._step, self._by_step = 0, schedule.anchor is Anchor.GENERATED
         self._first = 0  # rows before it are gone
-        self._needed = [schedule.least_count(layers[0]) for layers, _ in engines.segments]
+        self._least_counts = [schedule.least_count(segment.layers[0]) for segment in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._seqlens_k = np.zeros(rows, dtype=np.int32)
@@ -70,7 +70,7 @@ class Decoder:
         told = (self._ids, self._positions, self._seqlens_k, self._totals, self.kv.lengths)
         self._views = [array.reshape(-1).data for array in told]
         self._room = max(self.slots)
-        self._most_totals = [np.array([self.slots[layers[0]]], dtype=np.int32) for layers, _ in engines.segments]
+        self._most_totals = [np.array([self.slots[segment.layers[0]]], dtype=np.int32) for segment in engines.segments]
         self._hidden = memory.floats((rows, 1, model.hidden_size))
         self.bound: dict[str, Array] = {}
         self._sends: list[Call] = []
@@ -83,7 +83,7 @@ class Decoder:
         self.logits: FloatArray
         self._receive: Call | None
         self.logits, self.bound[names.LOGITS], self._receive = memory.result((rows, model.vocab_size), np.float32)
-        self._embed, self._head = self._ends()
+        self._embed, self._head = self._bind_embed_and_head()
         self._prefill = Prefill(engines, model, schedule, self.kv, prefill_chunk, self.bound)
         self._climbs: dict[tuple[int, int], Call] = {}
         self._routes: dict[int | bytes, Route] = {}
@@ -108,7 +108,8 @@ class Decoder:
         """Run every row's prompt: its keys and values are in the KV buffer then, and the next tokens' logits in `logits`.
 
         Args:
-            prompts: token ids of each row, no longer than the decoder was made for and never longer than the row before.
+            prompts: token ids of each row, 0 .. V-1 (not checked here), no more than the decoder was made for and never more than
+                the row before has.
         """
         self.enqueue_prefill(prompts)
         if self._receive is not None:
@@ -124,6 +125,9 @@ class Decoder:
 
     def decode_step(self, tokens: Sequence[int] | IntArray) -> int:
         """Feed one token a row; the next tokens' logits are in `logits` [B,V] float32.
+
+        Args:
+            tokens: [B] ids, 0 .. V-1 (not checked here), in the order of the prompts.
 
         Returns:
             How many layers the deepest row computed.
@@ -160,11 +164,14 @@ class Decoder:
                 self.kv.move(self._first + row, place)
         self.logits = self.logits[first - self._first :]
         self._first = first
-        self._embed, self._head = self._ends()
+        self._embed, self._head = self._bind_embed_and_head()
         self._routes.clear()
 
     def send_positions(self, positions: IntArray) -> None:
-        """Tell a device's engines each row's position [B], which is the number of valid slots before it."""
+        """Tell a device's engines each row's position [B] int64: where its next token goes, behind as many valid slots.
+
+        One less where a turn-around comes before the next step: it counts one on.
+        """
         self._positions[:, 0] = self._seqlens_k[:] = positions
         for send in self._sends:
             send()
@@ -190,13 +197,13 @@ class Decoder:
 
     def _new_route(self, key: int | bytes, counts: IntArray) -> Route:
         """`counts` [B]: how many layers each row computes in this step, never falling from row to row."""
-        starts = (self._first + np.searchsorted(counts, self._needed)).tolist()
+        starts = (self._first + np.searchsorted(counts, self._least_counts)).tolist()
         climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(self._ids)]
         self._routes[key] = Route(calls=(self._embed, *climbs, self._head), deepest=int(counts[-1]))
         return self._routes[key]
 
-    def _ends(self) -> tuple[Call, Call]:
-        """Embedding and head on the rows that there are."""
+    def _bind_embed_and_head(self) -> tuple[Call, Call]:
+        """On the rows that there are."""
         rows = slice(self._first, None)
         ids, positions, last, logits = (
             self.bound[name][rows] for name in (names.INPUT_IDS, names.POSITION_IDS, names.LAST, names.LOGITS)
@@ -208,7 +215,7 @@ class Decoder:
     def _climb(self, index: int, start: int) -> Call:
         """Segment `index` on rows `start ..`, bound when first needed."""
         if (index, start) not in self._climbs:
-            layers, engine = self._engines.segments[index]
+            segment = self._engines.segments[index]
             hidden = self._hidden[start:]
             # of the suffix's longest row, read on the host; a captured step keeps the value that it was recorded with: the most
             total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._most_totals[index]
@@ -217,8 +224,8 @@ class Decoder:
                 names.POSITION_IDS: self.bound[names.POSITION_IDS][start:],
                 names.SEQLENS_K: self.bound[names.SEQLENS_K][start:],
                 names.TOTAL_SEQUENCE_LENGTH: total,
-                **self.kv.read(layers, slice(start, None)),
+                **self.kv.read(segment.layers, slice(start, None)),
             }
-            states = [self.kv.rows(layer, slice(start, None)) for layer in layers]
-            self._climbs[index, start] = bind_segment(engine, inputs, hidden, states)
+            states = [self.kv.rows(layer, slice(start, None)) for layer in segment.layers]
+            self._climbs[index, start] = bind_segment(segment.engine, inputs, hidden, states)
         return self._climbs[index, start]

@@ -58,8 +58,8 @@ class DeviceLoop:
             steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
             position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._tokens.ctypes.data,
         )  # fmt: skip
-        self._taken: set[int] = set()  # routes, by their ids; the decoder keeps them
-        self._graphs: dict[int, Call] = {}
+        self._taken: set[Route] = set()
+        self._graphs: dict[Route, Call] = {}
         self._generations = 0  # begun so far
 
     def tokens(
@@ -102,13 +102,13 @@ class DeviceLoop:
     def step(self) -> int:
         """Put the next step on the device's stream; returns how many layers its deepest row computes."""
         route = self.decoder.route()
-        graph = self._graphs.get(id(route))
-        if graph is None and self._capture and id(route) in self._taken:
+        graph = self._graphs.get(route)
+        if graph is None and self._capture and route in self._taken:
             # not at the first time: engines allocate and choose kernels then, which a capture does not allow
             graph = self._captured(route)
         if graph is None:
             self._run(route)
-            self._taken.add(id(route))
+            self._taken.add(route)
         else:
             graph()
         self.decoder.advance()
@@ -121,7 +121,7 @@ class DeviceLoop:
 
     def rewind(self, position: int, length: int) -> None:
         """Make the next step the one at `position`, on rows of `length` valid tokens: for measuring steps again."""
-        for send in self._sends:
+        for send in self._sends:  # counters are zero on the host
             send()
         self.decoder.rewind(position, length)
         self.decoder.send_positions(self.decoder.kv.lengths)
@@ -133,11 +133,11 @@ class DeviceLoop:
     def _captured(self, route: Route) -> Call | None:
         """The route as one launch; None: it cannot be, and no other one will be tried."""
         try:
-            self._graphs[id(route)] = self._device.captured(lambda: self._run(route))
+            self._graphs[route] = self._device.captured(lambda: self._run(route))
         except Exception as error:  # a capture records and runs nothing: whatever broke it, the same calls may be made now
             self._capture = False
             logger.warning("decode steps go on without CUDA graphs: %s", error)
-        return self._graphs.get(id(route))
+        return self._graphs.get(route)
 
     def _run(self, route: Route) -> None:
         for call in route.calls:

@@ -60,7 +60,6 @@ class Generator:
         self.engines = load_engines(self.manifest, bundle, self.target, threads, trace)
         self.tokenizer = Tokenizer.of(bundle)
         self.load_s = time.perf_counter() - started
-        self._prefill_s = 0.0
         self._kept_loop: DeviceLoop | None = None
 
     def generate(
@@ -85,12 +84,14 @@ class Generator:
             prompts: text or token ids, one or several.
             max_new_tokens: tokens a row, 1 or more.
             do_sample: False: greedy. Otherwise `temperature`, `top_k`, `top_p` and `seed` as in `Sampling`.
-            schedule: None: the bundle's; "full": every layer at every position, the baseline.
+            schedule: None: the bundle's; "full": every layer at every position, the baseline; or one of this model's depth that
+                takes or leaves each of the bundle's segments as a whole.
             streamer: `put` gets each step's tokens [B] int64, never the prompt's; rows that have ended repeat their last token.
             ignore_eos: go on after an end-of-sequence token (for measuring).
 
         Raises:
             CapacityError: an empty prompt, an id outside the vocabulary, too many rows or tokens, or more than memory holds.
+            CapacityError: a schedule of another depth, or one that cuts through a segment of the bundle.
             ScheduleError: a schedule that skips layers whose keys and values others read.
             TargetError: the device or its library failed.
         """
@@ -98,9 +99,12 @@ class Generator:
         if not do_sample and sampling != Sampling(seed=seed):
             logger.warning("temperature, top_k and top_p have no effect: do_sample is False, so the likeliest token is taken")
         rows = [Row(prompt_ids=ids) for ids in self.encode(prompts)]
-        started, layers = time.perf_counter(), []
+        layers: list[int] = []
+        started, prefill_s = time.perf_counter(), 0.0
         for step in self.stream(rows, max_new_tokens=max_new_tokens, sampling=sampling, schedule=schedule, ignore_eos=ignore_eos):
-            if step.layers is not None:
+            if step.layers is None:
+                prefill_s = time.perf_counter() - started
+            else:
                 layers.append(step.layers)
             if streamer is not None:
                 streamer.put(np.array([row.token_ids[-1] for row in rows]))
@@ -110,9 +114,7 @@ class Generator:
         for row in rows:
             row.text = self.tokenizer.decode(row.token_ids) if self.tokenizer else None
         count = sum(len(row.token_ids) for row in rows)
-        timings = Timings(
-            load_s=self.load_s, prefill_s=self._prefill_s, decode_s=total - self._prefill_s, tokens_per_s=count / total
-        )
+        timings = Timings(load_s=self.load_s, prefill_s=prefill_s, decode_s=total - prefill_s, tokens_per_s=count / total)
         return Generation(sequences=tuple(rows), layers=tuple(layers), timings=timings)
 
     def stream(
@@ -124,14 +126,17 @@ class Generator:
         schedule: Schedule | str | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Step]:
-        """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come.
+        """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come, but their `text` is not set.
+
+        Args:
+            rows: with their prompts; the other arguments as `generate`'s.
 
         Raises:
-            CapacityError: as `generate`, at the first token; or, on a device, where another generation has begun meanwhile.
+            CapacityError, ScheduleError, TargetError: as `generate`, at the first token; CapacityError also, on a device, where
+                another generation has begun meanwhile.
         """
         chosen = self._schedule(schedule)
         check_rows(rows, max_new_tokens, self.manifest)
-        started = time.perf_counter()
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         left = len(rows)
         for places, found, layers in self._tokens(rows, max_new_tokens, sampling, chosen, stop_ids):
@@ -140,8 +145,6 @@ class Generator:
                 if rows[place].finish_reason is None:
                     newest[place] = token
                     left -= _append(rows[place], token, stop_ids, max_new_tokens)
-            if layers is None:
-                self._prefill_s = time.perf_counter() - started
             yield Step(tuple(newest), layers)
             if not left:
                 self.engines.after_run()
@@ -249,7 +252,7 @@ def load(
     Raises:
         BundleError: missing, damaged, or of another format version.
         TargetError: no such target, or engines of another library version, CPU or GPU.
-        CapacityError: a chunk of no tokens, or threads beyond the machine's cores.
+        CapacityError: a chunk of no tokens, threads beyond the machine's cores, or memory that does not hold the engines.
     """
     return Generator(
         Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk,

@@ -32,7 +32,7 @@ class Row:
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
-    text: str | None = None  # of token_ids; None where the bundle has no tokenizer
+    text: str | None = None  # of token_ids, after `generate`; None where the bundle has no tokenizer
     finish_reason: str | None = None  # length, stop
 
 

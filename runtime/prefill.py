@@ -30,8 +30,10 @@ class _Piece:
 
 
 class Prefill:
-    """Short prompts of about the same length share a pass, because a pass reads the weights once. A long one goes in chunks, so
-    that activations do not grow with P x P. Layers that keep nothing, up to the last, compute each prompt's last token alone.
+    """Runs prompts: what layers keep of them is in the KV buffer then, and each row's next logits where `bound` has them.
+
+    Short prompts of about the same length share a pass, because a pass reads the weights once. A long one goes in chunks, so that
+    activations do not grow with P x P. Layers that keep nothing, up to the last, compute each prompt's last token alone.
 
     Args:
         kv: written in place.
@@ -46,7 +48,7 @@ class Prefill:
         self._logits, self._last = bound[names.LOGITS], bound[names.LAST]
         self._memory = engines.memory
         self._chunk = min(chunk, engines.most_prompt_tokens or chunk)
-        keeping = (any(model.kept(layer).anything for layer in layers) for layers, _ in engines.segments)
+        keeping = (any(model.kept(layer).anything for layer in segment.layers) for segment in engines.segments)
         self._first_keeping_none = max((index + 1 for index, keeps in enumerate(keeping) if keeps), default=0)
         sums = any(group.states for group in model.state_layers)
         self._padding = 0 if sums else _PADDING  # in a state, what a row is padded by would stay
@@ -57,9 +59,9 @@ class Prefill:
         # engines of fixed buffers weigh every slot, by 0 where it is not valid: of a NaN that an earlier run left there, a NaN
         self._kv.clear(slots=self._engines.slots is not None)
         for rows in _passes(lengths, self._chunk if self._shares_passes(lengths[0]) else 1, self._padding):
-            self._rows(rows, prompts[rows])
+            self._run_pass(rows, prompts[rows])
 
-    def _positions(self, layer: int, length: int) -> int:
+    def _computed(self, layer: int, length: int) -> int:
         """How many of a prompt's `length` positions compute `layer`."""
         cap = self._schedule.cap(layer) if self._schedule.anchor is Anchor.ABSOLUTE else None
         return length if cap is None else min(cap, length)
@@ -67,11 +69,14 @@ class Prefill:
     def _shares_passes(self, length: int) -> bool:
         """Whether rows can lie one after another: every layer computes all of a prompt's `length` positions."""
         segments = self._engines.segments
-        whole = all(self._positions(layers[0], length) == length for layers, _ in segments)
+        whole = all(self._computed(segment.layers[0], length) == length for segment in segments)
         return whole and self._engines.most_prompt_tokens is None
 
-    def _rows(self, rows: slice, prompts: Sequence[Sequence[int]]) -> None:
-        """One pass over some rows' prompts, padded to the longest, which is the first; one row alone goes in chunks."""
+    def _run_pass(self, rows: slice, prompts: Sequence[Sequence[int]]) -> None:
+        """Some rows' prompts, padded to the longest, which is the first, in one piece; or one row's in chunks, piece by piece.
+
+        The hidden state [B*S,H] of either is one block, of which each piece is a contiguous part.
+        """
         count, length, memory = len(prompts), len(prompts[0]), self._memory
         padded: IntArray = np.zeros((count, length), dtype=np.int64)
         for line, prompt in zip(padded, prompts, strict=True):
@@ -85,49 +90,48 @@ class Prefill:
             ids, _ = memory.twin(padded[:, piece.tokens])
             self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: piece.positions}, {names.HIDDEN: part})()
         for index in range(self._first_keeping_none):
-            self._segment(index, rows, hidden, pieces)
+            self._run_segment(index, rows, hidden, pieces)
         if count == 1:  # its last token alone
             top: dict[str, Array] = {names.HIDDEN: hidden[length - 1 :].reshape(1, 1, -1), names.LAST: self._last[:1]}
         else:
             top = {names.HIDDEN: hidden.reshape(count, length, -1), names.LAST: memory.twin(last)[0]}
         if self._first_keeping_none < len(self._engines.segments):
-            top = {names.HIDDEN: self._ends(rows, top[names.HIDDEN], last), names.LAST: self._last[:count]}
+            top = {names.HIDDEN: self._run_top(rows, top[names.HIDDEN], last), names.LAST: self._last[:count]}
         self._engines.head.bind(top, {names.LOGITS: self._logits[rows]})()
 
-    def _ends(self, rows: slice, hidden: Any, last: IntArray) -> Any:
+    def _run_top(self, rows: slice, hidden: Any, last: IntArray) -> Any:
         """The segments that keep nothing, on the rows' last tokens alone; `hidden` [B,S,H], of which S may be the last one's.
 
         Returns:
             [B,1,H].
         """
         length = hidden.shape[1]
-        ends = hidden if length == 1 else self._memory.chosen(hidden, last)
+        last_tokens = hidden if length == 1 else self._memory.chosen(hidden, last)
         longest = int(last[0]) + 1
-        piece = self._told(slice(longest - 1, longest), last[:, None], last)
+        piece = self._piece_of(slice(longest - 1, longest), last[:, None], last)
         for index in range(self._first_keeping_none, len(self._engines.segments)):
-            layers, _ = self._engines.segments[index]
-            if self._positions(layers[0], longest) == longest:
-                self._run(index, rows, ends, piece, ())
-        return ends
+            if self._computed(self._engines.segments[index].layers[0], longest) == longest:
+                self._run_engine(index, rows, last_tokens, piece, ())
+        return last_tokens
 
     def _piece(self, tokens: slice, last: IntArray) -> _Piece:
         positions: IntArray = np.tile(np.arange(tokens.start, tokens.stop), (len(last), 1))
-        return self._told(tokens, positions, np.minimum(last, tokens.stop - 1))
+        return self._piece_of(tokens, positions, np.minimum(last, tokens.stop - 1))
 
-    def _told(self, tokens: slice, positions: IntArray, seqlens_k: IntArray) -> _Piece:
+    def _piece_of(self, tokens: slice, positions: IntArray, seqlens_k: IntArray) -> _Piece:
         """Positions [B,S] and `seqlens_k` [B], where engines see them."""
         seen, _ = self._memory.twin(positions)
         valid, _ = self._memory.twin(seqlens_k.astype(np.int32))
         return _Piece(tokens=tokens, positions=seen, seqlens_k=valid, total=np.array([tokens.stop], dtype=np.int32))
 
-    def _segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
+    def _run_segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
         """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
-        layers, _ = self._engines.segments[index]
+        layers = self._engines.segments[index].layers
         count = rows.stop - rows.start
         length, width = hidden.shape[0] // count, self._model.hidden_size
         slots = length if self._engines.slots is None else self._engines.slots[layers[0]]
         states = [self._kv.rows(layer, rows) if self._kv.has(layer) else self._passing(layer, count, slots) for layer in layers]
-        computed = self._positions(layers[0], length)
+        computed = self._computed(layers[0], length)
         for piece in pieces:
             start, stop = piece.tokens.start, min(piece.tokens.stop, computed)
             if start >= stop:
@@ -135,19 +139,19 @@ class Prefill:
             if stop < piece.tokens.stop:
                 piece = self._piece(slice(start, stop), np.array([length - 1]))
             part = hidden[count * start : count * stop].reshape(count, stop - start, width)
-            self._run(index, rows, part, piece, states)
+            self._run_engine(index, rows, part, piece, states)
 
-    def _run(self, index: int, rows: slice, hidden: Array, piece: _Piece, states: Iterable[Mapping[str, Array]]) -> None:
+    def _run_engine(self, index: int, rows: slice, hidden: Array, piece: _Piece, states: Iterable[Mapping[str, Array]]) -> None:
         """Segment `index` on `piece`: `hidden` [B,S,H] in place, beside `states` what its layers read of others."""
-        layers, engine = self._engines.segments[index]
+        segment = self._engines.segments[index]
         inputs: dict[str, Array] = {
             names.HIDDEN: hidden,
             names.POSITION_IDS: piece.positions,
             names.SEQLENS_K: piece.seqlens_k,
             names.TOTAL_SEQUENCE_LENGTH: piece.total,
-            **self._kv.read(layers, rows),
+            **self._kv.read(segment.layers, rows),
         }
-        bind_segment(engine, inputs, hidden, states)()
+        bind_segment(segment.engine, inputs, hidden, states)()
 
     def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
         """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""

@@ -16,11 +16,11 @@ from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features, usable_cores
 from skipdecode.cuda import CudaDevice
 from skipdecode.device import Device
-from skipdecode.engines import Engine, Engines, Sharing, tensorrt
+from skipdecode.engines import Engine, Engines, Segment, Sharing, tensorrt
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.engines.ort import OrtEngine, check_cuda, check_library, use_threads
-from skipdecode.errors import BundleError, TargetError
+from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import MANIFEST, Manifest, Target
 from skipdecode.memory import DeviceMemory, HostMemory
@@ -53,7 +53,8 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
 
     Raises:
         TargetError: engines of another library version, CPU or GPU, or for a device that is not here.
-        BundleError: an engine that cannot be loaded, or not in this memory.
+        BundleError: an engine that cannot be loaded.
+        CapacityError: memory does not hold them all.
     """
     if target.name in tensorrt.LIBRARIES:
         return _load_plans(manifest, bundle, target, trace)
@@ -85,7 +86,8 @@ def load_device_engines(
 
     Raises:
         TargetError: ONNX Runtime cannot use the device.
-        BundleError: an engine that cannot be loaded, or not in this memory.
+        BundleError: an engine that cannot be loaded.
+        CapacityError: memory does not hold them all.
     """
 
     engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
@@ -159,7 +161,7 @@ def plan_engines(
     )  # fmt: skip
 
 
-Loaded = tuple[Engine, tuple[tuple[tuple[int, ...], Engine], ...], Engine]
+Loaded = tuple[Engine, tuple[Segment, ...], Engine]  # embedding, segments, head
 
 
 def _load_on_device(
@@ -181,11 +183,11 @@ def _load_on_device(
 
 
 def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], Engine], *, threads: int) -> Loaded:
-    """Embedding, segments with their layers, head."""
+    """Each of a target's files, by `engine`."""
     paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
         with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime packs quantised weights, to compare them
             embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
-        raise BundleError("does not fit in memory", "free some", where=str(bundle)) from error
-    return embed, tuple(zip(manifest.segments, segments, strict=True)), head
+        raise CapacityError("does not fit in memory", "free some", where=str(bundle)) from error
+    return embed, tuple(Segment(*pair) for pair in zip(manifest.segments, segments, strict=True)), head

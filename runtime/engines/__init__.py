@@ -39,12 +39,20 @@ class Sharing:
         return self.engine.bind({**inputs, **self.weights}, outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers that every step computes together, or not at all, compiled as one."""
+
+    layers: tuple[int, ...]  # one after another, the lowest first
+    engine: Engine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
     """The loaded engines of one target."""
 
     embed: Engine
-    segments: tuple[tuple[tuple[int, ...], Engine], ...]  # (layers, engine), lowest first
+    segments: tuple[Segment, ...]  # lowest first
     head: Engine
     memory: Memory  # what they read and write
     slots: tuple[int, ...] | None = None  # of each layer's KV buffer, where engines are built for that many alone
@@ -54,7 +62,7 @@ class Engines:
 
 
 def bind_segment(engine: Engine, inputs: Mapping[str, Array], hidden: Array, states: Iterable[Mapping[str, Array]]) -> Call:
-    """Bind a segment; hidden state and each layer's arrays, by the names of its inputs, are read and written in place."""
+    """Bind a segment's engine; hidden state and each layer's arrays, by the names of their inputs, are updated in place."""
     arrays = {name: array for state in states for name, array in state.items()}
     written = {names.present(name): array for name, array in arrays.items()}
     return engine.bind({**inputs, **arrays}, {names.HIDDEN_OUT: hidden, **written})

@@ -14,7 +14,7 @@ import numpy as np
 
 from skipdecode import bindings as names
 from skipdecode.device import HostDevice
-from skipdecode.engines import Engine, bind_segment, tensorrt
+from skipdecode.engines import Segment, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
 from skipdecode.kv_buffer import constant_state, key_state, keys_read
@@ -44,11 +44,12 @@ def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
     device = HostDevice()
     on_cpu = DeviceMemory(device, manifest.dtype)
     rows = []
-    for index, (layers, plan) in enumerate(engines.segments):
-        sources = [((layer,), OrtEngine(graphs / f"layer_{layer:03d}.onnx", device=device)) for layer in layers]
+    for index, segment in enumerate(engines.segments):
+        layers = segment.layers
+        sources = [Segment((layer,), OrtEngine(graphs / f"layer_{layer:03d}.onnx", device=device)) for layer in layers]
         for title, tokens, valid in (("prompt", min(_PROMPT, manifest.limits.max_length // 2), 0), ("step", 1, _PROMPT)):
             feed = _feed(manifest.model, layers, engines.slots[layers[0]], tokens, valid)
-            sides = (_chain(manifest.model, sources, on_cpu), _chain(manifest.model, [(layers, plan)], memory))
+            sides = (_chain(manifest.model, sources, on_cpu), _chain(manifest.model, [segment], memory))
             rows.append({"name": f"segment_{index:03d}", "pass": title, **_compare(generator.target.name, sides, feed)})
     return rows
 
@@ -77,18 +78,18 @@ def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: i
     return feed
 
 
-def _chain(model: Model, engines: Sequence[tuple[tuple[int, ...], Engine]], memory: DeviceMemory) -> Infer:
-    """What runs engines of these layers one on top of another: hidden state and what they keep afterwards, in fp32."""
+def _chain(model: Model, segments: Sequence[Segment], memory: DeviceMemory) -> Infer:
+    """What runs segments one on top of another: hidden state and what they keep afterwards, in fp32."""
 
     def infer(feed: Feed) -> Feed:
         arrays = {name: memory.twin(array)[0] for name, array in feed.items()}
         hidden = arrays[names.HIDDEN]
         inputs: dict[str, Array] = {names.HIDDEN: hidden, names.POSITION_IDS: arrays[names.POSITION_IDS]}
         outputs = {names.HIDDEN_OUT: hidden}
-        for layers, engine in engines:
-            past = [name for layer in layers for name in key_state(model, layer, 0) | constant_state(model, layer)]
-            read = {names.present(name): arrays[name] for _, name in keys_read(model, layers)}
-            bind_segment(engine, inputs | read, hidden, [{name: arrays[name] for name in past}])()
+        for segment in segments:
+            past = [name for layer in segment.layers for name in key_state(model, layer, 0) | constant_state(model, layer)]
+            read = {names.present(name): arrays[name] for _, name in keys_read(model, segment.layers)}
+            bind_segment(segment.engine, inputs | read, hidden, [{name: arrays[name] for name in past}])()
             outputs |= {names.present(name): arrays[name] for name in past}
         return {name: memory.to_host(array) for name, array in outputs.items()}
 

@@ -243,7 +243,7 @@ def test_memory_that_is_not_there_is_told_as_such(said: str, asked: str, both: P
         raise engines_ort.ort.capi.onnxruntime_pybind11_state.RuntimeException(said)
 
     _, engines = _on_cpu(both)
-    engine = engines.segments[0][1]
+    engine = engines.segments[0].engine
     assert isinstance(engine, engines_ort.OrtEngine)
     run = engine.bind({}, {})
     monkeypatch.setattr(engines_ort.ort.InferenceSession, "run_with_iobinding", fails)
@@ -256,7 +256,7 @@ def test_memory_that_is_not_there_is_told_as_such(said: str, asked: str, both: P
 
 def test_a_run_that_cuda_ends_is_one_line(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, engines = _on_cpu(both)
-    run = engines.segments[0][1].bind({}, {})  # nothing is bound
+    run = engines.segments[0].engine.bind({}, {})  # nothing is bound
     with pytest.raises(TargetError, match=r"^ONNX Runtime stopped \(.*\); check nvidia-smi, and start again$") as caught:
         run()
     assert "\n" not in str(caught.value)

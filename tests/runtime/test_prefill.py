@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import skipdecode
 from skipdecode.decoder import Decoder
 from skipdecode.device import Call
-from skipdecode.engines import Engine
+from skipdecode.engines import Engine, Segment
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.memory import Array
 from skipdecode.prefill import _passes
@@ -84,8 +84,8 @@ def test_layers_that_keep_nothing_compute_the_last_token_of_each_prompt_alone(zo
     schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)
     export(ExportRequest(model=str(zoo.checkpoint("reading_others")), out=tmp_path / "bundle", schedule=schedule, max_length=48))
     generator = skipdecode.load(tmp_path / "bundle")
-    watched = [(layers, _Watched(engine)) for layers, engine in generator.engines.segments]
-    generator.engines = dataclasses.replace(generator.engines, segments=tuple(watched))
+    watched = [(segment.layers, _Watched(segment.engine)) for segment in generator.engines.segments]
+    generator.engines = dataclasses.replace(generator.engines, segments=tuple(Segment(*one) for one in watched))
     generator.decoder([len(prompt) for prompt in PROMPTS], 4).prefill(PROMPTS)
     assert [engine.seen for layers, engine in watched if layers[0] < 3] == [[(3, 8, 208), (1, 1, 208)]]
     assert [engine.seen for layers, engine in watched if layers[0] >= 3] == 3 * [[(3, 1, 208), (1, 1, 208)]]
