@@ -112,6 +112,7 @@ def check_known(config: Any) -> None:
 
 
 def unsupported(config: Any, why: str) -> ModelNotSupportedError:
+    """The refusal of a configuration; `why` goes on where its model type was named."""
     return ModelNotSupportedError(
         f"{config.model_type} {why}",
         f"supported are {', '.join(SUPPORTED)}",

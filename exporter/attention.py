@@ -34,6 +34,9 @@ def onnx_attention(
     `s_aux` [NH]: a model's attention sinks, a score a head that takes its share of the softmax and has no value (gpt-oss).
     With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D. `score_bias` [B,NH,S,C] fp32:
     added to the scores (ALiBi).
+
+    Returns:
+        [B,S,NH,D], of values narrower than keys as wide as those; no weights.
     """
     size = value.shape[-1]
     if kv_buffer is not None:

@@ -43,8 +43,18 @@ logger = logging.getLogger(__name__)
 def export(request: ExportRequest, report: Report = lambda what, done: None) -> manifest.Manifest:
     """Export a Hugging Face decoder to a bundle; `request.out` appears complete or not at all.
 
+    Args:
+        report: is told what is being done and which fraction of the whole is done, 0 .. 1.
+
+    Returns:
+        The bundle's manifest.
+
     Raises:
-        ModelNotSupportedError, ScheduleError, TargetError, BundleError: before anything is written where that can be known.
+        ModelNotSupportedError: the checkpoint cannot be read, or not be exported faithfully.
+        ScheduleError: the schedule does not fit the model.
+        TargetError: a target does not take the model or the options, or its library is not here or refuses a graph.
+        BundleError: `request.out` cannot be written, or its disk is too full.
+            All of them before anything is written, where that can be known.
     """
     request = replace(request, out=real_out(request.out))
     check_options(request)

@@ -22,13 +22,15 @@ from skipdecode.schedule import Anchor, Schedule
 def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: int = 0) -> Iterator[torch.nn.Module]:
     """Inside, `model(input_ids, use_cache=False)` computes layer `l` at its first `cap(l)` positions only.
 
-    Works in training and evaluation; gradients flow through the computed positions.
+    Works in training and evaluation; gradients flow through the computed positions. `input_ids` is [B,S] int64, whole rows in one
+    pass: positions are counted from its start, which a cache of earlier tokens would shift.
 
     Args:
         model: any decoder that the exporter takes.
         schedule: its `num_layers` must be the model's.
         prompt_length: tokens `0 .. prompt_length - 1` of every row are the prompt, which a schedule anchored at the generated
-            tokens runs at full depth (left-pad shorter prompts). Ignored by an absolute anchor.
+            tokens runs at full depth (so rows of a batch have prompts of one length, or are padded on the left). Ignored by an
+            absolute anchor.
 
     Raises:
         ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read.

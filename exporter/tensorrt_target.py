@@ -99,15 +99,13 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     folder = f"targets/{target.name}"
     (partial / folder).mkdir(parents=True)
     engines, tied = _engines(job, graphs), None if job.quantization else graphs.tied
-    keys: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    requests = _requests(job, target, partial, engines, tied, keys, sizes)
-    build_plans(requests, len(engines), num_builders(target.name, _most_weights(engines, job.quantization)), report)
+    requests = _Requests(job, target, partial, engines, tied)
+    build_plans(iter(requests), len(engines), num_builders(target.name, _most_weights(engines, job.quantization)), report)
     (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
-    (partial / folder / KEYS).write_text(json.dumps(keys, indent=1) + "\n", encoding="utf-8")
+    (partial / folder / KEYS).write_text(json.dumps(requests.keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
     weights = job.quantization.name if job.quantization else graphs.weights
-    return _described(target, len(job.plan.segments), weights, sizes, tied_weight, tied_bytes)
+    return _described(target, len(job.plan.segments), weights, requests.sizes, tied_weight, tied_bytes)
 
 
 def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
@@ -116,36 +114,42 @@ def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None)
     return max(int(weight_bytes(engine.graph.graph) * (1.0 if engine.name == "embed" else share)) for engine in engines)
 
 
-def _requests(
-    job: Job, target: TargetRequest, partial: Path, engines: Sequence[_Engine], tied: str | None,
-    keys: dict[str, str], sizes: dict[str, int],
-) -> Iterator[PlanRequest]:  # fmt: skip
+class _Requests:
     """The plans that are to be built, each lowered graph written as its turn comes; others are taken over.
 
-    Args:
-        keys, sizes: filled by plan's file: what it is made from, and bytes of its weights.
+    Attributes:
+        keys: plan's file name -> what it is made from, as a hash; complete when all requests have been made.
+        sizes: plan's path in the bundle -> bytes of its weights; then complete, too.
     """
-    version, folder, replaced = library(target.name).__version__, f"targets/{target.name}", job.request.out
-    timing_cache = _timing_cache(replaced, partial, folder) if target.name == "tensorrt" else None
-    known = _known_plans(replaced, folder)
-    for engine in engines:
-        lowered = lower(engine.graph, engine.slots, tied, job.quantization)
-        path = f"{folder}/{engine.name}.plan"
-        # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
-        source = partial / GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
-        move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
-        request = PlanRequest(
-            target=target.name, source=str(source), plan=str(partial / path), profiles=engine.profiles,
-            capabilities=target.capabilities, options=job.request.builder, timing_cache=timing_cache,
-        )  # fmt: skip
-        sizes[path] = weight_bytes(lowered.graph)
-        keys[Path(path).name] = key = _content_key(request, lowered, version)
-        if key in known:
-            _link_or_copy(known[key], partial / path)
-            remove_lowered(source)
-        else:
-            ir.save(lowered, source)
-            yield request
+
+    def __init__(self, job: Job, target: TargetRequest, partial: Path, engines: Sequence[_Engine], tied: str | None) -> None:
+        self._job, self._target, self._partial, self._engines, self._tied = job, target, partial, engines, tied
+        self._folder, replaced = f"targets/{target.name}", job.request.out
+        self._timing_cache = _timing_cache(replaced, partial, self._folder) if target.name == "tensorrt" else None
+        self._known = _known_plans(replaced, self._folder)
+        self.keys: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[PlanRequest]:
+        version = library(self._target.name).__version__
+        for engine in self._engines:
+            lowered = lower(engine.graph, engine.slots, self._tied, self._job.quantization)
+            path = f"{self._folder}/{engine.name}.plan"
+            # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
+            source = self._partial / GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
+            move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
+            request = PlanRequest(
+                target=self._target.name, source=str(source), plan=str(self._partial / path), profiles=engine.profiles,
+                capabilities=self._target.capabilities, options=self._job.request.builder, timing_cache=self._timing_cache,
+            )  # fmt: skip
+            self.sizes[path] = weight_bytes(lowered.graph)
+            self.keys[Path(path).name] = key = _content_key(request, lowered, version)
+            if key in self._known:
+                _link_or_copy(self._known[key], self._partial / path)
+                remove_lowered(source)
+            else:
+                ir.save(lowered, source)
+                yield request
 
 
 def _described(

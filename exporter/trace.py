@@ -185,6 +185,10 @@ def trace_layer(
     """A layer's graph.
 
     Args:
+        rotary: the model's module of rotary embeddings, if it has one.
+        layer_type: by which that tells kinds of layers apart, if it does.
+        arrays: sizes of what the layer reads and keeps.
+        dtype: of its weights, of what lies between layers, and of keys and values.
         window: tokens that a query sees, None: all.
     """
     inputs = {

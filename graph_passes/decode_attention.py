@@ -31,7 +31,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import add_constant
+from skipdecode.graph_passes.conventions import add_constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ def _scale(node: ir.Node) -> float:
 
 
 def _head_size(node: ir.Node) -> int:
-    past = node.inputs[3]
-    assert past is not None and past.shape is not None and isinstance(past.shape[3], int), "a KV buffer without a head size"
-    return past.shape[3]
+    return static_dim(required(node, 3), 3)  # of the KV buffer
 
 
 def _width(node: ir.Node, heads: str) -> int:

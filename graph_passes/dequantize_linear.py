@@ -47,8 +47,8 @@ class DequantizeLinearPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
-        for node, parameter, turned in quantisable(model.graph, self.how.block_size if self.how.bits == 4 else 1):
-            _replace(model.graph, node, parameter, turned, self.how)
+        for node, parameter, transposed in quantisable(model.graph, self.how.block_size if self.how.bits == 4 else 1):
+            _replace(model.graph, node, parameter, transposed, self.how)
             release_pages(parameter.const_value)
             count += 1
         if count:
@@ -57,9 +57,9 @@ class DequantizeLinearPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(count))
 
 
-def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, turned: bool, how: Quantization) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: Quantization) -> None:
     assert parameter.const_value is not None
-    weight, tape, rows, floats = as_rows(parameter, turned), Tape(), required(node), parameter.const_value.dtype
+    weight, tape, rows, floats = as_rows(parameter, transposed), Tape(), required(node), parameter.const_value.dtype
 
     def store(what: str, numbers: Array) -> ir.Value:
         name = f"{parameter.name}.quantised.{what}"

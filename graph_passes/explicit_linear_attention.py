@@ -66,16 +66,16 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
         beta = _by_head(tape, required(node, 5), heads)
         known = _product(tape, tape.op("Mul", [key, since]), past)
         missing = tape.op("Mul", [tape.op("Sub", [value, known]), beta])
-        overlaps = tape.op("Mul", [tape.op("Mul", [_product(tape, key, _turned(tape, key)), decays]), beta])
+        overlaps = tape.op("Mul", [tape.op("Mul", [_product(tape, key, _transposed(tape, key)), decays]), beta])
         value = _product(tape, _inverse(tape, overlaps, places, most_tokens), missing)
-    scores = tape.op("Mul", [_product(tape, query, _turned(tape, key)), decays])
+    scores = tape.op("Mul", [_product(tape, query, _transposed(tape, key)), decays])
     out = tape.op("Add", [_product(tape, tape.op("Mul", [query, since]), past), _product(tape, scores, value)])
     out = tape.op("Mul", [out, _number(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
     out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), _integers(tape, 0, 0, -1)])
     total = tape.op("ReduceSum", [gate, _integers(tape, 2)])  # keeps its axis
     left = tape.op("Mul", [key, tape.op("Exp", [tape.op("Sub", [total, sums])])])
     kept = tape.op("Mul", [past, tape.op("Exp", [total])])
-    present = tape.op("Add", [kept, _product(tape, _turned(tape, left), value)])
+    present = tape.op("Add", [kept, _product(tape, _transposed(tape, left), value)])
     graph.insert_before(node, tape.nodes)
     for old, new in zip(node.outputs, (out, present), strict=True):
         take_over(old, new)
@@ -84,7 +84,7 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
 
 def _decays(tape: Tape, sums: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:
     """Of sums [B,H,S,1]: e^(c_t - c_i) [B,H,S,S], 0 for i > t, where it may be too large a number."""
-    apart = tape.op("Min", [tape.op("Sub", [sums, _turned(tape, sums)]), _number(tape, 0.0)])
+    apart = tape.op("Min", [tape.op("Sub", [sums, _transposed(tape, sums)]), _number(tape, 0.0)])
     return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [apart]))
 
 
@@ -129,7 +129,7 @@ def _product(tape: Tape, left: ir.Value, right: ir.Value) -> ir.Value:
     return tape.op("MatMul", [left, right])
 
 
-def _turned(tape: Tape, matrices: ir.Value) -> ir.Value:
+def _transposed(tape: Tape, matrices: ir.Value) -> ir.Value:
     return tape.op("Transpose", [matrices], {"perm": [0, 1, 3, 2]})
 
 

@@ -60,44 +60,37 @@ class LowerAttentionPass(ir.passes.InPlacePass):
 
 
 def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
-    query, present_key, present_value = (required(node, i) for i in range(3))
-    new = _new_key_and_value(present_key, present_value)
-    num_heads, kv_heads, head_size = static_dim(query, 1), static_dim(present_key, 1), static_dim(present_key, 3)
+    query, *present = (required(node, i) for i in range(3))
+    new = _new_key_and_value(*present)
+    num_heads, kv_heads, head_size = static_dim(query, 1), static_dim(present[0], 1), static_dim(present[0], 3)
     attended, sinks = _beside_sinks(node)
     visible, bias = _visible_and_bias(required(node, 3))
-    turned = _single_consumer(attended, "Transpose")
-    (out,) = turned.outputs[0].consumers()
-    table = rotary_table(graph, [query, *new[:1]], max_length)
+    turn = _single_consumer(attended, "Transpose")
+    (out,) = turn.outputs[0].consumers()
+    heads = [query, *new]
+    table = rotary_table(graph, heads[:2], max_length)
     attributes = {"num_heads": num_heads, "kv_num_heads": kv_heads, **_of_scores(node, visible, max_length)}
     attributes |= {"do_rotary": int(table is not None), "rotary_interleaved": 0}
     if table is not None:
         attributes["rotary_interleaved"] = _producer(query, "RotaryEmbedding").attributes["interleaved"].as_int()
-        query, *new[:1] = (required(_producer(value, "RotaryEmbedding"), 0) for value in (query, *new[:1]))
+        heads[:2] = [required(_producer(value, "RotaryEmbedding")) for value in heads[:2]]
     tokens_first = TokensFirst(graph, out)
-    rows = [tokens_first.rows(value) for value in (query, *new)]
+    rows = [tokens_first.rows(value) for value in heads]
     if not new:
         rows += 2 * [_no_rows(graph, out, rows[0], kv_heads * head_size)]
     lengths = _length_inputs(graph)
     if bias is not None:
         bias = slot_biases(graph, out, bias, lengths[1], max_length)
-    past = [present_key, present_value]
-    if new:
-        past = [required(_producer(value, "TensorScatter"), 0) for value in past]
-    lowered = ir.node(
-        "GroupQueryAttention",
-        [*rows, *past, *lengths, *_optional_inputs(table, bias, sinks)],
-        attributes,
-        domain=MS_DOMAIN,
-        num_outputs=3 if new else 1,
-    )
+    past = [required(_producer(value, "TensorScatter")) for value in present] if new else present
+    inputs = [*rows, *past, *lengths, *_optional_inputs(table, bias, sinks)]
+    lowered = ir.node("GroupQueryAttention", inputs, attributes, domain=MS_DOMAIN, num_outputs=3 if new else 1)
     graph.insert_before(out, lowered)
-    if new:
-        take_over(present_key, lowered.outputs[1])
-        take_over(present_value, lowered.outputs[2])
+    for old, written in zip(present, lowered.outputs[1:], strict=False):  # another layer's stay as they are
+        take_over(old, written)
     if out.op_type == "Reshape":
         take_over(out.outputs[0], lowered.outputs[0])
     else:  # a part of each head: values narrower than keys
-        take_over(turned.outputs[0], _reshaped(graph, out, lowered.outputs[0], [0, 0, num_heads, head_size]))
+        take_over(turn.outputs[0], _reshaped(graph, out, lowered.outputs[0], [0, 0, num_heads, head_size]))
 
 
 def _new_key_and_value(present_key: ir.Value, present_value: ir.Value) -> list[ir.Value]:

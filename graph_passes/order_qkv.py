@@ -43,9 +43,9 @@ def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     found = find_projection(rows)
     if found is None or found.factor != 1.0:
         return None
-    weight = reorder_parameter(graph, found.weight, order, 0 if found.turned else 1)
+    weight = reorder_parameter(graph, found.weight, order, 0 if found.transposed else 1)
     bias = reorder_parameter(graph, found.bias, order, 0) if found.bias is not None else None
-    return multiply(graph, node, found.source, weight, found.turned, bias)
+    return multiply(graph, node, found.source, weight, found.transposed, bias)
 
 
 def _moved_from(value: ir.Value) -> ir.Value:

@@ -30,21 +30,21 @@ class PackProductsPass(ir.passes.InPlacePass):
         for node in model.graph:
             found = matrix_parameter(node)
             if found is not None and node.op_type == "MatMul" and not is_router(node):
-                parameter, turned = found
-                groups.setdefault((required(node), turned), []).append((node, parameter))
+                parameter, transposed = found
+                groups.setdefault((required(node), transposed), []).append((node, parameter))
         several = {key: group for key, group in groups.items() if len(group) > 1}
-        for (source, turned), group in several.items():
-            _pack(model.graph, source, turned, group)
+        for (source, transposed), group in several.items():
+            _pack(model.graph, source, transposed, group)
         if several:
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, bool(several))
 
 
-def _pack(graph: ir.Graph, source: ir.Value, turned: bool, group: list[_Found]) -> None:
-    """`turned`: the parameters are stored [N, K]."""
-    first, axis = group[0][0], 0 if turned else 1
+def _pack(graph: ir.Graph, source: ir.Value, transposed: bool, group: list[_Found]) -> None:
+    """`transposed`: the parameters are stored [N, K]."""
+    first, axis = group[0][0], 0 if transposed else 1
     packed = join_parameters(graph, [parameter for _, parameter in group], axis)
-    product = multiply(graph, first, source, packed, turned, None)
+    product = multiply(graph, first, source, packed, transposed, None)
     sizes = integers(*(static_dim(parameter, axis) for _, parameter in group))
     parts = ir.node("Split", [product, sizes.outputs[0]], {"axis": -1}, num_outputs=len(group))
     graph.insert_before(first, [sizes, parts])

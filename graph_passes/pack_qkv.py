@@ -45,16 +45,16 @@ def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     parts = [part for part in map(find_projection, node.inputs[:3]) if part is not None]
     if len(parts) < 3 or not _alike(parts):
         return None
-    turned = parts[0].turned
-    weight = join_parameters(graph, [part.weight for part in parts], 0 if turned else 1)
+    transposed = parts[0].transposed
+    weight = join_parameters(graph, [part.weight for part in parts], 0 if transposed else 1)
     biases = [part.bias for part in parts if part.bias is not None]
     bias = join_parameters(graph, biases, 0) if biases else None
     node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * parts[0].factor)
-    return multiply(graph, node, parts[0].source, weight, turned, bias)
+    return multiply(graph, node, parts[0].source, weight, transposed, bias)
 
 
 def _alike(parts: list[Projection]) -> bool:
     """Whether they read the same rows in the same way; a factor only the query may have."""
     query, *others = parts
-    same = [(part.turned, part.bias is None) == (query.turned, query.bias is None) for part in others]
+    same = [(part.transposed, part.bias is None) == (query.transposed, query.bias is None) for part in others]
     return all(same) and all(part.source is query.source and part.factor == 1.0 for part in others)

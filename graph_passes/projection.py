@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import is_parameter
+from skipdecode.graph_passes.conventions import add_constant, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 
 
@@ -21,7 +21,7 @@ class Projection:
 
     source: ir.Value  # x
     weight: ir.Value
-    turned: bool  # stored [N,K]
+    transposed: bool  # stored [N,K]
     bias: ir.Value | None
     factor: float
 
@@ -47,7 +47,7 @@ def find_projection(value: ir.Value | None) -> Projection | None:
         weight = turn.inputs[0]
     if weight.const_value is None or not is_parameter(weight):
         return None
-    return Projection(source=node.inputs[0], weight=weight, turned=turn is not None, bias=bias, factor=factor)
+    return Projection(source=node.inputs[0], weight=weight, transposed=turn is not None, bias=bias, factor=factor)
 
 
 def without_bias(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
@@ -68,11 +68,11 @@ def _sole_producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def multiply(
-    graph: ir.Graph, before: ir.Node, source: ir.Value, weight: ir.Value, turned: bool, bias: ir.Value | None
+    graph: ir.Graph, before: ir.Node, source: ir.Value, weight: ir.Value, transposed: bool, bias: ir.Value | None
 ) -> ir.Value:
-    """`source` [B,S,K] times `weight` (`turned`: stored [N,K]), plus `bias`, as new nodes."""
+    """`source` [B,S,K] times `weight` (`transposed`: stored [N,K]), plus `bias`, as new nodes."""
     tape = Tape()
-    product = tape.op("MatMul", [source, tape.op("Transpose", [weight], {"perm": [1, 0]}) if turned else weight])
+    product = tape.op("MatMul", [source, tape.op("Transpose", [weight], {"perm": [1, 0]}) if transposed else weight])
     rows = product if bias is None else tape.op("Add", [product, bias])
     graph.insert_before(before, tape.nodes)
     return rows
@@ -110,7 +110,4 @@ def _made_when_read(
         release_pages(*tensors)
         return ir.tensor(array, name=name)
 
-    tensor = ir.LazyTensor(made, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name)
-    value = ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return add_constant(graph, ir.LazyTensor(made, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name))

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import add_constant
+from skipdecode.graph_passes.conventions import add_constant, static_dim
 
 
 def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> list[ir.Value] | None:
@@ -33,7 +33,7 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
         return None
     assert frequencies.const_value is not None
     values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
-    if values.shape[1] % 8 or _head_size(rotated[0]) % 16:  # the operator's own limits
+    if values.shape[1] % 8 or static_dim(rotated[0], 3) % 16:  # the operator's own limits
         return None
     steps = np.arange(max_length, dtype=np.float32)[:, None] * values
     tables, kind = [], rotated[0].dtype or ir.DataType.FLOAT
@@ -64,12 +64,6 @@ def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
 
 def _integer(node: ir.Node, name: str) -> int:
     return node.attributes[name].as_int() if name in node.attributes else 0
-
-
-def _head_size(heads: ir.Value) -> int:
-    size = heads.shape[3] if heads.shape is not None else None
-    assert isinstance(size, int), f"{heads.name} has no head size"
-    return size
 
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Node | None, float]:

@@ -12,12 +12,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import required
+from skipdecode.graph_passes.conventions import add_constant, required
 from skipdecode.graph_passes.take_over import take_over
 
 
 class SplitTablePass(ir.passes.InPlacePass):
-    """
+    """Splits initializers that are looked up by rows.
+
     Args:
         most: numbers of a part. Smaller tables are left alone, and what is not looked up by rows.
     """
@@ -68,9 +69,7 @@ def _part(graph: ir.Graph, table: ir.TensorProtocol, first: int, count: int) -> 
         )  # fmt: skip
     else:
         part = ir.tensor(table.numpy()[first : first + count], dtype=table.dtype, name=name)
-    value = ir.Value(name=name, shape=shape, type=ir.TensorType(part.dtype), const_value=part)
-    graph.register_initializer(value)
-    return value
+    return add_constant(graph, part)
 
 
 def _look_up(tape: Tape, ids: ir.Value, parts: dict[int, ir.Value], rows: int) -> ir.Value:

@@ -11,7 +11,8 @@ _SLOTS = "C"  # the tracer's name of the dimension, see bindings
 
 
 class StaticSlotsPass(ir.passes.InPlacePass):
-    """
+    """Makes the size of KV buffers static, wherever it stands.
+
     Args:
         slots: of each layer's KV buffer in this graph.
     """

@@ -19,6 +19,7 @@ def instantiate(template: ir.Model, layer: int, keys_of: int | None, rename: Cal
 
     Args:
         keys_of: the layer whose keys and values it is given.
+        rename: the template's name of a parameter -> the checkpoint's.
     """
     model = template.clone()
     for value in [*model.graph.inputs, *model.graph.outputs]:
@@ -89,15 +90,16 @@ def _claim_names(model: ir.Model) -> None:
 
 def _merge_inputs(graph: ir.Graph, part: ir.Graph, inputs: dict[str, ir.Value], hidden: ir.Value | None) -> None:
     written = {value.name: value for value in graph.outputs}
-    for value in list(part.inputs):
+    own = []
+    for value in part.inputs:
         name = str(value.name)
         known = hidden if name == bindings.HIDDEN and hidden is not None else inputs.get(name) or written.get(name)
-        if known is not None:
-            value.name = f"{name}.merged"
+        if known is None:
+            own.append(value)
+        else:
             ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
-    part_inputs = [value for value in part.inputs if not str(value.name).endswith(".merged")]
     part.inputs.clear()
-    for value in part_inputs:
+    for value in own:
         inputs[str(value.name)] = value
         graph.inputs.append(value)
 

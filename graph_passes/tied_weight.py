@@ -12,6 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode import bindings
+from skipdecode.graph_passes.conventions import add_constant
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -57,7 +58,4 @@ def _multiply(graph: ir.Graph, node: ir.Node, weight: ir.Value, vocabulary: int)
 
 
 def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:
-    tensor = ir.tensor([number], dtype=ir.DataType.INT64, name=f"{bindings.TIED_WEIGHT}.{name}")
-    value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return add_constant(graph, ir.tensor([number], dtype=ir.DataType.INT64, name=f"{bindings.TIED_WEIGHT}.{name}"))

@@ -12,7 +12,7 @@ from skipdecode.schedule import Schedule, full_depth
 
 
 def facts(manifest: Manifest) -> dict[str, Any]:
-    """Everything the page shows, as plain JSON values with units in the keys."""
+    """Model, limits, schedule, variants, segments, targets, memory: what `skip-inspect --json` prints, units in the keys."""
     model, schedule = manifest.model, manifest.schedule
     sizes = {file.path: file.size for file in manifest.files}
     return {

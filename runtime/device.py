@@ -44,19 +44,23 @@ class Device(Protocol):
         """From the host; `array` may be changed as soon as this returns."""
 
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """Zeros on the host, at an address that is also the device's to read and write."""
+        """Zeros on the host, at an address that is also the device's to read and write.
+
+        Raises:
+            CapacityError: as `allocate`.
+        """
 
     def fetch(self, pointer: int, array: HostArray) -> Call:
-        """Start a copy to an array of `mirror`; the returned call waits for it."""
+        """Start a copy of `array.nbytes` to an array of `mirror`; the returned call waits for it."""
 
     def mark(self) -> Call:
         """What waits until everything that was asked so far is done."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Within the device."""
+        """`nbytes` from `source` to `target`, within the device; they do not overlap."""
 
     def clear(self, pointer: int, nbytes: int) -> None:
-        """Write zeros."""
+        """Write `nbytes` of zeros."""
 
     def captured(self, calls: Call) -> Call:
         """Record what `calls` ask of the device, without doing it; the returned call does all of it, any number of times.

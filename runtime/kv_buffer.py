@@ -45,7 +45,9 @@ def static_slots(
     that each row's slots begin at an aligned address.
 
     Args:
-        groups: of layers that do not keep `keys` alone.
+        groups: layers that keep anything else than keys and values of the sizes `keys` (`Model.state_layers`).
+        keys: of every other layer.
+        float_bytes: of a number in them.
 
     Returns:
         At least LEAST_SLOTS each.
@@ -97,7 +99,7 @@ def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...
 
 
 def state_bytes(model: Model, layer: int, slots: int, float_bytes: int) -> int:
-    """Of all that `layer` keeps of a row, whose keys and values have numbers of `float_bytes`."""
+    """Bytes of all that `layer` keeps of a row, whose keys and values have numbers of `float_bytes`."""
     keys, states = key_state(model, layer, slots), constant_state(model, layer)
     return _numbers([keys]) * float_bytes + _numbers([states]) * STATE_BYTES
 

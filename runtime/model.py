@@ -95,6 +95,7 @@ class Model:
 
 
 def states_hold(model: Model) -> bool:
+    """Whether `state_layers` name layers of the model, rising and once, and what each keeps has sizes and a name of its own."""
     layers = [layer for group in model.state_layers for layer in group.layers]
     rising = all(
         before < after for group in model.state_layers for before, after in pairwise((-1, *group.layers, model.num_layers))

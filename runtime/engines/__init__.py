@@ -24,6 +24,12 @@ class Engine(Protocol):
         """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
 
         Inputs that this engine does not read are left out. An output may be the same memory as an input.
+
+        Args:
+            inputs, outputs: shapes and dtypes as `bindings` has them, floats as wide as the engine's.
+
+        Raises:
+            CapacityError, TargetError: by what is returned, where memory runs out, and where the device or its library fails.
         """
 
 

@@ -31,6 +31,14 @@ def measure_cell(generator: Generator, step_bytes: StepBytes, batch: int, contex
     Prefill runs `batch` prompts of `context` tokens, with the bundle's schedule. A variant's step feeds one token a row on top of
     `context` valid positions (of a block, the first), with the variants taking turns; its gain is the median of the rounds'
     ratios to full depth.
+
+    Args:
+        gb_per_s: bandwidth of the memory that weights and KV buffer lie in, 1e9 bytes a second.
+
+    Returns:
+        batch, context; prefill_ms; variants, the deepest first: name, layers, ms, read_bytes (of a step: weights and KV buffer),
+        bound_ms (what reading them takes at least), share_of_bound (bound over median), promised_gain (by bytes), gain. Each of
+        prefill_ms, ms and gain is a `Summary`'s fields.
     """
     prefill = _measure_prefill(generator, batch, context)
     counts = sorted((variant.num_layers for variant in generator.manifest.variants), reverse=True)
