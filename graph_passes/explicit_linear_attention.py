@@ -2,16 +2,17 @@
 
     LinearAttention(q, k, v [B,S,H*D], past [B,H,DK,DV], g [B,S,H][, beta [B,S,H]])
     ->  out     = scale ((e^c q) past + (q k^T * decays) u)
-        present = e^(c_S) past + (e^(c_S - c) k)^T u
+        present = e^(c_S) past + (decays[S] k)^T u
 
-where c_t sums up g to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0. With the rule `gated` u is v
+where c_t sums up g to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0. It is summed up from i on: a difference of two
+sums over many tokens would be rounding, where one of them forgets much. With the rule `gated` u is v
 (arXiv 2405.21060, section 5); with `gated_delta` it is what each token changes, which depends on those before it (arXiv
 2412.06464, section 3.3):
 
     (1 + A) u = beta (v - (e^c k) past),    A[t,i] = beta_t decays[t,i] k_t k_i for i < t
 
-1 + A is inverted block by block: in blocks of 8 by (1 - A)(1 + A^2)(1 + A^4), whose terms stay small, then two blocks make one:
-[[X, 0], [-Y C X, Y]] is the inverse of [[1/X, 0], [C, 1/Y]]. Blocks are masks, so that a pass may have any number of tokens.
+1 + A is inverted block by block: 1 - A for two tokens, then two blocks make one, as [[X, 0], [-Y C X, Y]] is the inverse of
+[[1/X, 0], [C, 1/Y]]. (A product of 1 + A^(2^n), which needs fewer steps, has terms too large to cancel.) Blocks are masks, so that a pass may have fewer tokens.
 
 A step has one token: TensorRT-RTX 1.7.1, which builds steps and prompts apart, then leaves the inverse out. Of a Scan over the
 tokens, as the operator is specified, it would make a loop in each step, whose trips the host counts; an If around it does not
@@ -23,11 +24,10 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import required, static_dim
+from skipdecode.graph_passes.conventions import TO_THE_END, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 _RULES = ("gated", "gated_delta")
-_SMALL_BLOCK = 8
 
 
 class ExplicitLinearAttentionPass(ir.passes.InPlacePass):
@@ -35,7 +35,7 @@ class ExplicitLinearAttentionPass(ir.passes.InPlacePass):
 
     Args:
         opset: what the graph's other operators were traced for.
-        most_tokens: of a pass.
+        most_tokens: of a pass; a longer one would be wrong.
     """
 
     def __init__(self, *, opset: int, most_tokens: int) -> None:
@@ -59,9 +59,8 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
     query, key, value = (_by_head(tape, required(node, index), heads) for index in range(3))
     gate = _by_head(tape, required(node, 4), heads)
     places = _places(tape, query)
-    sums = tape.op("CumSum", [gate, _integers(tape, 2)])
-    decays = _decays(tape, sums, places)
-    since = tape.op("Exp", [sums])
+    decays = _decays(tape, gate, places)
+    since = tape.op("Exp", [tape.op("CumSum", [gate, _integers(tape, 2)])])
     if rule == "gated_delta":
         beta = _by_head(tape, required(node, 5), heads)
         known = _product(tape, tape.op("Mul", [key, since]), past)
@@ -72,9 +71,8 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
     out = tape.op("Add", [_product(tape, tape.op("Mul", [query, since]), past), _product(tape, scores, value)])
     out = tape.op("Mul", [out, _number(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
     out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), _integers(tape, 0, 0, -1)])
-    total = tape.op("ReduceSum", [gate, _integers(tape, 2)])  # keeps its axis
-    left = tape.op("Mul", [key, tape.op("Exp", [tape.op("Sub", [total, sums])])])
-    kept = tape.op("Mul", [past, tape.op("Exp", [total])])
+    left = tape.op("Mul", [key, _transposed(tape, _part(tape, decays, -1, TO_THE_END))])
+    kept = tape.op("Mul", [past, _part(tape, since, -1, TO_THE_END)])
     present = tape.op("Add", [kept, _product(tape, _transposed(tape, left), value)])
     graph.insert_before(node, tape.nodes)
     for old, new in zip(node.outputs, (out, present), strict=True):
@@ -82,24 +80,22 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
     graph.remove(node, safe=True)
 
 
-def _decays(tape: Tape, sums: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Of sums [B,H,S,1]: e^(c_t - c_i) [B,H,S,S], 0 for i > t, where it may be too large a number."""
-    apart = tape.op("Min", [tape.op("Sub", [sums, _transposed(tape, sums)]), _number(tape, 0.0)])
-    return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [apart]))
+def _decays(tape: Tape, gate: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """Of gates [B,H,S,1]: e^(g_(i+1) + .. + g_t) [B,H,S,S], 0 for i > t."""
+    later = _where(tape, tape.op("Greater", [*places]), gate)
+    # the first token's row is zeros: of a single token nothing is left that would be summed up
+    sums = tape.op("CumSum", [_part(tape, later, 1, TO_THE_END), _integers(tape, 2)])
+    sums = tape.op("Concat", [_part(tape, later, 0, 1), sums], {"axis": 2})
+    return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [sums]))
 
 
 def _inverse(tape: Tape, overlaps: ir.Value, places: tuple[ir.Value, ir.Value], most_tokens: int) -> ir.Value:
     """Of 1 + A [B,H,S,S], where A is what `overlaps` has below its diagonal."""
     row, column = places
     strict = _where(tape, tape.op("Greater", [row, column]), overlaps)
-    together = _together(tape, places, _SMALL_BLOCK)
-    small = _where(tape, together, strict)
     one = _where(tape, tape.op("Equal", [row, column]), _number(tape, 1.0))
-    inverse, power = tape.op("Sub", [one, small]), small
-    for _ in range(_SMALL_BLOCK.bit_length() - 2):
-        power = _product(tape, power, power)
-        inverse = tape.op("Add", [inverse, _product(tape, inverse, power)])
-    size = _SMALL_BLOCK
+    size, together = 2, _together(tape, places, 2)
+    inverse = tape.op("Sub", [one, _where(tape, together, strict)])
     while size < most_tokens:
         size, before = 2 * size, together
         together = _together(tape, places, size)
@@ -123,6 +119,11 @@ def _together(tape: Tape, places: tuple[ir.Value, ir.Value], size: int) -> ir.Va
 def _by_head(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
     """[B,S,H*D] to [B,H,S,D]."""
     return tape.op("Transpose", [tape.op("Reshape", [rows, _integers(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
+
+
+def _part(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:
+    """Of [B,H,S,D] some tokens."""
+    return tape.op("Slice", [rows, *(_integers(tape, bound) for bound in (start, end, 2))])
 
 
 def _product(tape: Tape, left: ir.Value, right: ir.Value) -> ir.Value:
