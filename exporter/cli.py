@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import export
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.signals import ending_on_signals
 from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
@@ -36,7 +36,7 @@ _WARNING = "skip-export: warning: "
 def main(argv: list[str] | None = None) -> int:
     """The `skip-export` command."""
     options = _parser().parse_args(argv)
-    with _terminating() as check:
+    with ending_on_signals() as check:
         return guarded(lambda: _export(options, check), debug=options.debug)
 
 
@@ -183,36 +183,6 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
-
-
-@contextmanager
-def _terminating() -> Iterator[Callable[[], None]]:
-    """Inside, SIGTERM and SIGHUP unwind the stack as Ctrl-C does: else they would leave tens of GB of a half-written bundle.
-
-    Yields a check that raises again if the SystemExit was swallowed: Python drops it in finalizers, some libraries anywhere.
-    """
-    received: list[int] = []
-
-    def check() -> None:
-        if received:
-            raise SystemExit(128 + received[0])  # what a shell says of a process that a signal ended
-
-    def stop(number: int, _: object) -> None:
-        received.append(number)
-        check()
-
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, stop) for number in wanted}
-    tell = sys.unraisablehook
-    # what a finalizer drops `check` raises again, so nothing is told of it
-    sys.unraisablehook = lambda dropped: None if received and dropped.exc_type is SystemExit else tell(dropped)
-    try:
-        yield check
-    finally:
-        sys.unraisablehook = tell
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        check()  # also where a library, whose call it interrupted, made another error of it
 
 
 @contextmanager

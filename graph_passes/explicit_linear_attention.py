@@ -4,15 +4,15 @@
     ->  out     = scale ((e^c q) past + (q k^T * decays) u)
         present = e^(c_S) past + (decays[S] k)^T u
 
-where c_t sums up g to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0. It is summed up from i on: a difference of two
-sums over many tokens would be rounding, where one of them forgets much. With the rule `gated` u is v
-(arXiv 2405.21060, section 5); with `gated_delta` it is what each token changes, which depends on those before it (arXiv
-2412.06464, section 3.3):
+where c_t sums up g to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0: g summed up from i on, because a difference
+of two long sums would be rounding, where one of the tokens forgets much. With the rule `gated` u is v (arXiv 2405.21060, section
+5); with `gated_delta` it is what each token changes, which depends on those before it (arXiv 2412.06464, section 3.3):
 
     (1 + A) u = beta (v - (e^c k) past),    A[t,i] = beta_t decays[t,i] k_t k_i for i < t
 
 1 + A is inverted block by block: 1 - A for two tokens, then two blocks make one, as [[X, 0], [-Y C X, Y]] is the inverse of
-[[1/X, 0], [C, 1/Y]]. (A product of 1 + A^(2^n), which needs fewer steps, has terms too large to cancel.) Blocks are masks, so that a pass may have fewer tokens.
+[[1/X, 0], [C, 1/Y]]. (The terms of (1 - A)(1 + A^2)(1 + A^4).., which is the same on paper, are too large to cancel.) Blocks are
+masks, so that a pass may have fewer tokens.
 
 A step has one token: TensorRT-RTX 1.7.1, which builds steps and prompts apart, then leaves the inverse out. Of a Scan over the
 tokens, as the operator is specified, it would make a loop in each step, whose trips the host counts; an If around it does not

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError
-from skipdecode.exporter import cli
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.schedule_builders import ScheduleRequest
@@ -191,22 +183,6 @@ def test_an_error_of_a_file_in_the_bundle_is_told_of_out(tmp_path: Path) -> None
         write_over_a_folder()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, number: signal.Signals) -> None:
-    command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
-    # under nohup, which these tests may be, SIGHUP would be ignored
-    default = functools.partial(signal.signal, number, signal.SIG_DFL)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default) as process:
-        started = time.monotonic()
-        while not any(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < started + 120:
-            time.sleep(0.05)
-        assert any(tmp_path.iterdir()), "it never began to write"
-        process.send_signal(number)
-        _, said = process.communicate(timeout=120)
-    assert (process.returncode, said) == (128 + number, "")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("force", "says"), [(False, "exists already"), (True, "is not a bundle")])
 def test_what_appears_at_out_while_an_export_runs_is_not_replaced(tmp_path: Path, force: bool, says: str) -> None:
     out = tmp_path / "bundle"
@@ -220,52 +196,3 @@ def test_what_appears_at_out_while_an_export_runs_is_not_replaced(tmp_path: Path
         export_late()
     assert out.read_text() == "another's"
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached = []
-
-    def swallowing(_: object, report: Callable[[str, float], None]) -> None:
-        with contextlib.suppress(SystemExit):
-            signal.raise_signal(signal.SIGTERM)
-        reached.append("layer 0")
-        report("layer 1", 0.5)
-        reached.append("layer 1")
-
-    monkeypatch.setattr(cli, "export", swallowing)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["opt-125m", "--out", "bundle"])
-    assert (caught.value.code, reached) == (143, ["layer 0"])
-
-
-def test_an_export_whose_signal_arrives_in_a_finalizer_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
-
-    def dropping(_: object, report: Callable[[str, float], None]) -> None:
-        Finalized()
-        report("layer 1", 0.5)
-
-    told: list[sys.UnraisableHookArgs] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
-    monkeypatch.setattr(cli, "export", dropping)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["opt-125m", "--out", "bundle"])
-    assert (caught.value.code, told) == (143, [])
-    assert sys.unraisablehook == told.append
-
-
-def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except SystemExit as error:
-            raise RuntimeError("import failed") from error
-
-    monkeypatch.setattr(cli, "export", interrupted)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["opt-125m", "--out", "bundle"])
-    assert caught.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before

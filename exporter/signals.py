@@ -1,0 +1,54 @@
+"""Ctrl-C, SIGTERM and SIGHUP end an export as errors do: else they would leave tens of GB of a half-written bundle."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[Callable[[], None]]:
+    """Inside, these signals unwind the stack by SystemExit; where torch is at work, at the next check.
+
+    Torch calls Python from C++, which makes another error of an exception or ends the process by it, and from finalizers, in
+    which Python drops it.
+
+    Yields:
+        A check, that raises where a signal has come: to be called now and then.
+    """
+    received: list[int] = []
+
+    def check() -> None:
+        if received:
+            raise SystemExit(128 + received[0])  # what a shell says of a process that a signal ended
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if not _in_torch(frame):
+            check()
+
+    wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, stop) for number in wanted}
+    tell = sys.unraisablehook
+    # what a finalizer drops `check` raises again, so nothing is told of it
+    sys.unraisablehook = lambda dropped: None if received and dropped.exc_type is SystemExit else tell(dropped)
+    try:
+        yield check
+    finally:
+        sys.unraisablehook = tell
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        check()  # also where a library, whose call it interrupted, made another error of it
+
+
+def _in_torch(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch":
+            return True
+        frame = frame.f_back
+    return False

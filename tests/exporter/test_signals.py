@@ -1,0 +1,103 @@
+"""An export that is told to end does so, in one piece, and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.exporter import cli
+from skipdecode.exporter.signals import ending_on_signals
+from tests.zoo import Zoo
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, number: signal.Signals) -> None:
+    command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
+    # under nohup, which these tests may be, SIGHUP would be ignored
+    default = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default) as process:
+        started = time.monotonic()
+        while not any(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < started + 120:
+            time.sleep(0.05)
+        assert any(tmp_path.iterdir()), "it never began to write"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (128 + number, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "at_once"), [("torch._dynamo.weak", False), ("torchlib", True), ("skipdecode.manifest", True)]
+)
+def test_torch_is_not_interrupted_but_ends_its_work_first(module: str, at_once: bool) -> None:
+    """From a callback of its own the exception would end the process, or be dropped."""
+    their: dict[str, Any] = {"__name__": module}
+    exec("def work(callback):\n    callback()\n    return 'done'", their)
+    reached = []
+
+    def ended() -> None:
+        with ending_on_signals() as check:
+            reached.append(their["work"](lambda: signal.raise_signal(signal.SIGINT)))
+            check()
+
+    with pytest.raises(SystemExit) as caught:
+        ended()
+    assert (caught.value.code, reached) == (130, [] if at_once else ["done"])
+
+
+def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = []
+
+    def swallowing(_: object, report: Callable[[str, float], None]) -> None:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        reached.append("layer 0")
+        report("layer 1", 0.5)
+        reached.append("layer 1")
+
+    monkeypatch.setattr(cli, "export", swallowing)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["opt-125m", "--out", "bundle"])
+    assert (caught.value.code, reached) == (143, ["layer 0"])
+
+
+def test_an_export_whose_signal_arrives_in_a_finalizer_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def dropping(_: object, report: Callable[[str, float], None]) -> None:
+        Finalized()
+        report("layer 1", 0.5)
+
+    told: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(cli, "export", dropping)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["opt-125m", "--out", "bundle"])
+    assert (caught.value.code, told) == (143, [])
+    assert sys.unraisablehook == told.append
+
+
+def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            raise RuntimeError("import failed") from error
+
+    monkeypatch.setattr(cli, "export", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["opt-125m", "--out", "bundle"])
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
