@@ -71,7 +71,7 @@ def _replace(graph: ir.Graph, parameter: ir.Value, how: Quantization) -> None:
             blocks = tape.op("Reshape", [floats, ints(experts * outputs, -1, how.block_size)])
             floats = tape.op("Reshape", [tape.op("Add", [blocks, missing]), ints(experts * outputs, inputs)])
     else:
-        by_expert = [levels_by_output(matrix) for matrix in matrices]
+        by_expert = [levels_by_output(matrix, ir.DataType.FLOAT) for matrix in matrices]
         levels = store("levels", np.concatenate([levels for levels, _ in by_expert]))
         scales = store("scales", np.concatenate([scales for _, scales in by_expert]))
         floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 0})

@@ -73,7 +73,7 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     if how.bits == 4:
         product = _multiply_in_4_bits(tape, rows, how.parts(weight), how.block_size, store)
     else:
-        product = _multiply_in_8_bits(tape, rows, weight, store)
+        product = _multiply_in_8_bits(tape, rows, weight, floats, store)
     if node.op_type == "Gemm" and len(node.inputs) > 2:
         product = tape.op("Add", [product, required(node, 2)])
     graph.insert_before(node, tape.nodes)
@@ -116,22 +116,33 @@ def _block_sums(tape: Tape, rows: ir.Value, block: int) -> ir.Value:
     return tape.op("ReduceSum", [blocks, tape.op("Constant", [], {"value_ints": [-1]})], {"keepdims": 0})
 
 
-def _multiply_in_8_bits(tape: Tape, rows: ir.Value, weight: Floats, store: Store) -> ir.Value:
-    levels, scales = levels_by_output(weight)
-    turned = store("levels", np.ascontiguousarray(levels.T))
-    return tape.op("MatMul", [rows, tape.op("DequantizeLinear", [turned, store("scales", scales)], {"axis": 1})])
+def _multiply_in_8_bits(tape: Tape, rows: ir.Value, weight: Floats, floats: ir.DataType, store: Store) -> ir.Value:
+    levels, scales = levels_by_output(weight, floats)
+    transposed = store("levels", np.ascontiguousarray(levels.T))
+    return tape.op("MatMul", [rows, tape.op("DequantizeLinear", [transposed, store("scales", scales)], {"axis": 1})])
 
 
-def levels_by_output(weight: Floats) -> tuple[Array, Floats]:
-    """A matrix [N,K] to int8 [N,K] and a scale an output [N]; levels that it lies on already are kept."""
+def levels_by_output(weight: Floats, stored: ir.DataType) -> tuple[Array, Floats]:
+    """A matrix [N,K] to int8 [N,K] and a scale an output [N], which `stored` holds exactly; rows on levels already keep them."""
     outputs, inputs = weight.shape
-    kept = kept_levels(weight, 8, inputs)
-    if kept is not None and (kept.zeros == 128).all():
-        return (kept.levels[:, 0] ^ np.uint8(128)).view(np.int8), kept.scales[:, 0]
     levels, scales = np.empty(weight.shape, np.int8), np.empty(outputs, np.float32)
+    least = float(np.nextafter(stored.numpy().type(0), stored.numpy().type(1)))  # TensorRT refuses a scale of 0
     for start in range(0, outputs, _ROWS_AT_A_TIME):
         part = slice(start, start + _ROWS_AT_A_TIME)
         largest = np.abs(weight[part]).max(axis=1)
-        scales[part] = np.where(largest == 0, 1, largest / 127)
+        scales[part] = np.where(largest == 0, 1, np.maximum(_rounded_up(largest / 127, stored), least))
         levels[part] = np.rint(weight[part] / scales[part, None])
+    kept = kept_levels(weight, 8, inputs)
+    if kept is not None:
+        rows = kept.rows & (kept.zeros[:, 0] == 128)
+        levels[rows] = (kept.levels[rows, 0] ^ np.uint8(128)).view(np.int8)
+        scales[rows] = np.maximum(kept.scales[rows, 0], least)
     return levels, scales
+
+
+def _rounded_up(numbers: Floats, stored: ir.DataType) -> Floats:
+    """As the dtype holds them, none smaller than it is."""
+    nearest = numbers.astype(stored.numpy())
+    above = np.nextafter(nearest, stored.numpy().type(np.inf))
+    rounded: Floats = np.where(nearest.astype(np.float32) < numbers, above, nearest).astype(np.float32)
+    return rounded

@@ -5,57 +5,73 @@ won: normal weights in 4 bits and groups of 128 are 0.10 to 0.11 off (relative n
 
 The levels are found in the numbers, not handed over: by then matrices are joined, turned and put in another order. A block's step
 is the largest number of which all its numbers are multiples (Euclid's algorithm), as they are where the block lies in one group.
+Of matrices that were joined some may be quantised and others not (recipes that leave values in 16 bits), so rows differ.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _EXACT = 1e-3  # steps that a number may be off, where it is what scale and level gave
-_ENOUGH = 0.9  # of the blocks; the few whose step is not found, because their numbers are too far apart, are rounded to nearest
+_ENOUGH = 0.9  # of all blocks; the few whose step is not found, because their numbers are too far apart, are rounded to nearest
+_ENOUGH_OF_A_ROW = 0.5  # where others lie on none: by chance no block does
+_SAMPLE = 32  # rows
 _ROUNDS = 8  # of Euclid's algorithm
 _ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """(levels - zeros) * scales is the weight."""
+    """(levels - zeros) * scales is the weight, in the rows that lie on levels."""
 
+    rows: Mask  # [N]
     levels: Bytes  # [N, K / block, block]
     scales: Floats  # [N, K / block]
     zeros: Bytes  # [N, K / block]
 
 
 def kept_levels(weight: Floats, bits: int, block: int) -> Levels | None:
-    """A matrix [N,K] that lies on at most 2 ** `bits` levels in each block of inputs, 0 among them; None: it does not."""
+    """Of a matrix [N,K] the rows that lie on at most 2 ** `bits` levels in each block of inputs, 0 among them; None: none."""
     rows, columns = weight.shape
-    sample = weight[:: max(1, rows // 8)].reshape(-1, block)
+    sample = weight[:: max(1, rows // _SAMPLE)].reshape(-1, block)
     allowed = [_EXACT, *(noise for noise in [2 * _rounding(sample) * (1 << bits)] if _EXACT < noise < 0.25)]
-    noise = next((noise for noise in allowed if _steps(sample, noise, 1 << bits)[2].mean() >= _ENOUGH), None)
-    if noise is None:  # most matrices: no time is lost with them
-        return None
     shape = (rows, columns // block)
-    found = Levels(
-        levels=np.empty((*shape, block), np.uint8), scales=np.empty(shape, np.float32), zeros=np.empty(shape, np.uint8)
-    )
-    on_levels = 0
+
+    def on_levels(noise: float) -> int:
+        _, multiples, fits = _steps(sample, noise, 1 << bits)
+        return int(_rows_on_levels(fits.reshape(-1, shape[1]), multiples.any(1).reshape(-1, shape[1])).sum())
+
+    found, noise = max(((on_levels(noise), noise) for noise in allowed), key=lambda each: each[0])
+    if not found:  # most matrices: no time is lost with them
+        return None
+    levels, scales, zeros = np.empty((*shape, block), np.uint8), np.empty(shape, np.float32), np.empty(shape, np.uint8)
+    fitting, used = np.empty(shape, np.bool_), np.empty(shape, np.bool_)
     for start in range(0, rows, _ROWS_AT_A_TIME):
         part = slice(start, start + _ROWS_AT_A_TIME)
         steps, multiples, fits = _steps(weight[part].reshape(-1, block), noise, 1 << bits)
-        on_levels += int(fits.sum())
+        fitting[part], used[part] = fits.reshape(-1, shape[1]), multiples.any(1).reshape(-1, shape[1])
         lowest, highest = multiples.min(1, keepdims=True), multiples.max(1, keepdims=True)
         middle = (1 << bits) // 2  # a zero point that need not be stored, so it is taken where it will do
-        zeros = np.minimum(np.maximum(middle, -lowest), 2 * middle - 1 - highest)
-        multiples += zeros
-        found.levels[part] = multiples.reshape(-1, *found.levels.shape[1:])
-        found.scales[part], found.zeros[part] = steps.reshape(-1, shape[1]), zeros.reshape(-1, shape[1])
-    return found if on_levels >= _ENOUGH * found.scales.size else None
+        offsets = np.minimum(np.maximum(middle, -lowest), 2 * middle - 1 - highest)
+        multiples += offsets
+        levels[part] = multiples.reshape(-1, *levels.shape[1:])
+        scales[part], zeros[part] = steps.reshape(-1, shape[1]), offsets.reshape(-1, shape[1])
+    kept = _rows_on_levels(fitting, used)
+    return Levels(rows=kept, levels=levels, scales=scales, zeros=zeros) if kept.any() else None
+
+
+def _rows_on_levels(fits: Mask, used: Mask) -> Mask:
+    """Of each block [N, K / block] whether its step was found, and whether it has other numbers than 0 -> [N]."""
+    if fits.mean() >= _ENOUGH:
+        return np.ones(len(fits), np.bool_)
+    mask: Mask = (fits & used).sum(1) >= np.maximum(1, _ENOUGH_OF_A_ROW * used.sum(1))
+    return mask
 
 
 def _rounding(numbers: Floats) -> float:
@@ -66,7 +82,7 @@ def _rounding(numbers: Floats) -> float:
         return 2**-12 if np.array_equal(numbers.astype(np.float16), numbers) else 2**-24
 
 
-def _steps(blocks: Floats, noise: float, count: int) -> tuple[Floats, Floats, np.ndarray[Any, np.dtype[np.bool_]]]:
+def _steps(blocks: Floats, noise: float, count: int) -> tuple[Floats, Floats, Mask]:
     """Blocks [B,b] -> steps [B,1], their multiples that the numbers are [B,b], and whether they are, and at most `count`: [B].
 
     Where they are not, step and multiples are those of rounding to nearest.

@@ -51,9 +51,22 @@ class Quantization:
         return replace(self, bits=self.outer_bits or self.bits, outer_bits=None)
 
     def parts(self, weight: Floats) -> Parts:
-        """A matrix [N, K] to what the operator takes of it; levels that it lies on already are kept."""
+        """A matrix [N, K] to what the operator takes of it; rows that lie on levels already keep them."""
         kept = kept_levels(weight, self.bits, self.block_size)
-        return METHODS[self.method](weight, self.bits, self.block_size) if kept is None else _packed(kept, self.bits)
+        if kept is None or not kept.rows.all():
+            rounded = METHODS[self.method](weight, self.bits, self.block_size)
+            return rounded if kept is None else self._merged(rounded, kept)
+        return _packed(kept, self.bits)
+
+    def _merged(self, rounded: Parts, kept: Levels) -> Parts:
+        own = _packed(kept, self.bits)
+        if "zero_points" in own or "zero_points" in rounded:
+            own, rounded = self.with_zero_points(own), self.with_zero_points(rounded)
+        merged = {}
+        for name, numbers in rounded.items():
+            by_row, theirs = (part.reshape(len(kept.rows), -1) for part in (numbers, own[name]))
+            merged[name] = np.where(kept.rows[:, None], theirs, by_row).reshape(numbers.shape)
+        return merged
 
     def with_zero_points(self, parts: Parts) -> Parts:
         """The same matrix, its zero points written out where they are in the middle of the levels."""
@@ -99,7 +112,9 @@ def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
     """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
         return None
-    transposed = node.op_type == "Gemm" and "transB" in node.attributes and node.attributes["transB"].as_int() == 1
+    transposed_rows, transposed = (node.attributes.get_int(name, default=0) == 1 for name in ("transA", "transB"))
+    if transposed_rows or [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")] != [1, 1]:
+        return None
     value, producer = node.inputs[1], node.inputs[1].producer()
     if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
         value, transposed = producer.inputs[0], not transposed
@@ -195,10 +210,26 @@ def _k_quant(weight: Floats, bits: int, block: int) -> Parts:
         rows = np.ascontiguousarray(weight[start : start + _ROWS_AT_A_TIME])
         with np.errstate(invalid="ignore"):  # of a block of zeros, as padding tokens have in an embedding, its search says so
             levels, scale, zero = quant_tensor_k_quant_cpu(rows, bits, block)
+        levels, scale, zero = _begun_at_zero(rows.reshape(-1, block), bits, levels.reshape(-1, block), scale, zero)
         packed.append(_nibbles(levels.astype(np.uint8).reshape(-1, block), bits).reshape(len(rows), inputs // block, -1))
         scales.append(scale.astype(np.float32).reshape(-1))
         zeros.append(_nibbles(zero.reshape(len(rows), inputs // block), bits))
     return {"weight": np.concatenate(packed), "scales": np.concatenate(scales), "zero_points": np.concatenate(zeros)}
+
+
+def _begun_at_zero(blocks: Floats, bits: int, levels: Any, scale: Any, zero: Any) -> tuple[Any, Any, Any]:
+    """Blocks [B,b] and what was found of them, but blocks of one sign rounded to nearest between 0 and their largest number.
+
+    The search lets their levels begin at their least number, for which the operator has no zero point: 0.015 .. 0.02 came out
+    74 % off.
+    """
+    one_sign, most = (blocks.min(1) > 0) | (blocks.max(1) < 0), (1 << bits) - 1
+    steps = np.abs(blocks[one_sign]).max(1, keepdims=True) / most
+    zeros = np.where(blocks[one_sign, :1] < 0, most, 0)
+    levels, scale, zero = levels.copy(), scale.reshape(-1, 1).copy(), zero.reshape(-1, 1).copy()
+    levels[one_sign] = np.clip(np.rint(blocks[one_sign] / steps) + zeros, 0, most)
+    scale[one_sign], zero[one_sign] = steps, zeros
+    return levels, scale, zero
 
 
 BLOCK_SIZES = (32, 64, 128)  # that ONNX Runtime's CPU kernels multiply in int8

@@ -91,6 +91,21 @@ def test_a_row_of_zeros_stays_one(bits: int) -> None:
     assert not found[7].any() and found[8].any()
 
 
+@pytest.mark.parametrize("largest", [1e-7, 1e-6, 1e-5, 1e-3])
+def test_levels_of_8_bits_are_those_of_the_scale_that_is_stored(largest: float) -> None:
+    """In fp16 the scale of an output of small numbers has few digits, and may be no number but 0, which TensorRT refuses."""
+    weight = np.random.default_rng(0).uniform(-largest, largest, (24, 64)).astype(np.float16)
+    model = quantisable("linear", weight)
+    assert DequantizeLinearPass(Quantization(bits=8))(model).modified
+    levels, scales = (model.graph.initializers[f"layer.fc.weight.quantised.{part}"].const_value for part in ("levels", "scales"))
+    assert levels is not None and scales is not None and scales.dtype == ir.DataType.FLOAT16
+    found, each = levels.numpy().T.astype(np.float32), scales.numpy().astype(np.float32)[:, None]
+    assert (each > 0).all()
+    assert (np.abs(found * each - weight.astype(np.float32)) <= 0.501 * each).all()
+    most = np.abs(weight.astype(np.float32)).max(axis=1, keepdims=True) / 127
+    assert (each <= most + 2.0**-24).all(), "no larger than it must be"
+
+
 def test_in_4_bits_it_declines_a_width_that_is_no_multiple_of_the_block() -> None:
     model = quantisable("linear")
     assert not DequantizeLinearPass(Quantization(bits=4, block_size=128))(model).modified

@@ -112,6 +112,19 @@ def test_a_few_blocks_on_no_levels_are_rounded_to_nearest_and_the_others_kept() 
     assert error(found, weight) < 1e-6
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_of_matrices_that_were_joined_those_keep_their_levels_that_have_them(method: str, symmetric: bool) -> None:
+    """As query, key and value of a checkpoint that leaves values in 16 bits."""
+    query = stored(4, 128, symmetric=symmetric)
+    value = np.random.default_rng(0).standard_normal((ROWS // 4, INPUTS)).astype(np.float32) * 0.02
+    found = kept_levels(np.concatenate([query, value]), 4, 32)
+    assert found is not None and found.rows.tolist() == ROWS * [True] + len(value) * [False]
+    joined, alone = _multiplied(np.concatenate([query, value]), method), _multiplied(value, method)
+    assert error(joined[:ROWS], query) < 1e-6
+    np.testing.assert_array_equal(joined[ROWS:], alone)
+
+
 def test_zeros_stay_zeros() -> None:
     weight = stored(4, 128, symmetric=True)
     weight[::3] = 0
@@ -132,10 +145,16 @@ def test_whatever_is_stored_comes_back(seed: int, bits: int, group: int, symmetr
 @pytest.mark.parametrize("method", METHODS)
 def test_the_operator_multiplies_the_checkpoints_own_levels(method: str, symmetric: bool) -> None:
     weight = stored(4, 128, symmetric=symmetric)
+    assert error(_multiplied(weight, method), weight) < 1e-6
+
+
+def _multiplied(weight: Floats, method: str) -> Floats:
+    """What the operator has of a matrix in 4 bits."""
     text = f"""<ir_version: 10, opset_import: ["" : 24]>
-    g (float[B,{INPUTS}] x) => (float[B,{ROWS}] y) {{ turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }}"""
+    g (float[B,{INPUTS}] x) => (float[B,{len(weight)}] y)
+    {{ turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }}"""
     model = with_weight(text, "layer.fc.weight", weight)
     QuantizeWeightsPass(Quantization(bits=4, method=method))(model)
     model.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
     (columns,) = run_model(model, {"x": np.eye(INPUTS, dtype=np.float32)})
-    assert error(columns.T, weight) < 1e-6
+    return columns.T

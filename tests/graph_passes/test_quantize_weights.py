@@ -53,6 +53,29 @@ def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
     assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
 
 
+@pytest.mark.parametrize("setting", ["alpha = 0.5", "beta = 2.0", "transA = 1"])
+def test_it_declines_a_gemm_that_does_more_than_multiply_and_add(setting: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[24] bias, float[B,64] x) => (float[B,24] y) {{ y = Gemm <transB = 1, {setting}> (x, weight, bias) }}"""
+    model = with_weight(text, "layer.fc.weight", np.ones((24, 64), np.float32))
+    assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("least", [0.0, 0.01, 0.015, 0.02])
+def test_the_search_keeps_numbers_of_one_sign(least: float, sign: int, bits: int) -> None:
+    """Blocks whose levels would have to begin elsewhere than at zero, up to those of a single number."""
+    weight = sign * np.random.default_rng(0).uniform(least, 0.02, (24, 64)).astype(np.float32)
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,64] x) => (float[B,24] y) { turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }"""
+    model = with_weight(text, "layer.fc.weight", weight)
+    QuantizeWeightsPass(Quantization(bits=bits, method="k-quant"))(model)
+    model.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
+    (found,) = run_model(model, {"x": np.eye(64, dtype=np.float32)})
+    assert np.linalg.norm(found.T - weight) / np.linalg.norm(weight) < (0.05 if bits == 4 else 0.003)
+
+
 def test_a_second_run_changes_nothing() -> None:
     model = quantisable("linear")
     QuantizeWeightsPass(Quantization(bits=4))(model)
