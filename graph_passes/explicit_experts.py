@@ -1,6 +1,6 @@
 """Mixtures of experts for TensorRT, which has no operator for them: a step reads the experts that it chooses, where they lie.
 
-    experts(x [B*S,H], chosen [B*S,K], weights [B*S,K])
+    experts(x [B*S,H], chosen [B*S,K], weights [B*S,K]), in a graph whose hidden state is [B,S,..]
     ->  each row's first token: the matrices of its K experts, looked up, times x and summed up over the inputs
         its other tokens: every expert's product, times its weight or 0, as it was traced
 
@@ -19,9 +19,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
-from onnxscript.rewriter.pattern import MatchResult
 
-from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, required, static_dim
+from skipdecode import bindings
+from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, static_dim
 from skipdecode.graph_passes.lower_experts import (
     BiasedExperts,
     Experts,
@@ -71,33 +71,21 @@ def _is_multiplied_whole(value: ir.Value) -> bool:
     return bool(readers & {"Transpose", "MatMul"}) and "Gather" not in readers
 
 
-class _OfRows:
-    """Beside a kind of experts: their tokens [B*S,H] must be those of rows [B,S,H]."""
-
-    def check(self, *context: Any, **values: Any) -> MatchResult:
-        result: MatchResult = super().check(*context, **values)  # type: ignore[misc]
-        node = values["x"].producer()
-        rows = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
-        if result and (rows is None or rows.shape is None or len(rows.shape) != 3):
-            return result.fail("The tokens are not those of rows [B,S,H].", values["x"])
-        return result
-
-
-class _Experts(_OfRows, Experts):
+class _Experts(Experts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
         return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _silu_of_first_half)
 
 
-class _SquaredExperts(_OfRows, SquaredExperts):
+class _SquaredExperts(SquaredExperts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, up: ir.Value, down: ir.Value
     ) -> Any:
         return _mixture(op, x, zeros, chosen, weights, _Weights(up=up, down=down), _squared_relu)
 
 
-class _BiasedExperts(_OfRows, BiasedExperts):
+class _BiasedExperts(BiasedExperts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value,
         up_bias: ir.Value, down_bias: ir.Value, alpha: ir.Value, beta: ir.Value, limit: ir.Value, **_: Any,
@@ -116,13 +104,13 @@ def _mixture(
     op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, experts: _Weights, activation: Activation
 ) -> Any:
     node, kind = x.producer(), experts.up.dtype
-    assert node is not None and kind is not None
-    rows = required(node)
+    assert node is not None and node.graph is not None and kind is not None
+    hidden = next(value for value in node.graph.inputs if value.name == bindings.HIDDEN)  # [B,S,..], whose tokens x has
     for parameter in (experts.up, experts.down, experts.up_bias, experts.down_bias):
         if parameter is not None:
             parameter.meta[READ_SHARE] = static_dim(chosen, 1) / static_dim(parameter, 0)
-    places = op.Concat(op.Shape(rows, start=0, end=2), _integers(op, -1), axis=0)
-    values = [rows, *(op.Reshape(value, places) for value in (zeros, chosen, weights))]
+    places = op.Concat(op.Shape(hidden, start=0, end=2), _integers(op, -1), axis=0)
+    values = [op.Reshape(value, places) for value in (x, zeros, chosen, weights)]
     first = [op.Slice(value, *(_integers(op, bound) for bound in (0, 1, 1))) for value in values]
     others = [op.Slice(value, *(_integers(op, bound) for bound in (1, TO_THE_END, 1))) for value in values]
     parts = (_by_the_chosen(op, first, experts, activation, kind), _by_all(op, others, experts, activation, kind))
@@ -157,8 +145,11 @@ def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activatio
 
     inner = activation(op, product(op.Unsqueeze(rows, _integers(op, 1)), experts.up, experts.up_bias), kind)
     shares = op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=2), perm=[0, 2, 1])
-    mixed = op.Mul(product(inner, experts.down, experts.down_bias), op.Unsqueeze(shares, _integers(op, 3)))
-    return op.ReduceSum(mixed, _integers(op, 1), keepdims=0)
+    shares = op.Unsqueeze(shares, _integers(op, 3))
+    nothing = op.Constant(value=ir.tensor(np.array(0, dtype=kind.numpy()), dtype=kind))
+    mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
+    # an expert that nobody chose may overflow in fp16, and 0 times infinity is none
+    return op.ReduceSum(op.Where(op.Equal(shares, nothing), nothing, mixed), _integers(op, 1), keepdims=0)
 
 
 def _silu_of_first_half(op: Any, both: Any, _: ir.DataType) -> Any:

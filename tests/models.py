@@ -268,6 +268,10 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
     "nemotron_h_without_mamba": functools.partial(
         RELATIVES["nemotron_h"], layers_block_type=["mlp", "full_attention"] * (LAYERS // 2)
     ),
+    # experts of another width than the layers
+    "nemotron_h_latent": functools.partial(
+        RELATIVES["nemotron_h"], layers_block_type=["moe", "full_attention"] * (LAYERS // 2), moe_latent_size=32
+    ),
 }  # fmt: skip
 
 LEAST_LAYERS = {"reading_others": 4}  # of a schedule, else 2: what others read is never skipped

@@ -16,8 +16,8 @@ KINDS = {"gated": GRAPH, "squared": SQUARED, "biased": BIASED}
 def _of_rows(text: str) -> str:
     """The same graph of tokens [B,S,8], as models have it."""
     body = text.index("{\n") + 2
-    flat = "    flat = Constant <value_ints = [-1, 8]> ()\n    x = Reshape (tokens, flat)\n"
-    return text[:body].replace("[T,8] x,", "[B,S,8] tokens,") + flat + text[body:]
+    flat = "    flat = Constant <value_ints = [-1, 8]> ()\n    x = Reshape (hidden, flat)\n"
+    return text[:body].replace("[T,8] x,", "[B,S,8] hidden,") + flat + text[body:]
 
 
 def _feeds(rows: int, tokens: int) -> dict[str, Array]:
@@ -25,7 +25,7 @@ def _feeds(rows: int, tokens: int) -> dict[str, Array]:
     weights = rng.uniform(0.1, 2, (rows * tokens, 2)).astype(np.float32)
     weights[0, 1] = 0
     return {
-        "tokens": rng.standard_normal((rows, tokens, WIDTH)).astype(np.float32),
+        "hidden": rng.standard_normal((rows, tokens, WIDTH)).astype(np.float32),
         "chosen": np.stack([rng.permutation(EXPERTS)[:2] for _ in range(rows * tokens)]),
         "weights": weights,
     }
@@ -40,6 +40,33 @@ def test_a_step_and_a_prompt_give_what_all_experts_gave(kind: str, rows: int, to
     assert {node.domain for node in model.graph} == {""}
     np.testing.assert_allclose(run_model(model, feeds)[0], before, rtol=1e-5, atol=1e-5)
     assert not ExplicitExpertsPass()(model).modified
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 1), (2, 5)])
+def test_tokens_may_have_gone_through_a_projection_before(rows: int, tokens: int) -> None:
+    """As Nemotron-H's experts, which are narrower than its layers."""
+    text = _of_rows(SQUARED).replace("x = Reshape (hidden, flat)", "all = Reshape (hidden, flat)\n    x = Tanh (all)")
+    model, feeds = mixture(text), _feeds(rows, tokens)
+    (before,) = run_model(model, feeds)
+    assert ExplicitExpertsPass()(model).modified
+    np.testing.assert_allclose(run_model(model, feeds)[0], before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_that_nobody_chose_may_overflow(kind: str) -> None:
+    """In fp16 it does so from products of 65504 on; its share of 0 would make NaN of it."""
+    model, feeds = mixture(_of_rows(KINDS[kind])), _feeds(2, 5)
+    feeds["chosen"] = feeds["chosen"] % (EXPERTS - 1)
+    feeds["chosen"][:, 1] = (feeds["chosen"][:, 0] + 1) % (EXPERTS - 1)
+    (before,) = run_model(model, feeds)
+    ExplicitExpertsPass()(model)
+    for name, value in model.graph.initializers.items():
+        if name.startswith("layer."):
+            assert value.const_value is not None
+            numbers = value.const_value.numpy().copy()
+            numbers[EXPERTS - 1] = 1e30
+            value.const_value = ir.tensor(numbers, name=name)
+    np.testing.assert_allclose(run_model(model, feeds)[0], before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
