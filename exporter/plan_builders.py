@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from skipdecode.cpu import usable_cores
@@ -27,36 +26,41 @@ def num_builders(target: str, most_weights: int) -> int:
     return 1 if target == "tensorrt" else held
 
 
-def build_plans(requests: Iterator[PlanRequest], total: int, at_a_time: int, report: Report) -> None:
+def build_plans(requests: Iterator[PlanRequest | None], total: int, at_a_time: int, report: Report) -> None:
     """Build what `requests` gives, whose graphs it has written by then; they are removed, and no more than one of them waits.
 
     Args:
+        requests: None: a plan that is there already.
         total: of plans, for the progress.
 
     Raises:
         TargetError: a builder refused its graph; the others are ended.
     """
-    running: deque[tuple[PlanRequest, Future[None]]] = deque()
+    running: dict[Future[None], PlanRequest] = {}
     stop, done = threading.Event(), 0
 
-    def finish_oldest() -> None:
+    def finish_some() -> None:
         nonlocal done
-        request, future = running.popleft()
-        report(f"building plan {done + 1} of {total} for {request.target}", done / total)
-        future.result()
-        remove_lowered(Path(request.source))
-        done += 1
+        report(f"building plan {done + 1} of {total} for {next(iter(running.values())).target}", done / total)
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            request = running.pop(future)
+            future.result()
+            remove_lowered(Path(request.source))
+            done += 1
 
     with ThreadPoolExecutor(at_a_time) as pool:
         try:
             for request in requests:
-                running.append((request, pool.submit(build_in_process, request, stop)))
+                if request is None:
+                    done += 1
+                    continue
+                running[pool.submit(build_in_process, request, stop)] = request
                 while len(running) > at_a_time:
-                    finish_oldest()
+                    finish_some()
             while running:
-                finish_oldest()
+                finish_some()
         except BaseException:
             stop.set()
-            for _, future in running:
+            for future in running:
                 future.cancel()
             raise

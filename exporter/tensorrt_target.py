@@ -130,7 +130,7 @@ class _Requests:
         self.keys: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
 
-    def __iter__(self) -> Iterator[PlanRequest]:
+    def __iter__(self) -> Iterator[PlanRequest | None]:
         version = library(self._target.name).__version__
         for engine in self._engines:
             lowered = lower(engine.graph, engine.slots, self._tied, self._job.quantization)
@@ -147,6 +147,7 @@ class _Requests:
             if key in self._known:
                 _link_or_copy(self._known[key], self._partial / path)
                 remove_lowered(source)
+                yield None
             else:
                 ir.save(lowered, source)
                 yield request

@@ -45,8 +45,29 @@ def test_as_many_as_are_allowed_run_at_a_time_and_one_graph_more_is_made(tmp_pat
     told: list[str] = []
     build_plans(_requests(tmp_path), len(NAMES), 3, lambda what, done: told.append(what))
     assert max(seen) == 3 and max(graphs) <= 4
-    assert told == [f"building plan {index} of 8 for tensorrt-rtx" for index in range(1, 9)]
+    counted = [int(line.split()[2]) for line in told]
+    assert counted == sorted(counted) and (counted[0], told[-1]) == (1, "building plan 8 of 8 for tensorrt-rtx")
     assert list(tmp_path.iterdir()) == [], "what was written to be built"
+
+
+def test_what_takes_long_keeps_no_other_builder_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = threading.Semaphore(0)
+
+    def build(request: PlanRequest, stop: threading.Event) -> None:
+        if request.source.endswith("plan_0.onnx"):
+            assert all(others.acquire(timeout=30) for _ in NAMES[1:]), "the others waited for it"
+        else:
+            others.release()
+
+    monkeypatch.setattr(plan_builders, "build_in_process", build)
+    build_plans(_requests(tmp_path), len(NAMES), 2, _silent)
+
+
+def test_plans_that_are_there_count_as_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_builders, "build_in_process", lambda request, stop: None)
+    told: list[str] = []
+    build_plans(iter([None, *_requests(tmp_path, NAMES[:1]), None]), 3, 2, lambda what, done: told.append(what))
+    assert told == ["building plan 3 of 3 for tensorrt-rtx"], "the last one that was waited for"
 
 
 def test_a_graph_that_is_refused_ends_the_other_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
