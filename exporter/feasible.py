@@ -134,7 +134,10 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skelet
     compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
     layer = skeleton.layer_bytes // skeleton.dtype.itemsize * itemsize
     segment = min(max(_segment_bytes(request, targets), layer), itemsize * skeleton.num_parameters)
-    needed = int((skeleton.dtype.itemsize + compiled) * skeleton.num_parameters + segment)
+    # an embedding that a GPU looks up stays as it is, beside a quantised head's copy where they are tied
+    outside_layers = (skeleton.num_parameters - sum(skeleton.layer_parameters)) * skeleton.dtype.itemsize
+    wide = 0 if fp32 else outside_layers * sum(target.name != "cpu" for target in targets)
+    needed = int((skeleton.dtype.itemsize + compiled) * skeleton.num_parameters + wide + segment)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(

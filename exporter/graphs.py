@@ -67,13 +67,19 @@ class Skeleton:
         return max((layer + 1 for layer, own in enumerate(owns) if own.anything), default=0)
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of the largest layer."""
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Numbers in `shapes` of each layer."""
         sizes = [0] * len(self.parts.layers)
         for name, shape in self.shapes.items():
             if name.startswith(self.parts.prefix):
-                sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += math.prod(shape) * self.dtype.itemsize
-        return max(sizes)
+                sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += math.prod(shape)
+        return tuple(sizes)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the largest layer."""
+        itemsize: int = self.dtype.itemsize
+        return max(self.layer_parameters) * itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,8 +110,13 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
 
 def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
     """Bytes of the largest plan's, about: before any of them is quantised."""
-    share = (quantization.bits + 1) / 16 if quantization else 1.0
-    return max(int(weight_bytes(engine.graph.graph) * (1.0 if engine.name == "embed" else share)) for engine in engines)
+
+    def share(engine: str) -> float:
+        if quantization is None or engine == "embed":
+            return 1.0
+        return ((quantization.outer if engine == "head" else quantization).bits + 1) / 16
+
+    return max(int(weight_bytes(engine.graph.graph) * share(engine.name)) for engine in engines)
 
 
 class _Requests:

@@ -178,6 +178,24 @@ def test_a_disk_need_not_have_more_room_for_a_segment_than_the_model_has_weights
     assert sum(file.size for file in export(request).files) < free
 
 
+@pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
+def test_a_disk_that_is_said_to_do_is_large_enough_for_an_embedding_that_is_not_quantised(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly all of this model is its embedding, which is the head, too."""
+    config = CONFIGS["qwen2"]()
+    config.vocab_size = 400_000
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    request = ExportRequest(model=str(tmp_path / "model"), out=tmp_path / "out", schedule=ScheduleRequest(name="full"),
+                            max_length=MAX_LENGTH, targets=(target,), quantize="int4")  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))  # type: ignore[attr-defined]
+        with pytest.raises(BundleError, match="the bundle needs") as caught:
+            export(request)
+    asked = int(str(caught.value).split("needs ")[1].split()[0]) << 20
+    assert 0.7 * asked < sum(file.size for file in export(request).files) <= asked
+
+
 def test_force_replaces_a_bundle_and_nothing_else(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     out.mkdir()
