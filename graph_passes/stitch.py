@@ -81,7 +81,7 @@ def _claim_names(model: ir.Model) -> None:
     for node in graph:
         node.name = f"{graph.name}.{node.name or node.op_type}"
         for value in node.outputs:
-            if value.name not in kept:
+            if value.name and value.name not in kept:  # an output that is left out has none
                 value.name = f"{graph.name}.{value.name}"
     for value in list(graph.initializers.values()):
         if not is_parameter(value):
