@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from skipdecode import manifest
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.graphs import Skeleton
@@ -77,6 +79,16 @@ def _check_builder(
     for target in targets:
         if target.name == "tensorrt":
             check_gpu(target.name)
+        if "sm75" in target.capabilities:
+            _check_turing(request, skeleton)
+
+
+def _check_turing(request: ExportRequest, skeleton: Skeleton) -> None:
+    """What TensorRT-RTX compiles for every GPU but the oldest."""
+    if skeleton.dtype == torch.bfloat16:
+        raise TargetError("sm75 has no bf16", "leave sm75 out, or choose --dtype fp16", where="--target")
+    if request.quantize == "int4":
+        raise TargetError("plans for sm75 have no int4", "leave sm75 out, or choose --quantize int8", where="--target")
 
 
 def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:

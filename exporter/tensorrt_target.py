@@ -70,7 +70,8 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
-        TargetError: a layer's KV buffer, or a weight that cannot be split, has more elements than a tensor may.
+        TargetError: a layer's KV buffer, a weight that cannot be split, or what a step looks up of a mixture's experts has more
+            elements than a tensor may.
     """
     for name, shape in skeleton.shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
@@ -85,6 +86,21 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
             f"choose --max-length {most} or less, or fewer --max-batch rows" if most else "choose fewer --max-batch rows",
             where="--max-length",
         )
+    _check_look_up(skeleton, limits)
+
+
+def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
+    """A step's rows look their experts up in one tensor [B,K,N,H], if only of a kernel's own numbering (`explicit_experts`)."""
+    experts = [math.prod(shape[1:]) for name, shape in skeleton.shapes.items() if ".experts." in name and len(shape) == 3]
+    if not experts:
+        return
+    chosen = skeleton.config.num_experts_per_tok  # Hunyuan's may be one a layer
+    rows = _MOST_ELEMENTS // (max(experts) * (max(chosen) if isinstance(chosen, list) else chosen))
+    if limits.max_batch > rows:
+        raise TargetError(
+            f"the experts that a step of {limits.max_batch} rows looks up have more than 2**31 - 1 elements",
+            f"choose --max-batch {rows} or less" if rows else "choose cpu or cuda", where="--max-batch",
+        )  # fmt: skip
 
 
 def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:

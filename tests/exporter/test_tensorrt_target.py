@@ -209,6 +209,21 @@ def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path
             {"max_batch": 10**7},
             "--max-length: a KV buffer of 10000000 rows of 128 slots .*; choose fewer --max-batch rows",
         ),
+        (
+            "mixtral",
+            {"max_batch": 10**5},
+            "--max-batch: the experts that a step of 100000 rows .*; choose --max-batch 43690",
+        ),
+        (
+            "llama",
+            {"targets": ("tensorrt-rtx:sm75,sm89",), "quantize": "int4"},
+            "--target: plans for sm75 have no int4; leave sm75 out, or choose --quantize int8",
+        ),
+        (
+            "llama",
+            {"targets": ("tensorrt-rtx:sm75",), "dtype": "bf16"},
+            "--target: sm75 has no bf16; leave sm75 out, or choose --dtype fp16",
+        ),
         ("llama", {"targets": ("tensorrt",)}, "--target: target tensorrt needs the Python package tensorrt; docs/tensorrt.md"),
         ("llama", {"builder": BuilderOptions(workspace_mib=0)}, "--workspace: 0 MiB is out of range; choose 1.."),
         ("llama", {"builder": BuilderOptions(workspace_mib=10**14)}, "--workspace: 100000000000000 MiB is out of range"),
