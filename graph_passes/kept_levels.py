@@ -21,7 +21,7 @@ Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 _EXACT = 1e-3  # steps that a number may be off, where it is what scale and level gave
 _ENOUGH = 0.9  # of all blocks; the few whose step is not found, because their numbers are too far apart, are rounded to nearest
 _ENOUGH_OF_A_ROW = 0.5  # where others lie on none: by chance no block does
-_SAMPLE = 32  # rows
+_SAMPLED_ROWS, _SAMPLED_BLOCKS = 32, 64  # of each of those rows
 _ROUNDS = 8  # of Euclid's algorithm
 _ROWS_AT_A_TIME = 1024
 
@@ -39,13 +39,14 @@ class Levels:
 def kept_levels(weight: Floats, bits: int, block: int) -> Levels | None:
     """Of a matrix [N,K] the rows that lie on at most 2 ** `bits` levels in each block of inputs, 0 among them; None: none."""
     rows, columns = weight.shape
-    sample = weight[:: max(1, rows // _SAMPLE)].reshape(-1, block)
+    sample = weight[:: max(1, rows // _SAMPLED_ROWS), : _SAMPLED_BLOCKS * block].reshape(-1, block)
     allowed = [_EXACT, *(noise for noise in [2 * _rounding(sample) * (1 << bits)] if _EXACT < noise < 0.25)]
     shape = (rows, columns // block)
 
     def on_levels(noise: float) -> int:
         _, multiples, fits = _steps(sample, noise, 1 << bits)
-        return int(_rows_on_levels(fits.reshape(-1, shape[1]), multiples.any(1).reshape(-1, shape[1])).sum())
+        blocks = min(shape[1], _SAMPLED_BLOCKS)
+        return int(_rows_on_levels(fits.reshape(-1, blocks), multiples.any(1).reshape(-1, blocks)).sum())
 
     found, noise = max(((on_levels(noise), noise) for noise in allowed), key=lambda each: each[0])
     if not found:  # most matrices: no time is lost with them
