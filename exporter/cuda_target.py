@@ -16,7 +16,6 @@ from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
 from skipdecode.exporter.request import Job
-from skipdecode.graph_passes.even_split import EvenSplitPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.float_operators import FloatOperatorsPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -30,6 +29,7 @@ from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
+from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
 from skipdecode.graph_passes.top_maximum import TopMaximumPass
 
@@ -77,7 +77,7 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
         NarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
         LowerLinearAttentionPass(opset=OPSET),
-        EvenSplitPass(),
+        SliceUnevenSplitsPass(),
         TopMaximumPass(),
         LowerExpertsPass(),
         FuseRouterPass(),

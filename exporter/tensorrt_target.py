@@ -229,7 +229,10 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
     lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
-    passes += [ExplicitConvolutionPass(opset=OPSET), ExplicitLinearAttentionPass(opset=OPSET, most_tokens=PREFILL_CHUNK)]
+    passes += [
+        ExplicitConvolutionPass(opset=OPSET),
+        ExplicitLinearAttentionPass(opset=OPSET, most_tokens=min(PREFILL_CHUNK, slots)),
+    ]
     passes += [ExplicitExpertsPass(), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]

@@ -117,8 +117,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
         if "shared_kv_states" in names:
             arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
-        # of a latent, transformers' cache would get what keys and values are expanded from; the attention gets them
-        arguments["kv_buffer" if self.latent else "layer_past" if "layer_past" in names else CACHE] = cache
+        arguments[self._cache_argument(names)] = cache
         with as_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():
             out = self.layer(hidden, **arguments)
         if isinstance(out, tuple):  # and attention weights
@@ -126,6 +125,12 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         if others is not None:
             out = torch.cat((out, others), dim=-1)
         return out, *((attention.present_key, attention.present_value) if attention else ()), *states.values()
+
+    def _cache_argument(self, names: Mapping[str, object]) -> str:
+        """Under which of its arguments' names the layer takes its cache."""
+        if self.latent:  # transformers' cache would get what keys and values are expanded from; the attention gets those
+            return "kv_buffer"
+        return "layer_past" if "layer_past" in names else CACHE
 
     def _of_attention(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
         """What a layer with attention is told: mask, positions, rotary embeddings."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.tape import Tape
 
 MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -18,7 +19,7 @@ def is_parameter(value: ir.Value) -> bool:
 
 
 def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """An initializer of the tensor's name, which layers of one graph may share."""
+    """An initializer of the tensor's name, which the graph has not got yet."""
     shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
     value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
     graph.register_initializer(value)
@@ -28,6 +29,11 @@ def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 def integers(*numbers: int) -> ir.Node:
     """A Constant, int64 [len(numbers)], that is in no graph yet."""
     return ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, dtype=np.int64))})
+
+
+def constant(tape: Tape, *numbers: int) -> ir.Value:
+    """The same as a new node of a tape's."""
+    return tape.op("Constant", [], {"value_ints": [*numbers]})
 
 
 def cast(value: ir.Value, to: ir.DataType) -> ir.Node:

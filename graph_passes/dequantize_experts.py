@@ -12,12 +12,13 @@ What levels lack whose zero is not in their middle is added to each block.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, is_parameter
+from skipdecode.graph_passes.conventions import add_constant, constant, is_parameter
 from skipdecode.graph_passes.dequantize_linear import Array, levels_by_output, signed_pairs, what_is_missing
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantize_weights import Parts, Quantization
@@ -52,35 +53,33 @@ def _replace(graph: ir.Graph, parameter: ir.Value, how: Quantization) -> None:
     assert tensor is not None
     experts, outputs, inputs = sizes = tensor.shape.numpy()
 
-    def store(what: str, numbers: Array) -> ir.Value:
-        return add_constant(graph, ir.tensor(numbers, name=f"{name}.quantised.{what}"))
-
-    def ints(*numbers: int) -> ir.Value:
-        return tape.op("Constant", [], {"value_ints": [*numbers]})
+    def store(what: str, numbers: Array | ir.PackedTensor[Any]) -> ir.Value:
+        tensor = numbers if isinstance(numbers, ir.PackedTensor) else ir.tensor(numbers)
+        tensor.name = f"{name}.quantised.{what}"
+        stored = add_constant(graph, tensor)
+        stored.meta.update(parameter.meta)
+        return stored
 
     matrices = (np.asarray(matrix, dtype=np.float32) for matrix in tensor.numpy())
     if how.bits == 4:
         each = [how.parts(matrix) for matrix in matrices]
         packed = np.concatenate([signed_pairs(parts).reshape(-1) for parts in each])
         shape = ir.Shape([experts * outputs, inputs])
-        levels = add_constant(graph, ir.PackedTensor(packed, ir.DataType.INT4, shape=shape, name=f"{name}.quantised.levels"))
+        levels = store("levels", ir.PackedTensor(packed, ir.DataType.INT4, shape=shape))
         scales = store("scales", np.concatenate([parts["scales"].reshape(outputs, -1) for parts in each]))
         floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 1, "block_size": how.block_size})
         if any("zero_points" in parts for parts in each):
             missing = store("missing", np.concatenate([_missing(parts) for parts in each])[..., None])
-            blocks = tape.op("Reshape", [floats, ints(experts * outputs, -1, how.block_size)])
-            floats = tape.op("Reshape", [tape.op("Add", [blocks, missing]), ints(experts * outputs, inputs)])
+            blocks = tape.op("Reshape", [floats, constant(tape, experts * outputs, -1, how.block_size)])
+            floats = tape.op("Reshape", [tape.op("Add", [blocks, missing]), constant(tape, experts * outputs, inputs)])
     else:
         by_expert = [levels_by_output(matrix, ir.DataType.FLOAT) for matrix in matrices]
         levels = store("levels", np.concatenate([levels for levels, _ in by_expert]))
         scales = store("scales", np.concatenate([scales for _, scales in by_expert]))
         floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 0})
     release_pages(tensor)
-    narrow = tape.op("Reshape", [tape.op("Cast", [floats], {"to": tensor.dtype}), ints(*sizes)])
+    narrow = tape.op("Reshape", [tape.op("Cast", [floats], {"to": tensor.dtype}), constant(tape, *sizes)])
     narrow.shape, narrow.type = ir.Shape(sizes), ir.TensorType(tensor.dtype)
-    for value in graph.initializers.values():
-        if (value.name or "").startswith(f"{name}.quantised."):
-            value.meta.update(parameter.meta)
     graph.insert_before(next(iter(graph)), tape.nodes)
     ir.convenience.replace_all_uses_with(parameter, narrow)
     del graph.initializers[name]

@@ -25,7 +25,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, required
+from skipdecode.graph_passes.conventions import add_constant, constant, required
 from skipdecode.graph_passes.kept_levels import Floats, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantize_weights import Parts, Quantization, as_rows, quantisable
@@ -111,9 +111,8 @@ def what_is_missing(parts: Parts) -> Floats:
 def _block_sums(tape: Tape, rows: ir.Value, block: int) -> ir.Value:
     """Rows [..,K] to [..,K / block]."""
     assert rows.shape is not None
-    shape = [*[0] * (len(rows.shape) - 1), -1, block]
-    blocks = tape.op("Reshape", [rows, tape.op("Constant", [], {"value_ints": shape})])
-    return tape.op("ReduceSum", [blocks, tape.op("Constant", [], {"value_ints": [-1]})], {"keepdims": 0})
+    blocks = tape.op("Reshape", [rows, constant(tape, *[0] * (len(rows.shape) - 1), -1, block)])
+    return tape.op("ReduceSum", [blocks, constant(tape, -1)], {"keepdims": 0})
 
 
 def _multiply_in_8_bits(tape: Tape, rows: ir.Value, weight: Floats, floats: ir.DataType, store: Store) -> ir.Value:

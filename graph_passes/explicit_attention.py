@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import required, static_dim
+from skipdecode.graph_passes.conventions import constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 _HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
@@ -91,7 +91,7 @@ class _Explicit:
         return self._reshaped(value, self._heads, size)
 
     def _reshaped(self, value: ir.Value, heads: int, size: int) -> ir.Value:
-        return self._tape.op("Reshape", [value, self._tape.op("Constant", [], {"value_ints": [0, heads, -1, size]})])
+        return self._tape.op("Reshape", [value, constant(self._tape, 0, heads, -1, size)])
 
     def _number(self, number: float, dtype: ir.DataType) -> ir.Value:
         return self._tape.op("Constant", [], {"value": ir.tensor(np.array(number, dtype.numpy()))})

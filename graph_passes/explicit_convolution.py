@@ -11,7 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import TO_THE_END, required, static_dim
+from skipdecode.graph_passes.conventions import TO_THE_END, constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 _SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
@@ -46,8 +46,7 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     out = tape.op("Conv", [joined, weight, *([bias] if bias is not None else [])], {"group": static_dim(weight, 0)})
     if activation in _SILU:
         out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
-    bounds = ([-static_dim(past, 2)], [TO_THE_END], [2])
-    present = tape.op("Slice", [joined, *(tape.op("Constant", [], {"value_ints": bound}) for bound in bounds)])
+    present = tape.op("Slice", [joined, *(constant(tape, bound) for bound in (-static_dim(past, 2), TO_THE_END, 2))])
     graph.insert_before(node, tape.nodes)
     for old, new in zip(node.outputs, (out, present), strict=True):
         take_over(old, new)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import TO_THE_END, required, static_dim
+from skipdecode.graph_passes.conventions import TO_THE_END, constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 _RULES = ("gated", "gated_delta")
@@ -60,7 +60,7 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
     gate = _by_head(tape, required(node, 4), heads)
     places = _places(tape, query)
     decays = _decays(tape, gate, places)
-    since = tape.op("Exp", [tape.op("CumSum", [gate, _integers(tape, 2)])])
+    since = tape.op("Exp", [tape.op("CumSum", [gate, constant(tape, 2)])])
     if rule == "gated_delta":
         beta = _by_head(tape, required(node, 5), heads)
         known = _product(tape, tape.op("Mul", [key, since]), past)
@@ -70,7 +70,7 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
     scores = tape.op("Mul", [_product(tape, query, _transposed(tape, key)), decays])
     out = tape.op("Add", [_product(tape, tape.op("Mul", [query, since]), past), _product(tape, scores, value)])
     out = tape.op("Mul", [out, _number(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
-    out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), _integers(tape, 0, 0, -1)])
+    out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), constant(tape, 0, 0, -1)])
     left = tape.op("Mul", [key, _transposed(tape, _part(tape, decays, -1, TO_THE_END))])
     kept = tape.op("Mul", [past, _part(tape, since, -1, TO_THE_END)])
     present = tape.op("Add", [kept, _product(tape, _transposed(tape, left), value)])
@@ -84,7 +84,7 @@ def _decays(tape: Tape, gate: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir
     """Of gates [B,H,S,1]: e^(g_(i+1) + .. + g_t) [B,H,S,S], 0 for i > t."""
     later = _where(tape, tape.op("Greater", [*places]), gate)
     # the first token's row is zeros: of a single token nothing is left that would be summed up
-    sums = tape.op("CumSum", [_part(tape, later, 1, TO_THE_END), _integers(tape, 2)])
+    sums = tape.op("CumSum", [_part(tape, later, 1, TO_THE_END), constant(tape, 2)])
     sums = tape.op("Concat", [_part(tape, later, 0, 1), sums], {"axis": 2})
     return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [sums]))
 
@@ -108,22 +108,22 @@ def _places(tape: Tape, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The tokens' numbers in their pass, of rows [B,H,S,D]: [S,1] and [1,S]."""
     count = tape.op("Squeeze", [tape.op("Shape", [rows], {"start": 2, "end": 3})])
     places = tape.op("Range", [_scalar(tape, 0), count, _scalar(tape, 1)])
-    return tape.op("Unsqueeze", [places, _integers(tape, 1)]), tape.op("Unsqueeze", [places, _integers(tape, 0)])
+    return tape.op("Unsqueeze", [places, constant(tape, 1)]), tape.op("Unsqueeze", [places, constant(tape, 0)])
 
 
 def _together(tape: Tape, places: tuple[ir.Value, ir.Value], size: int) -> ir.Value:
     """Which tokens are in one block of `size`, [S,S]."""
-    return tape.op("Equal", [tape.op("Div", [place, _integers(tape, size)]) for place in places])
+    return tape.op("Equal", [tape.op("Div", [place, constant(tape, size)]) for place in places])
 
 
 def _by_head(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
     """[B,S,H*D] to [B,H,S,D]."""
-    return tape.op("Transpose", [tape.op("Reshape", [rows, _integers(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
+    return tape.op("Transpose", [tape.op("Reshape", [rows, constant(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
 
 
 def _part(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:
     """Of [B,H,S,D] some tokens."""
-    return tape.op("Slice", [rows, *(_integers(tape, bound) for bound in (start, end, 2))])
+    return tape.op("Slice", [rows, *(constant(tape, bound) for bound in (start, end, 2))])
 
 
 def _product(tape: Tape, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -145,7 +145,3 @@ def _number(tape: Tape, number: float) -> ir.Value:
 
 def _scalar(tape: Tape, number: int) -> ir.Value:
     return tape.op("Constant", [], {"value_int": number})
-
-
-def _integers(tape: Tape, *numbers: int) -> ir.Value:
-    return tape.op("Constant", [], {"value_ints": [*numbers]})

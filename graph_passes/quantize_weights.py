@@ -36,7 +36,7 @@ class Quantization:
     """What quantised weights are."""
 
     bits: int  # 4 or 8
-    block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES
+    block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES; plans in int8 have one scale an output
     method: str = "rtn"  # a name of METHODS
     outer_bits: int | None = None  # of embedding and head; None: the same
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, required
+from skipdecode.graph_passes.conventions import add_constant, constant, required
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -82,6 +82,6 @@ def _look_up(tape: Tape, ids: ir.Value, parts: dict[int, ir.Value], rows: int) -
     for first in [*parts][1:]:
         inside = tape.op("Max", [tape.op("Sub", [ids, number(first)]), number(0)])
         own = tape.op("Gather", [parts[first], tape.op("Min", [inside, number(rows - 1)])])
-        below = tape.op("Unsqueeze", [tape.op("Less", [ids, number(first)]), tape.op("Constant", [], {"value_ints": [-1]})])
+        below = tape.op("Unsqueeze", [tape.op("Less", [ids, number(first)]), constant(tape, -1)])
         found = tape.op("Where", [below, found, own])
     return found

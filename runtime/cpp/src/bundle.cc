@@ -119,33 +119,34 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
   UseOnnxRuntime(onnxruntime_library, threads);
-  const bool compiled = target.name == "cpu";  // else the graph is made for the device when it is loaded
-  const Device device = asked_device.value_or(compiled ? Device::kCpu : Device::kCuda);
+  const bool for_cpu = target.name == "cpu";  // compiled by the export, in fp32; else the library compiles for its device here
+  const Device device = asked_device.value_or(for_cpu ? Device::kCpu : Device::kCuda);
   CheckProvider(device);
   if (device == Device::kCuda) TurnAroundKernel();  // which takes the driver a while where it has not done it before
-  if (compiled) CheckCompiled(target, path);
+  if (for_cpu) CheckCompiled(target, path);
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
-  std::vector<Engine> engines = LoadEngines(files, device, compiled, cuda_graphs);
-  const Memory memory(device, compiled ? "float32" : manifest.dtype);
-  CheckBindings(engines[0], EmbedBindings(memory, manifest.model), files[0].string());
-  CheckBindings(engines[1], HeadBindings(memory, manifest.model), files[1].string());
-  for (size_t i = 0; i < manifest.segments.size(); ++i) {
-    CheckBindings(engines[i + 2], SegmentBindings(memory, manifest.model, manifest.segments[i]), files[i + 2].string());
-  }
-  Block tied_weight(nullptr, nullptr);
-  if (!compiled && target.tied_weight) {
-    tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model, memory, &engines[0], &engines[1]);
-  }
+  std::vector<Engine> engines = LoadEngines(files, device, for_cpu, cuda_graphs);
+  Engine& embed = engines[0];
+  Engine& head = engines[1];
+  const Memory memory(device, for_cpu ? "float32" : manifest.dtype);
+  CheckBindings(embed, EmbedBindings(memory, manifest.model), files[0].string());
+  CheckBindings(head, HeadBindings(memory, manifest.model), files[1].string());
   std::vector<SegmentEngine> segments;
   segments.reserve(target.segments.size());
   for (size_t i = 0; i < target.segments.size(); ++i) {
-    segments.push_back({manifest.segments[i], std::move(engines[i + 2])});
+    Engine& engine = engines[i + 2];
+    CheckBindings(engine, SegmentBindings(memory, manifest.model, manifest.segments[i]), files[i + 2].string());
+    segments.push_back({manifest.segments[i], std::move(engine)});
+  }
+  Block tied_weight(nullptr, nullptr);
+  if (!for_cpu && target.tied_weight) {
+    tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model, memory, &embed, &head);
   }
   ReleaseLoadingMemory(path);
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return {new Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(engines[0]), std::move(segments),
-                     std::move(engines[1]), load_s.count()},
+  return {new Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(embed), std::move(segments),
+                     std::move(head), load_s.count()},
           [](const Bundle* bundle) {
             const std::lock_guard unmapping(mapping);
             delete bundle;

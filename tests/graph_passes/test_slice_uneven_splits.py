@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.even_split import EvenSplitPass
+from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
 from tests.graph_passes.running import run_model
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
@@ -21,12 +21,12 @@ X = np.random.default_rng(0).standard_normal((2, 8, 3)).astype(np.float32)
 
 def test_unlike_parts_become_slices_with_the_same_results() -> None:
     before, after = ir.from_onnx_text(BEFORE), ir.from_onnx_text(BEFORE)
-    assert EvenSplitPass()(after).modified
+    assert SliceUnevenSplitsPass()(after).modified
     assert [node.op_type for node in after.graph if node.op_type != "Constant"] == ["Slice", "Slice", "Slice", "Relu"]
     assert [value.name for value in after.graph.outputs] == ["a", "b", "c"]
     for expected, found in zip(run_model(before, {"x": X}), run_model(after, {"x": X}), strict=True):
         np.testing.assert_array_equal(found, expected)
-    assert not EvenSplitPass()(after).modified
+    assert not SliceUnevenSplitsPass()(after).modified
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_unlike_parts_become_slices_with_the_same_results() -> None:
 )
 def test_equal_parts_stay(old: str, new: str) -> None:
     assert BEFORE.count(old) == 1
-    assert not EvenSplitPass()(ir.from_onnx_text(BEFORE.replace(old, new))).modified
+    assert not SliceUnevenSplitsPass()(ir.from_onnx_text(BEFORE.replace(old, new))).modified

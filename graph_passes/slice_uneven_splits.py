@@ -16,7 +16,7 @@ from skipdecode.graph_passes.conventions import integers
 from skipdecode.graph_passes.take_over import take_over
 
 
-class EvenSplitPass(ir.passes.InPlacePass):
+class SliceUnevenSplitsPass(ir.passes.InPlacePass):
     """Leaves Splits into equal parts, of which the provider needs no table."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
