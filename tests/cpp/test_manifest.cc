@@ -141,9 +141,10 @@ TEST_CASE("states are of layers of the model in their order, of each once, and h
   };
   const auto refused = [&](const char* place, const Json& value) {
     INFO(place << " " << value);
-    REQUIRE_THROWS_WITH(parse(place, value),
-                        Catch::Equals("bundle.json: model.state_layers have layers out of range or twice, or parts without a size; "
-                                      "export the model again"));
+    REQUIRE_THROWS_WITH(
+        parse(place, value),
+        Catch::Equals("bundle.json: model.state_layers have layers out of range or twice, or parts without a size; "
+                      "export the model again"));
   };
   const int64_t most = (int64_t{1} << 31) - 1;
   for (const std::vector<int64_t>& layers : {std::vector<int64_t>{-1, 1}, {1, 1}, {3, 1}, {1, 6}, {1, 2}}) {
