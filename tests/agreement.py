@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from skipdecode.decoder import Decoder
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.generate import Generator
+from skipdecode.graph_passes.dequantize_linear import levels_by_output
 from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.memory import DeviceMemory
 
@@ -59,23 +61,23 @@ def on_levels(model: Any, quantize: str) -> Any:
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.data = _rounded(module.weight.detach(), quantize, np.float16)
+            module.weight.data = _rounded(module.weight.detach(), quantize, ir.DataType.FLOAT16)
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.ndim == 3:
-            parameter.data = torch.stack([_rounded(matrix, quantize, np.float32) for matrix in parameter.detach()])
+            parameter.data = torch.stack([_rounded(matrix, quantize, ir.DataType.FLOAT) for matrix in parameter.detach()])
     return model
 
 
-def _rounded(weight: Any, quantize: str, of_scales: type[np.floating[Any]]) -> Any:
+def _rounded(weight: Any, quantize: str, of_scales: ir.DataType) -> Any:
     """A matrix [N,K] as its levels and scales give it."""
     if quantize == "int4":
         parts = Quantization(bits=4).parts(weight.numpy())
         levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
         scales = parts["scales"].reshape(-1, 1)
     else:
-        scales = np.maximum(weight.abs().amax(1, keepdim=True).numpy(), 1e-9) / 127  # OPT's head has a row of zeros
-        levels = np.rint(weight.numpy() / scales)
-    rounded = (levels * scales.astype(of_scales)).astype(np.float16).astype(np.float32)
+        levels, scales = levels_by_output(weight.numpy(), of_scales)
+        scales = scales[:, None]
+    rounded = (levels * scales.astype(of_scales.numpy())).astype(np.float16).astype(np.float32)
     return torch.from_numpy(rounded.reshape(weight.shape))
 
 
