@@ -35,6 +35,23 @@ def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, n
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_that_is_interrupted_while_it_imports_says_nothing() -> None:
+    code = """
+import signal, sys
+from skipdecode.exporter import command
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "skipdecode.exporter.export":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.exit(command.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code, "opt-125m", "--out", "x"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("module", "at_once"), [("torch._dynamo.weak", False), ("torchlib", True), ("skipdecode.manifest", True)]
 )

@@ -1,0 +1,14 @@
+"""The `skip-export` command, which Ctrl-C ends in one piece from its first moment on: torch alone takes seconds to import."""
+
+from __future__ import annotations
+
+from skipdecode.exporter.signals import ending_on_signals
+
+
+def main() -> int:
+    """Import the command line, and run it."""
+    with ending_on_signals() as check:
+        from skipdecode.exporter import cli
+
+        check()
+        return cli.main()
