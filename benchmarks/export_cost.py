@@ -28,7 +28,8 @@ _SAMPLE_S = 0.05
 def measure_export(model: str, out: Path, options: Sequence[str] = ()) -> dict[str, Any]:
     """Export `model` to `out`, which is deleted; memory in MiB, of which the libraries alone are `imports_rss_mib`."""
     _, imports, _ = _run([sys.executable, "-c", _IMPORTS])
-    command = [sys.executable, "-m", "skipdecode.exporter.cli", model, "--random-weights", "--quiet", "--out", str(out), *options]
+    command = [sys.executable, "-m", "skipdecode.exporter.command", model]
+    command += ["--random-weights", "--quiet", "--out", str(out), *options]
     seconds, peak, anonymous = _run(command)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     shutil.rmtree(out)

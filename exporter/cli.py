@@ -21,7 +21,6 @@ from skipdecode.cli import Parser, guarded
 from skipdecode.exporter.export import export
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
-from skipdecode.exporter.signals import ending_on_signals
 from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
@@ -33,11 +32,14 @@ _DEFAULTS = ExportRequest(model="", out=Path())
 _WARNING = "skip-export: warning: "
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The `skip-export` command."""
+def run(argv: list[str] | None, check_signals: Callable[[], None]) -> int:
+    """Parse, export, and return the exit status.
+
+    Args:
+        check_signals: called now and then, of `ending_on_signals`.
+    """
     options = _parser().parse_args(argv)
-    with ending_on_signals() as check:
-        return guarded(lambda: _export(options, check), debug=options.debug)
+    return guarded(lambda: _export(options, check_signals), debug=options.debug)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -221,7 +223,3 @@ def _summary(manifest: Manifest, out: Path) -> str:
         f"({schedule.num_layers / schedule.mean_layers:.2f}x fewer layers), {len(manifest.variants)} variants, "
         f"{len(manifest.segments)} segments, {size / 2**20:,.0f} MiB"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

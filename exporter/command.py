@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 from skipdecode.exporter.signals import ending_on_signals
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Import the command line, and run it."""
     with ending_on_signals() as check:
         from skipdecode.exporter import cli
 
         check()
-        return cli.main()
+        return cli.run(argv, check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,7 +21,7 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import Engines, Sharing
 from skipdecode.engines import ort as engines_ort
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
-from skipdecode.exporter import cli
+from skipdecode.exporter import command
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.schedule import Anchor
@@ -54,7 +54,7 @@ def test_a_model_that_overflows_in_fp16_draws_a_warning_there(
     dtype: str, warned: bool, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--target", "cuda", "--dtype", dtype, "--schedule", "full", "--out", str(tmp_path / "b")]
-    assert cli.main([str(zoo.checkpoint("gemma2")), *arguments]) == 0
+    assert command.main([str(zoo.checkpoint("gemma2")), *arguments]) == 0
     assert ("warning: gemma2 is known to overflow in fp16; use --dtype bf16" in capsys.readouterr().err) is warned
     assert manifests.read(tmp_path / "b").dtype == ("float16" if warned else "bfloat16")
 

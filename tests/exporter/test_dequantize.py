@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter import cli, reference_run
+from skipdecode.exporter import cli, command, reference_run
 from skipdecode.exporter.checkpoint import checkpoint_source
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
@@ -185,7 +185,7 @@ def test_levels_of_4_bits_that_become_fp32_are_told_without_the_checkpoint_being
         return made
 
     monkeypatch.setattr(cli, "export", export_and_lose)
-    assert cli.main([str(folder), "--out", str(tmp_path / "bundle"), "--max-length", "48", *options]) == 0
+    assert command.main([str(folder), "--out", str(tmp_path / "bundle"), "--max-length", "48", *options]) == 0
     told = "skip-export: warning: the checkpoint's weights are in 4 bits, those for cpu are not; --quantize int4 keeps them\n"
     assert (told in capsys.readouterr().err) is warned
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError
-from skipdecode.exporter import cli, feasible
+from skipdecode.exporter import command, feasible
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.schedule_builders import ScheduleRequest
@@ -259,7 +259,7 @@ def test_a_schedule_that_skips_layer_0_is_warned_of(
 ) -> None:
     (tmp_path / "t.json").write_text(table)
     options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
-    assert cli.main([str(zoo.checkpoint("llama")), *options]) == 0
+    assert command.main([str(zoo.checkpoint("llama")), *options]) == 0
     assert ("warning: without layer 0 an untuned model breaks" in capsys.readouterr().err) is warned
 
 
@@ -270,7 +270,7 @@ def test_warm_up_layers_that_nobody_asked_for_are_warned_of(
     """The model's layers read the keys and values of others: 3 there must be, whatever is asked."""
     (tmp_path / "t.json").write_text(table)
     options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
-    assert cli.main([str(zoo.checkpoint("reading_others")), *options]) == 0
+    assert command.main([str(zoo.checkpoint("reading_others")), *options]) == 0
     said = "warning: 3 warm-up layers, since later layers read the keys and values of layer 2 and below"
     assert [line for line in capsys.readouterr().err.splitlines() if "warm-up layers, since" in line] == [
         f"skip-export: {said}"

@@ -123,7 +123,7 @@ def test_what_the_hub_lacks_is_one_line(name: str, tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
-    program = "import time; time.sleep = print; from skipdecode.exporter.cli import main; raise SystemExit(main())"
+    program = "import time; time.sleep = print; from skipdecode.exporter.command import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program, "org/model", "--out", str(tmp_path / "bundle")]
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from skipdecode.exporter import cli
+from skipdecode.exporter import cli, command
 from skipdecode.exporter.signals import ending_on_signals
 from tests.zoo import Zoo
 
@@ -83,7 +83,7 @@ def test_an_export_ends_at_its_next_report_where_a_library_swallows_the_signal(m
 
     monkeypatch.setattr(cli, "export", swallowing)
     with pytest.raises(SystemExit) as caught:
-        cli.main(["opt-125m", "--out", "bundle"])
+        command.main(["opt-125m", "--out", "bundle"])
     assert (caught.value.code, reached) == (143, ["layer 0"])
 
 
@@ -100,7 +100,7 @@ def test_an_export_whose_signal_arrives_in_a_finalizer_ends_without_a_traceback(
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     monkeypatch.setattr(cli, "export", dropping)
     with pytest.raises(SystemExit) as caught:
-        cli.main(["opt-125m", "--out", "bundle"])
+        command.main(["opt-125m", "--out", "bundle"])
     assert (caught.value.code, told) == (143, [])
     assert sys.unraisablehook == told.append
 
@@ -115,6 +115,6 @@ def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monk
     monkeypatch.setattr(cli, "export", interrupted)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
-        cli.main(["opt-125m", "--out", "bundle"])
+        command.main(["opt-125m", "--out", "bundle"])
     assert caught.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
