@@ -45,7 +45,7 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
 
 def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> int:
     """The most layers of a segment. One division into segments serves all targets."""
-    layer_bytes = int(skeleton.layer_bytes * _compiled_itemsize(request, skeleton) / skeleton.dtype.itemsize)
+    layer_bytes = int(max(skeleton.layer_parameters) * _compiled_itemsize(request, skeleton))
     return max(1, _segment_bytes(request, targets) // layer_bytes)
 
 
@@ -144,7 +144,7 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skelet
     fp32 = request.quantize == "none"
     cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form holds its levels' sum too
     compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
-    layer = skeleton.layer_bytes // skeleton.dtype.itemsize * itemsize
+    layer = max(skeleton.layer_parameters) * itemsize
     segment = min(max(_segment_bytes(request, targets), layer), itemsize * skeleton.num_parameters)
     # an embedding that a GPU looks up stays as it is, beside a quantised head's copy where they are tied
     outside_layers = (skeleton.num_parameters - sum(skeleton.layer_parameters)) * skeleton.dtype.itemsize

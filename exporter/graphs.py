@@ -75,12 +75,6 @@ class Skeleton:
                 sizes[int(name[len(self.parts.prefix) :].split(".")[0])] += math.prod(shape)
         return tuple(sizes)
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of the largest layer."""
-        itemsize: int = self.dtype.itemsize
-        return max(self.layer_parameters) * itemsize
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandardGraphs:

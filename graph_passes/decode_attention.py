@@ -31,7 +31,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import add_constant, required, static_dim
+from skipdecode.graph_passes.conventions import add_constant, constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,9 @@ def _many(graph: ir.Graph, first: ir.Node, few: int) -> ir.Value:
     """Whether there is one new token a row, and more than `few` positions: bool [1], made before the `first` attention."""
     total = next(value for value in graph.inputs if value.name == bindings.TOTAL_SEQUENCE_LENGTH)
     tape = Tape()
-    one = tape.op("Constant", [], {"value": ir.tensor(np.array([1], np.int64))})
     limit = tape.op("Constant", [], {"value": ir.tensor(np.array([few], np.int32))})
     new_tokens = tape.op("Shape", [first.inputs[0]], {"start": 1, "end": 2})
-    many = tape.op("And", [tape.op("Equal", [new_tokens, one]), tape.op("Greater", [total, limit])])
+    many = tape.op("And", [tape.op("Equal", [new_tokens, constant(tape, 1)]), tape.op("Greater", [total, limit])])
     graph.insert_before(first, tape.nodes)
     return many
 

@@ -21,7 +21,7 @@ from skipdecode.exporter.supported import check_supported
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
 from tests.zoo import Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
@@ -125,8 +125,7 @@ def test_granite_4_may_have_no_experts_and_no_positions_and_mamba_in_the_place_o
 
 
 def test_nemotron_hs_experts_may_be_of_another_width_than_its_layers(tmp_path: Path) -> None:
-    settings = {"layers_block_type": ["moe", "full_attention"], "moe_latent_size": 32}
-    _assert_agrees(RELATIVES["nemotron_h"](**settings), tmp_path)
+    _assert_agrees(VARIATIONS["nemotron_h_latent"](), tmp_path)
 
 
 def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
