@@ -39,14 +39,14 @@ def build_plans(requests: Iterator[PlanRequest | None], total: int, at_a_time: i
     running: dict[Future[None], PlanRequest] = {}
     stop, done = threading.Event(), 0
 
-    def finish_some() -> None:
+    def finish_one() -> None:
         nonlocal done
         report(f"building plan {done + 1} of {total} for {next(iter(running.values())).target}", done / total)
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            request = running.pop(future)
-            future.result()
-            remove_lowered(Path(request.source))
-            done += 1
+        future = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
+        request = running.pop(future)
+        future.result()
+        remove_lowered(Path(request.source))
+        done += 1
 
     with ThreadPoolExecutor(at_a_time) as pool:
         try:
@@ -56,9 +56,9 @@ def build_plans(requests: Iterator[PlanRequest | None], total: int, at_a_time: i
                     continue
                 running[pool.submit(build_in_process, request, stop)] = request
                 while len(running) > at_a_time:
-                    finish_some()
+                    finish_one()
             while running:
-                finish_some()
+                finish_one()
         except BaseException:
             stop.set()
             for future in running:
