@@ -30,7 +30,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
 
     Raises:
         ModelNotSupportedError: no such folder or hub id, a path that is no UTF-8, a config.json that cannot be read, needs remote
-            code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them.
+            code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them; an adapter.
     """
     size = _short_opt(model)
     folder = Path(model)
@@ -38,6 +38,8 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
     if size is not None and not folder.is_dir():
         return _opt_config(size), None
+    if folder.is_dir():
+        _check_no_adapter(model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
     if not folder.is_dir() and (
@@ -52,6 +54,18 @@ def is_utf8(path: Path) -> bool:
     return os.fsencode(path).decode(errors="replace") == str(path)
 
 
+def _check_no_adapter(model: str) -> None:
+    """Refuse a folder or hub id that holds what peft trained: the weights are elsewhere, and these change them."""
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(model) is not None:
+        raise ModelNotSupportedError(
+            "holds an adapter (adapter_config.json), not the model that it changes",
+            "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`",
+            where=model,
+        )
+
+
 def _read_config(model: str) -> Any:
     from transformers import AutoConfig
 
@@ -60,6 +74,9 @@ def _read_config(model: str) -> Any:
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
     except OSError as error:
         raise _unreachable(model, error) from error
+    except ModelNotSupportedError:
+        _check_no_adapter(model)  # an adapter on the hub has no config.json, which transformers takes for an unknown model
+        raise
     check_single_stack(config)
     text = _text_part(config, Path(model))
     settings = dict(getattr(config, "quantization_config", None) or {})

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import Cache, PreTrainedModel
 
-from skipdecode.errors import CapacityError, ScheduleError
-from skipdecode.exporter.architectures import decoder_layers, key_sources, returns_tuple
+from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
+from skipdecode.exporter.architectures import decoder_parts, key_sources, returns_tuple
 from skipdecode.model import check_sources
 from skipdecode.schedule import Anchor, Schedule
 
@@ -26,35 +27,63 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     pass: positions are counted from its start, which a cache of earlier tokens would shift.
 
     Args:
-        model: any decoder that the exporter takes.
+        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel or torch.compile.
         schedule: its `num_layers` must be the model's.
         prompt_length: tokens `0 .. prompt_length - 1` of every row are the prompt, which a schedule anchored at the generated
             tokens runs at full depth (so rows of a batch have prompts of one length, or are padded on the left). Ignored by an
             absolute anchor.
 
     Raises:
-        ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read.
+        ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take.
+        ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read. Raised by the
+            model: a cache that holds tokens.
     """
-    layers = decoder_layers(model)
-    if schedule.num_layers != len(layers):
-        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {len(layers)}", "build it anew")
-    check_sources(key_sources(model.config), schedule)
+    decoder = _decoder(model)
+    parts = decoder_parts(decoder)
+    depth = len(parts.layers)
+    if schedule.num_layers != depth:
+        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "build it anew")
+    check_sources(key_sources(decoder.config), schedule)
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
     covered: list[tuple[torch.nn.Module, Any]] = []  # layers, and the `forward` that each had beside its class's; None: none
+    hooks = []
     try:
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(parts.layers):
             cap = schedule.cap(index)
             if cap is not None:
-                sliced = _sliced(layer.forward, start + cap, returns_tuple(model, layer))
+                sliced = _sliced(layer.forward, start + cap, returns_tuple(decoder, layer))
                 covered.append((layer, vars(layer).get("forward")))
                 layer.forward = sliced
+        if covered:
+            hooks.append(parts.owner.register_forward_pre_hook(_check_whole, with_kwargs=True))
         yield model
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer, own in covered:
             if own is None:
                 del layer.forward
             else:
                 layer.forward = own
+
+
+def _decoder(model: torch.nn.Module) -> PreTrainedModel:
+    """The model of transformers that others may have wrapped."""
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise ModelNotSupportedError(f"{type(model).__name__} is no model of transformers", "give one, or what wraps one")
+    return found
+
+
+def _check_whole(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what would be computed at full depth without a word: a token after those of a cache, as `generate` gives them."""
+    for value in (*args, *kwargs.values()):
+        past = int(value.get_seq_length()) if isinstance(value, Cache) else 0
+        if past:
+            raise ScheduleError(
+                f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
+                "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
+            )  # fmt: skip
 
 
 def _sliced(forward: Any, cap: int, in_tuple: bool) -> Any:

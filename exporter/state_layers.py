@@ -64,12 +64,10 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
 
 def _check_calls(mixer: Any, function: str) -> None:
     """That there is what `as_operators` and `StateCache` stand for: without it a trace would leave the state out."""
-    asked = hasattr(transformers.Cache, "get_conv_state")  # the layer asks the cache for its states, since 5.21
-    if not asked or function not in _module(mixer):
-        missing = function if asked else "get_conv_state"
+    if function not in _module(mixer):
         raise ModelNotSupportedError(
-            f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {missing}",
-            "install transformers 5.21 to 5.24, with which it was tested",
+            f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {function}",
+            "install transformers 5.23 or 5.24, with which it was tested",
         )
 
 

@@ -122,6 +122,16 @@ def test_what_the_hub_lacks_is_one_line(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "bundle").exists()
 
 
+def test_an_adapter_on_the_hub_is_one_line_that_says_how_to_merge_it(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "org" / "adapter"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/llama"}')
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", "org/adapter", "--out", tmp_path / "bundle")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("org/adapter: holds an adapter") and "merge_and_unload" in done.stderr
+
+
 def test_a_hub_that_cannot_be_reached_is_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
     program = "import time; time.sleep = print; from skipdecode.exporter.command import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program, "org/model", "--out", str(tmp_path / "bundle")]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from skipdecode.errors import CapacityError, ScheduleError
+from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
@@ -18,6 +21,14 @@ from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """This process alone, as a script has one that torchrun starts."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -71,6 +82,33 @@ def test_a_schedule_inside_another_ends_and_the_outer_one_goes_on(zoo: Zoo) -> N
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("wrapped", [torch.compile, torch.nn.parallel.DistributedDataParallel])
+def test_a_model_that_others_have_wrapped_skips_the_same(wrapped: Any, zoo: Zoo, process_group: None) -> None:
+    model = zoo.model("llama")
+    with torch.no_grad():
+        with skip_schedule(model, SCHEDULE):
+            plain = model(IDS, use_cache=False).logits
+        wrapper = torch.compile(model, backend="eager") if wrapped is torch.compile else wrapped(model)
+        with skip_schedule(wrapper, SCHEDULE):
+            torch.testing.assert_close(wrapper(IDS, use_cache=False).logits, plain)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["opt", "gpt2", "llama", "gemma3", "bloom", "gptj", "mpt", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_5_text"],
+)
+def test_generating_with_a_cache_is_refused_and_without_gives_the_greedy_tokens(name: str, zoo: Zoo) -> None:
+    model = zoo.model(name)
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))
+    wanted, _ = greedy_tokens(model, schedule, IDS[0].tolist(), 6)
+    arguments = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with skip_schedule(model, schedule, prompt_length=IDS.shape[1]):
+        with pytest.raises(ScheduleError, match="a cache holds 7 earlier tokens; generate with use_cache=False"):
+            model.generate(IDS, use_cache=True, **arguments)
+        assert model.generate(IDS, use_cache=False, **arguments)[0, IDS.shape[1] :].tolist() == wanted
+    assert model.generate(IDS, use_cache=True, **arguments).shape == (1, IDS.shape[1] + 6)
+
+
 def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:
     code = """
 import sys
@@ -115,6 +153,11 @@ def test_gradients_reach_every_layer_that_was_computed_and_no_other(zoo: Zoo) ->
 def test_a_schedule_of_another_depth_and_an_empty_prompt_are_refused(zoo: Zoo) -> None:
     model = zoo.model("opt")
     with pytest.raises(ScheduleError, match="the model has 6"), skip_schedule(model, full_depth(5)):
+        pass
+    with (
+        pytest.raises(ModelNotSupportedError, match="Linear is no model of transformers"),
+        skip_schedule(torch.nn.Linear(2, 2), full_depth(LAYERS)),
+    ):
         pass
     with pytest.raises(CapacityError, match="empty"):
         greedy_tokens(model, full_depth(LAYERS), [], 3)

@@ -6,13 +6,19 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+import skipdecode
+from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers
-from skipdecode.exporter.reference import skip_schedule
-from skipdecode.schedule import Anchor, Schedule
+from skipdecode.exporter.export import export
+from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.reference import greedy_tokens, skip_schedule
+from skipdecode.exporter.request import ExportRequest
+from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.models import CONFIGS, LAYERS, VOCABULARY
 from tests.zoo import Zoo
 
@@ -25,6 +31,11 @@ def rows() -> list[dict[str, torch.Tensor]]:
     """The same four sequences, so that a few steps lower the loss."""
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Them in one."""
+    return {key: torch.stack([row[key] for row in rows()]) for key in rows()[0]}
 
 
 def positions_computed(model: torch.nn.Module) -> dict[int, set[int]]:
@@ -54,11 +65,10 @@ def test_a_plain_loop_trains_the_layers_that_the_schedule_computes(name: str, zo
     model = zoo.model(name).train()
     before, seen = weights(model), positions_computed(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    batch = {key: torch.stack([row[key] for row in rows()]) for key in rows()[0]}
     losses = []
     with skip_schedule(model, SCHEDULE):
         for _ in range(STEPS):
-            loss = model(**batch, use_cache=False).loss
+            loss = model(**batch(), use_cache=False).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -84,6 +94,45 @@ def test_activation_checkpointing_gives_the_same_weights(name: str, zoo: Zoo, tm
         with skip_schedule(model, SCHEDULE):
             trained(model, tmp_path, activation_checkpointing=on)
     torch.testing.assert_close(weights(checkpointed), weights(plain))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_are_recomputed_as_scheduled_though_the_block_has_ended(reentrant: bool, zoo: Zoo) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = zoo.model("llama").train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        with skip_schedule(model, SCHEDULE):
+            loss = model(**batch(), use_cache=False).loss
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_an_adapter_is_trained_as_scheduled_and_exported_when_it_is_merged(
+    activation_checkpointing: bool, zoo: Zoo, tmp_path: Path
+) -> None:
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(zoo.model("llama"), lora)
+    decoder = model.get_base_model()
+    before, seen = weights(decoder), positions_computed(decoder)
+    with skip_schedule(model, SCHEDULE):
+        trained(model, tmp_path / "logs", activation_checkpointing=activation_checkpointing)
+    assert_trained_as_scheduled(before, decoder, seen)
+
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelNotSupportedError, match="merge_and_unload"):
+        load_config(str(tmp_path / "adapter"))
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    export(ExportRequest(model=str(tmp_path / "merged"), out=tmp_path / "bundle"))
+    prompt = [5, 6, 7]
+    tokens, _ = greedy_tokens(merged.eval(), full_depth(LAYERS), prompt, 8)
+    made = skipdecode.load(tmp_path / "bundle").generate([prompt], max_new_tokens=8, schedule="full", ignore_eos=True)
+    assert list(made.sequences[0].token_ids) == tokens
 
 
 def trained(model: Any, folder: Path, **arguments: Any) -> Trainer:
