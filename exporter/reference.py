@@ -36,7 +36,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     Raises:
         ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take.
         ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read. Raised by the
-            model: a cache that holds tokens.
+            model: a cache that holds tokens, several sequences in a row.
     """
     decoder = _decoder(model)
     parts = decoder_parts(decoder)
@@ -76,14 +76,19 @@ def _decoder(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def _check_whole(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what would be computed at full depth without a word: a token after those of a cache, as `generate` gives them."""
-    for value in (*args, *kwargs.values()):
-        past = int(value.get_seq_length()) if isinstance(value, Cache) else 0
-        if past:
-            raise ScheduleError(
-                f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
-                "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
-            )  # fmt: skip
+    """Refuse what would be computed by wrong positions without a word: after a cache, or packed rows."""
+    past = max((int(value.get_seq_length()) for value in (*args, *kwargs.values()) if isinstance(value, Cache)), default=0)
+    if past:
+        raise ScheduleError(
+            f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
+            "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
+        )  # fmt: skip
+    positions = kwargs.get("position_ids")
+    if positions is not None and (positions.diff(dim=-1) < 0).any():
+        raise ScheduleError(
+            "positions count from the start of a row, and position_ids begin anew within one",
+            "train without packing: one sequence a row", where="skip_schedule",
+        )  # fmt: skip
 
 
 def _sliced(forward: Any, cap: int, in_tuple: bool) -> Any:

@@ -101,12 +101,26 @@ def test_generating_with_a_cache_is_refused_and_without_gives_the_greedy_tokens(
     model = zoo.model(name)
     schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))
     wanted, _ = greedy_tokens(model, schedule, IDS[0].tolist(), 6)
-    arguments = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with skip_schedule(model, schedule, prompt_length=IDS.shape[1]):
         with pytest.raises(ScheduleError, match="a cache holds 7 earlier tokens; generate with use_cache=False"):
             model.generate(IDS, use_cache=True, **arguments)
         assert model.generate(IDS, use_cache=False, **arguments)[0, IDS.shape[1] :].tolist() == wanted
     assert model.generate(IDS, use_cache=True, **arguments).shape == (1, IDS.shape[1] + 6)
+
+
+def test_rows_that_are_padded_on_the_left_generate_as_they_do_alone(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))
+    wanted, _ = greedy_tokens(model, schedule, IDS[0, 3:].tolist(), 6)
+    ids = torch.cat([IDS, torch.nn.functional.pad(IDS[:, 3:], (3, 0), value=0)])
+    model.generation_config.eos_token_id = None
+    with skip_schedule(model, schedule, prompt_length=7):
+        made = model.generate(
+            ids, attention_mask=(ids != 0).long(), max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False
+        )
+    assert made[1, 7:].tolist() == wanted
 
 
 def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:

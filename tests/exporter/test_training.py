@@ -9,10 +9,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import skipdecode
-from skipdecode.errors import ModelNotSupportedError
+from skipdecode.errors import ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.export import export
 from skipdecode.exporter.model_names import load_config
@@ -94,6 +94,18 @@ def test_activation_checkpointing_gives_the_same_weights(name: str, zoo: Zoo, tm
         with skip_schedule(model, SCHEDULE):
             trained(model, tmp_path, activation_checkpointing=on)
     torch.testing.assert_close(weights(checkpointed), weights(plain))
+
+
+def test_several_sequences_in_a_row_are_refused(zoo: Zoo) -> None:
+    model = zoo.model("llama").train()
+    packed = DataCollatorWithFlattening()([{"input_ids": row["input_ids"].tolist()} for row in rows()])
+    with (
+        skip_schedule(model, SCHEDULE),
+        pytest.raises(ScheduleError, match="position_ids begin anew within one; train without packing"),
+    ):
+        model(**packed, use_cache=False)
+    with skip_schedule(model, full_depth(LAYERS)):
+        model(**packed, use_cache=False)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
