@@ -77,12 +77,12 @@ def _decoder(model: torch.nn.Module) -> PreTrainedModel:
 
 def _check_whole(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what would be computed by wrong positions without a word: after a cache, or packed rows."""
-    past = max((int(value.get_seq_length()) for value in (*args, *kwargs.values()) if isinstance(value, Cache)), default=0)
-    if past:
-        raise ScheduleError(
-            f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
-            "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
-        )  # fmt: skip
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Cache) and (past := int(value.get_seq_length())):
+            raise ScheduleError(
+                f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
+                "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
+            )  # fmt: skip
     positions = kwargs.get("position_ids")
     if positions is not None and (positions.diff(dim=-1) < 0).any():
         raise ScheduleError(
