@@ -29,7 +29,6 @@ from skipdecode.validation.quality import Example, answer, score
 from skipdecode.validation.samples import Effort, Summary, interleave
 
 DEPTH = 24
-SPEEDUPS = (1, 2, 3, 4, 5)
 BATCH, NEW_TOKENS = 16, 72
 TIMED_ROWS = (1, BATCH)
 EFFORT = Effort(rounds=5, seconds=3.0)
@@ -41,19 +40,29 @@ class Line:
 
     title: str
     model: str
-    name: str = "linear"
+    name: str = "linear"  # "full": a truncated model, whose layers are all computed
     warmup_layers: int = 1
+    speedups: tuple[int, ...] = (1, 2, 3, 4, 5)
+    rival: str | None = None  # the model that was trained as long, whole and without skipping
+
+
+def _truncated(title: str, longer: str = "") -> Iterator[Line]:
+    for speedup, layers in ((2, 12), (3, 8), (4, 6), (5, 5)):
+        yield Line(title=title, model=f"kept{layers}{longer}", name="full", speedups=(speedup,), rival=f"full{longer}")
 
 
 LINES = (
-    Line(title="trained with skipping", model="skip"),
-    Line(title="the same, `power` schedule", model="skip", name="power"),
+    Line(title="trained with skipping, longer", model="skip_longer", rival="full_longer"),
+    Line(title="trained without skipping, as long", model="full_longer"),
+    *_truncated("truncated, trained as long", "_longer"),
+    Line(title="trained with skipping", model="skip", rival="full"),
+    Line(title="the same, `power` schedule", model="skip", name="power", speedups=(2, 3, 4, 5), rival="full"),
     Line(title="trained without skipping", model="full"),
-    Line(title="early exit, trained for it", model="early_exit", warmup_layers=DEPTH),
-    Line(title="0 warm-up layers, trained for it", model="warmup0", warmup_layers=0),
-    Line(title="2 warm-up layers, trained for it", model="warmup2", warmup_layers=2),
+    Line(title="early exit, trained for it", model="early_exit", warmup_layers=DEPTH, rival="full"),
+    Line(title="0 warm-up layers, trained for it", model="warmup0", warmup_layers=0, rival="full"),
+    Line(title="2 warm-up layers, trained for it", model="warmup2", warmup_layers=2, rival="full"),
+    *_truncated("truncated"),
 )
-TRUNCATED = {2: "kept12", 3: "kept8", 4: "kept6", 5: "kept5"}
 
 
 def main() -> None:
@@ -75,21 +84,26 @@ def main() -> None:
 def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict[str, Any]]:
     """One measured row after the other, each told as it comes."""
     with tempfile.TemporaryDirectory() as folder:
-        first = options.only or "skip"
-        full_depth = _export(options, Path(folder), Line(title="", model=first), 1)
-        baselines: dict[str, list[str]] = {}
-        for line, speedup in _cells(options):
-            generator = full_depth if (line.model, speedup) == (first, 1) else _export(options, Path(folder), line, speedup)
+        cells = list(_cells(options))
+        full_depth = _export(options, Path(folder), Line(title="", model=cells[0][0].model), 1)
+        whole: dict[str, list[str]] = {}  # model -> what it says at full depth
+        for line, speedup in cells:
+            generator = full_depth if (line, speedup) == cells[0] else _export(options, Path(folder), line, speedup)
             said = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)
             texts = said.pop("texts")
-            baselines.setdefault(line.model, texts)
-            # a truncated model has no full depth: it is compared with the model that was trained as long without truncating
-            against = baselines["full"] if line.title == "truncated" and "full" in baselines else baselines[line.model]
+            whole.setdefault(line.model, texts)
+            if line.rival and line.rival not in whole and (options.models / line.rival).is_dir():
+                rival = _export(options, Path(folder), Line(title="", model=line.rival), 1)
+                whole[line.rival] = answer(rival, examples, rival.manifest.schedule, NEW_TOKENS)["texts"]
+            # a truncated model has no full depth
+            against = whole.get(line.rival or "", whole[line.model]) if line.name == "full" else whole[line.model]
             row = {
                 "title": line.title, "model": line.model, "schedule": line.name, "speedup": speedup, **said,
                 **score(texts, examples, against), "gain": {rows: _gain(full_depth, generator, rows) for rows in TIMED_ROWS},
                 "example": texts[0],
             }  # fmt: skip
+            if line.rival in whole:
+                row["bleu_behind"] = score(texts, examples, whole[line.rival])["bleu_loss"]
             print(f"{line.title} {speedup}x: BLEU {row['bleu']['value']:.2f}, {row['gain'][1]['median']:.2f}x", flush=True)
             yield row
 
@@ -97,15 +111,12 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
 def _cells(options: argparse.Namespace) -> Iterator[tuple[Line, int]]:
     for line in LINES:
         if (options.models / line.model).is_dir() and options.only in (None, line.model):
-            for speedup in SPEEDUPS if line.name == "linear" else SPEEDUPS[1:]:
+            for speedup in line.speedups:
                 yield line, speedup
-    for speedup, model in TRUNCATED.items():
-        if (options.models / model).is_dir() and options.only is None:
-            yield Line(title="truncated", model=model), speedup
 
 
 def _export(options: argparse.Namespace, folder: Path, line: Line, speedup: int) -> Generator:
-    if speedup == 1 or line.title == "truncated":
+    if speedup == 1 or line.name == "full":
         schedule = ScheduleRequest(name="full")
     else:
         schedule = ScheduleRequest(name=line.name, speedup=speedup, span=SPAN, warmup_layers=line.warmup_layers)
@@ -113,7 +124,8 @@ def _export(options: argparse.Namespace, folder: Path, line: Line, speedup: int)
         model=str(options.models / line.model), out=folder / f"{line.model}-{line.name}-{speedup}", schedule=schedule,
         max_batch=BATCH, quantize=options.quantize, slim=True,
     )  # fmt: skip
-    export(request)
+    if not request.out.exists():
+        export(request)
     return Generator(request.out)
 
 
@@ -132,18 +144,21 @@ def _gain(full_depth: Generator, generator: Generator, rows: int) -> dict[str, f
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown; a value with its 95 % interval, and the points lost against the model's own full depth."""
-    lines = [
-        "| | speedup asked | mean layers | BLEU | lost | ROUGE-L | lost | decoding, batch 1 | batch 16 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Markdown; a value with its 95 % interval, and the points lost against the model's own full depth and behind its rival's."""
+    rivals = any("bleu_behind" in row for row in rows)
+    columns = ["", "speedup asked", "mean layers", "BLEU", "lost", *(["behind"] if rivals else []), "ROUGE-L", "lost"]
+    columns += ["decoding, batch 1", "batch 16"]
+    lines = [_line(columns), "|---" * len(columns) + "|"]
     for row in rows:
-        quality = [f"{_cell(row[key])} | {_cell(row[f'{key}_loss'])}" for key in ("bleu", "rouge_l")]
+        bleu, rouge = ([_cell(row[key]), _cell(row[f"{key}_loss"])] for key in ("bleu", "rouge_l"))
+        behind = [_cell(row["bleu_behind"]) if "bleu_behind" in row else ""] if rivals else []
         gains = [f"{gain['median']:.2f}x" for gain in row["gain"].values()]
-        lines.append(
-            f"| {row['title']} | {row['speedup']}x | {row['mean_layers']:.1f} | {' | '.join(quality)} | {' | '.join(gains)} |"
-        )
+        lines.append(_line([row["title"], f"{row['speedup']}x", f"{row['mean_layers']:.1f}", *bleu, *behind, *rouge, *gains]))
     return lines
+
+
+def _line(cells: list[str]) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
 
 def _cell(value: dict[str, float]) -> str:
