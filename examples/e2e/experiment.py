@@ -85,6 +85,8 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
     """One measured row after the other, each told as it comes."""
     with tempfile.TemporaryDirectory() as folder:
         cells = list(_cells(options))
+        if not cells:
+            raise SystemExit(f"{options.models}: holds none of the table's models; name the folder that train.py wrote them to")
         full_depth = _export(options, Path(folder), Line(title="", model=cells[0][0].model), 1)
         whole: dict[str, list[str]] = {}  # model -> what it says at full depth
         for line, speedup in cells:
