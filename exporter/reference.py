@@ -7,7 +7,7 @@ A schedule never rises, so the positions that compute a layer are a prefix and a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,26 +45,24 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "build it anew")
     check_sources(key_sources(decoder.config), schedule)
     start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
-    covered: list[tuple[torch.nn.Module, Any]] = []  # layers, and the `forward` that each had beside its class's; None: none
-    hooks = []
-    try:
-        for index, layer in enumerate(parts.layers):
-            cap = schedule.cap(index)
-            if cap is not None:
-                sliced = _sliced(layer.forward, start + cap, returns_tuple(decoder, layer))
-                covered.append((layer, vars(layer).get("forward")))
-                layer.forward = sliced
-        if covered:
-            hooks.append(parts.owner.register_forward_pre_hook(_check_whole, with_kwargs=True))
+    caps = {index: cap for index in range(depth) if (cap := schedule.cap(index)) is not None}
+    with ExitStack() as undo:
+        for index, cap in caps.items():
+            layer = parts.layers[index]
+            sliced = _sliced(layer.forward, start + cap, returns_tuple(decoder, layer))
+            undo.callback(_uncover, layer, vars(layer).get("forward"))
+            layer.forward = sliced
+        if caps:
+            undo.callback(parts.owner.register_forward_pre_hook(_check_whole, with_kwargs=True).remove)
         yield model
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer, own in covered:
-            if own is None:
-                del layer.forward
-            else:
-                layer.forward = own
+
+
+def _uncover(layer: torch.nn.Module, own: Any) -> None:
+    """Give back the `forward` that the layer had beside its class's; None: it had none."""
+    if own is None:
+        del layer.forward
+    else:
+        layer.forward = own
 
 
 def _decoder(model: torch.nn.Module) -> PreTrainedModel:

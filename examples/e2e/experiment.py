@@ -105,7 +105,8 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
                 "example": texts[0],
             }  # fmt: skip
             if line.rival in whole:
-                row["bleu_behind"] = score(texts, examples, whole[line.rival])["bleu_loss"]
+                compared = row if against is whole[line.rival] else score(texts, examples, whole[line.rival])
+                row["bleu_behind"] = compared["bleu_loss"]
             print(f"{line.title} {speedup}x: BLEU {row['bleu']['value']:.2f}, {row['gain'][1]['median']:.2f}x", flush=True)
             yield row
 
