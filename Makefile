@@ -61,7 +61,7 @@ lint: install links lint-cpp
 	$(BIN)/ruff format --check .
 	MYPYPATH=.typing $(BIN)/mypy -p skipdecode
 
-CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.h tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h tests/standin/*.cc tests/standin/*.h \
+CPP_FILES := $(wildcard runtime/cpp/include/skipdecode/* runtime/cpp/src/* tests/cpp/*.cc tests/cpp/*.h tests/cpp/*.c examples/cpp_*/*.cc examples/cpp_*/*.h tests/plugins/*.cc tests/standin/*.cc tests/standin/*.h \
   plugins/*/*.h plugins/*/*.cu)
 
 lint-cpp:

@@ -1,9 +1,11 @@
 // From one row's logits to a token, without sorting: runtime/sampling.py's rule, for a block of threads of any size.
 //
 // Tokens are ordered by a key, likeliest first, lower id first among equals. Top-k, top-p and the draw are the same question: at
-// which token, in this order, does a running weight pass a limit? It is answered a digit of the key at a time, from histograms of
-// the weights (radix select). Probability masses are whole numbers of 2^-40 of the likeliest token's: sums do not depend on the
-// order of threads, so a run is repeatable. Differs from runtime/sampling.py where a draw lies within 2^-40 of a boundary.
+// which token, in this order, does a running weight pass a limit? Tokens are put into bins by their logits, and only those of the
+// bin in which it does are compared with each other; where these are too many, the key is found a digit at a time (radix select).
+// Probability masses are whole numbers of 2^-40 of the likeliest token's: sums do not depend on the order of threads, so a run is
+// repeatable. They are computed in fp32, as most GPUs have few units for doubles: a draw that lies within 2^-20 of a boundary may
+// give runtime/sampling.py's neighbour.
 #pragma once
 
 #include <math.h>
@@ -24,14 +26,19 @@
 
 namespace skipdecode {
 
-constexpr int kIdBits = 24, kDigitBits = 8, kBins = 1 << kDigitBits;
+constexpr int kIdBits = 24, kDigitBits = 8, kDigits = 1 << kDigitBits;
 constexpr uint64_t kIdMask = (uint64_t{1} << kIdBits) - 1;
-constexpr double kUnit = static_cast<double>(uint64_t{1} << 40);
+constexpr int kBins = 2048, kGroup = 32;  // bins, and how many of them are summed up at a time
+constexpr int kMembers = 1024;            // of a bin that are compared with each other
+constexpr float kUnit = static_cast<float>(uint64_t{1} << 40);
+constexpr double kLog2E = 1.4426950408889634;
 
 // What a block shares.
 struct Scratch {
-  uint64_t bins[kBins];
-  uint64_t value, limit;
+  uint64_t bins[kBins], groups[kBins / kGroup];
+  uint64_t keys[kMembers], weights[kMembers];  // of a bin's members; or, with `digits`, a digit's weights
+  uint64_t value, running;
+  int32_t bin, members;
 };
 
 // 56 bits that order tokens: larger is likelier, then lower id.
@@ -58,18 +65,29 @@ SKD_BOTH inline double Uniform(uint64_t seed, int64_t row, int32_t step) {
   return static_cast<double>(value >> 11) * (1.0 / 9007199254740992.0);
 }
 
+// The bin of a logit, some way below the likeliest: as many to a unit of it as `per_unit`, and one for all that is too far below.
+SKD_BOTH inline int32_t BinOf(float below, float per_unit) {
+  const float bin = below * per_unit;
+  return bin < static_cast<float>(kBins - 1) ? static_cast<int32_t>(bin) : kBins - 1;  // NaN: the last one
+}
+
 struct Count {
+  float greatest;  // the likeliest token's logit
   SKD_BOTH uint64_t operator()(float) const { return 1; }
+  SKD_BOTH int32_t Bin(float logit) const { return BinOf(greatest - logit, 32.0f); }
 };
 
 struct Mass {
-  double temperature, greatest;  // greatest: the likeliest token's logit
+  float greatest, steepness;  // steepness: powers of two that a mass falls by where its logit falls by 1
   SKD_BOTH uint64_t operator()(float logit) const {
-    return static_cast<uint64_t>(exp((static_cast<double>(logit) - greatest) / temperature) * kUnit + 0.5);
+    const float mass = exp2f((logit - greatest) * steepness) * kUnit + 0.5f;
+    return mass >= 1.0f ? static_cast<uint64_t>(mass) : 0;
   }
+  SKD_BOTH int32_t Bin(float logit) const { return BinOf((greatest - logit) * steepness, 48.0f); }  // none beyond 42 of them
 };
 
-// One row, seen by a block. Block: thread(), size(), sync(), add(uint64_t*, uint64_t), greatest(uint64_t*, uint64_t).
+// One row, seen by a block. Block: thread(), size(), sync(), add(uint64_t*, uint64_t), greatest(uint64_t*, uint64_t),
+// next(int32_t*): one more; returns what it was.
 template <class Block>
 struct Row {
   Block block;
@@ -89,45 +107,104 @@ struct Row {
     return Get();
   }
 
-  // The weight of all tokens from the likeliest down to `least`.
+  // Fill the bins with the weights of all tokens down to `least`; returns their sum.
   template <class Weight>
-  SKD_BOTH uint64_t Total(Weight weight, uint64_t least) {
+  SKD_BOTH uint64_t Fill(Weight weight, uint64_t least) {
+    block.sync();
+    for (int bin = block.thread(); bin < kBins; bin += block.size()) scratch.bins[bin] = 0;
+    block.sync();
+    SKD_UNROLL for (int32_t id = block.thread(); id < vocabulary; id += block.size()) if (KeyOf(logits[id], id) >= least)
+        block.add(&scratch.bins[weight.Bin(logits[id])], weight(logits[id]));
+    block.sync();
+    for (int group = block.thread(); group < kBins / kGroup; group += block.size()) {
+      uint64_t sum = 0;
+      for (int bin = kGroup * group; bin < kGroup * (group + 1); ++bin) sum += scratch.bins[bin];
+      scratch.groups[group] = sum;
+    }
     Set(0);
-    uint64_t own = 0;
-    for (int32_t id = block.thread(); id < vocabulary; id += block.size())
-      if (KeyOf(logits[id], id) >= least) own += weight(logits[id]);
-    block.add(&scratch.value, own);
+    if (block.thread() == 0)
+      for (const uint64_t sum : scratch.groups) scratch.value += sum;
     return Get();
   }
 
-  // The key of the first token at which the running weight is above `limit`; of the last one, where it never is.
+  // The key of the first token at which the running weight is above `limit`, and in scratch.running that weight. The bins are as
+  // Fill left them for this weight and `least`; their sum is above `limit`.
   template <class Weight>
   SKD_BOTH uint64_t Passing(Weight weight, uint64_t least, uint64_t limit) {
-    uint64_t prefix = 0;
+    block.sync();
+    if (block.thread() == 0) FindBin(limit);
+    block.sync();
+    const int32_t wanted = scratch.bin;
+    const uint64_t before = scratch.running;
+    SKD_UNROLL for (int32_t id = block.thread(); id < vocabulary; id += block.size()) {
+      const float logit = logits[id];
+      if (weight.Bin(logit) != wanted || KeyOf(logit, id) < least) continue;
+      const int32_t member = block.next(&scratch.members);
+      if (member >= kMembers) continue;
+      scratch.keys[member] = KeyOf(logit, id);
+      scratch.weights[member] = weight(logit);
+    }
+    Set(0);
+    return scratch.members <= kMembers ? AmongMembers(before, limit) : DigitByDigit(weight, least, limit);
+  }
+
+  // scratch.bin: where the running weight passes `limit`; scratch.running: the weight before it; no members yet.
+  SKD_BOTH void FindBin(uint64_t limit) {
+    uint64_t before = 0;
+    int32_t group = 0;
+    while (before + scratch.groups[group] <= limit) before += scratch.groups[group++];
+    int32_t bin = kGroup * group;
+    while (before + scratch.bins[bin] <= limit) before += scratch.bins[bin++];
+    scratch.bin = bin;
+    scratch.running = before;
+    scratch.members = 0;
+  }
+
+  // `Passing`, of the bin's members: each is compared with all others.
+  SKD_BOTH uint64_t AmongMembers(uint64_t before, uint64_t limit) {
+    const int32_t members = scratch.members;
+    uint64_t key = 0, running = 0;  // of this thread's first token that passes
+    for (int32_t member = block.thread(); member < members; member += block.size()) {
+      const uint64_t own = scratch.keys[member];
+      uint64_t sum = before;
+      for (int32_t other = 0; other < members; ++other) sum += scratch.keys[other] >= own ? scratch.weights[other] : 0;
+      if (sum <= limit || own < key) continue;
+      key = own;
+      running = sum;
+    }
+    block.greatest(&scratch.value, key);
+    const uint64_t first = Get();
+    if (key == first) scratch.running = running;
+    block.sync();
+    return first;
+  }
+
+  // `Passing`, whatever the bins are.
+  template <class Weight>
+  SKD_BOTH uint64_t DigitByDigit(Weight weight, uint64_t least, uint64_t limit) {
+    uint64_t* const digits = scratch.keys;
+    uint64_t prefix = 0, running = 0;
     for (int shift = 32 + kIdBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
-      for (int bin = block.thread(); bin < kBins; bin += block.size()) scratch.bins[bin] = 0;
+      for (int digit = block.thread(); digit < kDigits; digit += block.size()) digits[digit] = 0;
       block.sync();
       for (int32_t id = block.thread(); id < vocabulary; id += block.size()) {
         const uint64_t key = KeyOf(logits[id], id);
         if (key >= least && (key >> (shift + kDigitBits)) == (prefix >> (shift + kDigitBits)))
-          block.add(&scratch.bins[(key >> shift) & (kBins - 1)], weight(logits[id]));
+          block.add(&digits[(key >> shift) & (kDigits - 1)], weight(logits[id]));
       }
       block.sync();
       if (block.thread() == 0) {
-        int digit = kBins - 1, lightest = digit;
-        for (; digit >= 0 && scratch.bins[digit] <= limit; --digit) {
-          if (scratch.bins[digit] > 0) lightest = digit;
-          limit -= scratch.bins[digit];
-        }
-        const int found = digit >= 0 ? digit : lightest;
-        scratch.value = prefix | (static_cast<uint64_t>(found) << shift);
-        scratch.limit = digit >= 0 ? limit : ~uint64_t{0};
+        int digit = kDigits - 1;
+        for (; digit > 0 && running + digits[digit] <= limit; --digit) running += digits[digit];
+        scratch.value = prefix | (static_cast<uint64_t>(digit) << shift);
+        scratch.running = running;
       }
-      block.sync();
-      prefix = scratch.value;
-      limit = scratch.limit;
+      prefix = Get();
+      running = scratch.running;
       block.sync();
     }
+    if (block.thread() == 0) scratch.running = running + weight(logits[IdOf(prefix)]);
+    block.sync();
     return prefix;
   }
 
@@ -147,18 +224,23 @@ struct Row {
 template <class Block>
 SKD_BOTH int32_t ChooseToken(Row<Block>& row, const SkdSampling& how, int64_t row_id, int32_t step) {
   const uint64_t likeliest = row.Greatest();
-  if (!how.do_sample) return IdOf(likeliest);
-  const Mass mass{how.temperature, static_cast<double>(row.logits[IdOf(likeliest)])};
+  const float greatest = row.logits[IdOf(likeliest)];
+  if (!how.do_sample || !(greatest - greatest == 0.0f)) return IdOf(likeliest);  // inf and NaN have no masses
   uint64_t least = 0;
-  if (how.top_k > 0 && how.top_k < row.vocabulary) least = row.Passing(Count{}, 0, static_cast<uint64_t>(how.top_k) - 1);
-  uint64_t total = row.Total(mass, least);
-  if (how.top_p < 1.0) {
-    const uint64_t wanted = static_cast<uint64_t>(ceil(how.top_p * static_cast<double>(total)));
-    least = row.Passing(mass, least, wanted > 0 ? wanted - 1 : 0);
-    total = row.Total(mass, least);
+  if (how.top_k > 0 && how.top_k < row.vocabulary) {
+    row.Fill(Count{greatest}, 0);
+    least = row.Passing(Count{greatest}, 0, static_cast<uint64_t>(how.top_k) - 1);
   }
-  const double drawn = Uniform(how.seed, row_id, step) * static_cast<double>(total);
-  return IdOf(row.Passing(mass, least, static_cast<uint64_t>(drawn)));
+  const double steepness = kLog2E / how.temperature;
+  const Mass mass{greatest, steepness < 1e30 ? static_cast<float>(steepness) : 1e30f};  // a temperature next to 0 is none in fp32
+  uint64_t kept = row.Fill(mass, least);
+  if (how.top_p < 1.0) {
+    const uint64_t wanted = static_cast<uint64_t>(ceil(how.top_p * static_cast<double>(kept)));
+    row.Passing(mass, least, wanted > 0 ? wanted - 1 : 0);
+    kept = row.scratch.running;
+  }
+  const uint64_t drawn = static_cast<uint64_t>(Uniform(how.seed, row_id, step) * static_cast<double>(kept));
+  return IdOf(row.Passing(mass, least, drawn < kept ? drawn : kept - 1));
 }
 
 // One row's turn-around; a block's first thread writes the row's state.

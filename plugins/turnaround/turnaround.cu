@@ -12,6 +12,7 @@ struct HostBlock {
   SKD_BOTH void sync() const {}
   SKD_BOTH void add(uint64_t* sum, uint64_t value) const { *sum += value; }
   SKD_BOTH void greatest(uint64_t* most, uint64_t value) const { *most = value > *most ? value : *most; }
+  SKD_BOTH int32_t next(int32_t* count) const { return (*count)++; }
 };
 
 #ifdef __CUDACC__
@@ -22,8 +23,13 @@ struct DeviceBlock {
   __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x); }
   __device__ int32_t size() const { return kThreads; }
   __device__ void sync() const { __syncthreads(); }
+  // In halves: 64 bits in shared memory are compared and swapped until it succeeds. What carries over is told by the lower one.
   __device__ void add(uint64_t* sum, uint64_t value) const {
-    if (value > 0) atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
+    auto* const halves = reinterpret_cast<unsigned*>(sum);
+    const auto lower = static_cast<unsigned>(value);
+    unsigned upper = static_cast<unsigned>(value >> 32);
+    if (lower > 0) upper += atomicAdd(&halves[0], lower) + lower < lower ? 1 : 0;
+    if (upper > 0) atomicAdd(&halves[1], upper);
   }
   // All threads call it. Of a warp one asks: 64 bits in shared memory are compared and swapped until it succeeds.
   __device__ void greatest(uint64_t* most, uint64_t value) const {
@@ -33,6 +39,7 @@ struct DeviceBlock {
     }
     if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<unsigned long long*>(most), static_cast<unsigned long long>(value));
   }
+  __device__ int32_t next(int32_t* count) const { return atomicAdd(count, 1); }
 };
 
 #endif
@@ -51,6 +58,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) skd_turnaround_kernel(Skd
   __shared__ Scratch scratch;
   skipdecode::TurnAround(DeviceBlock{}, scratch, state, static_cast<int32_t>(blockIdx.x));
 }
+
+#endif
+#ifdef __NVCC__  // which alone has the language of launches
 
 extern "C" int skd_turnaround_launch(const SkdTurnaround* state, void* stream) {
   if (state->rows == 0) return 0;

@@ -123,6 +123,14 @@ def test_the_last_steps_that_there_is_room_for_are_kept(host: ctypes.CDLL) -> No
     assert batch.steps.tolist() == [5] and batch.tokens.T.tolist() == [[5, 4]]
 
 
+def test_the_kernel_on_threads_of_the_host_has_no_races_and_chooses_what_the_host_version_chooses(tmp_path: Path) -> None:
+    source, program = Path(__file__).parent / "kernel_on_threads.cc", tmp_path / "kernel"
+    flags = ["-O1", "-std=c++17", "-fsanitize=thread", "-pthread", "-Wall", "-Werror"]
+    subprocess.run(["c++", *flags, "-o", str(program), str(source)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the PATH")
