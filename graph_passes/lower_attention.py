@@ -4,7 +4,8 @@
     -> GroupQueryAttention(query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache)
 
     Attention(..) * Sigmoid(ReduceLogSumExp(its scores) - sinks)  ->  the same, with `head_sink`
-    Attention(.., Where(visible, bias of each slot, -inf))        ->  the same, with `attention_bias`
+    Attention(.., Where(visible, bias of each slot, -inf))        ->  the same, with `attention_bias`, `seqlens_k` each row's last
+                                                                      position (`slot_biases`)
     Attention(query, keys and values that another layer wrote)    ->  the same, with no new key and value
 
 Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
@@ -23,7 +24,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, required, static_dim
 from skipdecode.graph_passes.rotary_table import rotary_table
-from skipdecode.graph_passes.slot_biases import slot_biases
+from skipdecode.graph_passes.slot_biases import last_slots, slot_biases
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.tokens_first import TokensFirst
 
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 class LowerAttentionPass(ir.passes.InPlacePass):
     """Leaves a rotary embedding outside where query and key are not rotated alike, or not from constant frequencies.
 
-    The layer's KV inputs keep their names; the graph gets two inputs more, `seqlens_k` and `total_sequence_length` (`bindings`).
+    The layer's KV inputs keep their names; the graph gets two inputs more, `seqlens_k`, unless all its layers have biases, and
+    `total_sequence_length` (`bindings`).
 
     Args:
         max_length: positions of the rotary table.
@@ -78,7 +80,8 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     rows = [tokens_first.rows(value) for value in heads]
     if not new:
         rows += 2 * [_no_rows(graph, out, rows[0], kv_heads * head_size)]
-    lengths = _length_inputs(graph)
+    valid = last_slots(graph, out) if bias is not None else _length_input(graph, bindings.SEQLENS_K, "B")
+    lengths = [valid, _length_input(graph, bindings.TOTAL_SEQUENCE_LENGTH, 1)]
     if bias is not None:
         bias = slot_biases(graph, out, bias, lengths[1], max_length)
     past = [required(_producer(value, "TensorScatter")) for value in present] if new else present
@@ -170,15 +173,14 @@ def _window(visible: ir.Value) -> int | None:
     return int(window.numpy().item())
 
 
-def _length_inputs(graph: ir.Graph) -> list[ir.Value]:
-    """The graph's `seqlens_k` and `total_sequence_length` inputs, added once."""
-    known = {value.name: value for value in graph.inputs}
-    wanted = ((bindings.SEQLENS_K, ir.Shape(["B"])), (bindings.TOTAL_SEQUENCE_LENGTH, ir.Shape([1])))
-    for name, shape in wanted:
-        if name not in known:
-            known[name] = ir.Value(name=name, shape=shape, type=ir.TensorType(ir.DataType.INT32))
-            graph.inputs.append(known[name])
-    return [known[name] for name, _ in wanted]
+def _length_input(graph: ir.Graph, name: str, size: str | int) -> ir.Value:
+    """The graph's int32 input of this name [size], added once."""
+    known = next((value for value in graph.inputs if value.name == name), None)
+    if known is not None:
+        return known
+    added = ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(ir.DataType.INT32))
+    graph.inputs.append(added)
+    return added
 
 
 def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:

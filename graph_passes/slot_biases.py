@@ -2,7 +2,11 @@
 
     slope of a head * (slot - the query's position) [B,NH,S,C]      ->      the same [B,NH,S,total_sequence_length]
 
-They are made once a graph: a step of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as with each layer's own (AMD
+CUDA's operator, where it has biases (unfused_attention.cu of ONNX Runtime 1.31), takes the last of S new tokens for the last
+valid slot, also of a row that a pass over prompts pads: with n valid slots its queries would be those at n - S .. n - 1. So it
+is told that padding is valid, too (`last_slots`): no query sees what comes after it, and the next steps write over it.
+
+Both are made once a graph: a step of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as with each layer's own (AMD
 EPYC, 2 cores, interleaved). The length is a number on the host, which Slice reads there.
 """
 
@@ -17,6 +21,8 @@ from onnx_ir.tape import Tape
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import NARROW, required
 
+_LAST_SLOTS = "last_slots"
+
 
 def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Value, max_length: int) -> ir.Value:
     """The operator's `attention_bias`, which layers of one graph with the same slopes share.
@@ -28,16 +34,15 @@ def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Valu
     """
     slopes = _slopes(bias)
     name = f"alibi_{zlib.crc32(slopes.tobytes()):08x}"
-    made = next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
-    if made is not None:
-        return made
+    known = _known(graph, name)
+    if known is not None:
+        return known
     tape = Tape()
     slope, slots, first, axes = (
         tape.op("Constant", [], {"value": ir.tensor(each)})
         for each in (slopes, np.arange(max_length, dtype=np.float32), np.array([0], np.int32), np.array([1, 3], np.int64))
     )
-    positions = next(value for value in graph.inputs if value.name == bindings.POSITION_IDS)
-    position = tape.op("Cast", [tape.op("Unsqueeze", [positions, axes])], {"to": ir.DataType.FLOAT})
+    position = tape.op("Cast", [tape.op("Unsqueeze", [_positions(graph), axes])], {"to": ir.DataType.FLOAT})
     distance = tape.op("Sub", [tape.op("Slice", [slots, first, total, first]), position])
     made = ir.Value(name=name, type=bias.type)
     if bias.dtype in NARROW:
@@ -46,6 +51,30 @@ def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Valu
         tape.op("Mul", [slope, distance], output=made)
     graph.insert_before(before, tape.nodes)
     return made
+
+
+def last_slots(graph: ir.Graph, before: ir.Node) -> ir.Value:
+    """The operator's `seqlens_k` where it has biases, int32 [B]: each row's last position, be it padding or not."""
+    known = _known(graph, _LAST_SLOTS)
+    if known is not None:
+        return known
+    tape = Tape()
+    last = tape.op("Constant", [], {"value": ir.tensor(np.array(-1, np.int64))})
+    position = tape.op("Gather", [_positions(graph), last], {"axis": 1})
+    made = ir.Value(name=_LAST_SLOTS, shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT32))
+    tape.op("Cast", [position], {"to": ir.DataType.INT32}, output=made)
+    graph.insert_before(before, tape.nodes)
+    return made
+
+
+def _known(graph: ir.Graph, name: str) -> ir.Value | None:
+    """What a node of the graph has made already."""
+    return next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
+
+
+def _positions(graph: ir.Graph) -> ir.Value:
+    """[B,S]"""
+    return next(value for value in graph.inputs if value.name == bindings.POSITION_IDS)
 
 
 def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]]:

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from skipdecode.graph_passes.conventions import required
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from tests.graph_passes.running import run_model, with_shapes
 
@@ -171,6 +172,33 @@ def test_biases_of_another_kind_are_an_error_and_not_left_out(wrong: str, right:
     text = ALIBI.replace(wrong, right).replace("int64[B] start", "int64[C] lengths, int64[B] start")
     with pytest.raises((AssertionError, ir.passes.PassError)):
         LowerAttentionPass(max_length=8)(with_shapes(text))
+
+
+@pytest.mark.parametrize(
+    ("positions", "last"),
+    [([[0, 1, 2, 3, 4]] * 2, [4, 4]), ([[6], [3]], [6, 3]), ([[4, 5, 6]], [6])],
+    ids=["prompts", "step", "chunk"],
+)
+def test_beside_biases_the_operator_is_told_each_rows_last_position_padding_or_not(
+    positions: list[list[int]], last: list[int]
+) -> None:
+    """CUDA's kernel with biases takes the last of S queries for the last valid slot: a padded row's would see too little."""
+    model = with_shapes(ALIBI)
+    LowerAttentionPass(max_length=9)(model)
+    (node,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+    assert "seqlens_k" not in [value.name for value in model.graph.inputs]
+    model.graph.outputs.append(required(node, 5))
+    rows, new = np.shape(positions)
+    feeds = {
+        "rows_q": np.zeros((rows, new, 32), np.float32),
+        **{name: np.zeros((rows, new, 16), np.float32) for name in ("rows_k", "rows_v")},
+        **{name: np.zeros((rows, 1, 9, 16), np.float32) for name in ("past_key", "past_value")},
+        "position_ids": np.array(positions),
+        "start": np.array(positions)[:, 0],
+        "visible": np.ones((rows, 1, new, 9), bool),
+        "total_sequence_length": np.array([max(last) + 1], np.int32),
+    }
+    assert run_model(model, feeds)[-1].tolist() == last
 
 
 def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
