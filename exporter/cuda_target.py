@@ -24,6 +24,7 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
 from skipdecode.graph_passes.narrow_operators import NarrowOperatorsPass
 from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
+from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
@@ -85,5 +86,6 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
         OrderQKVPass(),
         PackQKVPass(),
         SkipNormPass(),
+        OneScalePass(),
         *quantizing,
     ]

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
 from skipdecode import manifest as manifests
@@ -19,6 +20,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import ort as engines_ort
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.graph_passes.conventions import NORMS, scales_numbers
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
@@ -29,10 +31,10 @@ from tests.zoo import Zoo
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8
 # parts of heads turned, norms of heads, softcaps, biases, sinks and bases, latents, keys of two sizes and of other layers, three
-# kinds of states
+# kinds of states, norms whose groups or heads have scales of their own
 DENSE = (
     "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma4_text", "reading_others", "bamba", "lfm2",
-    "qwen3_5_text",
+    "qwen3_5_text", "falcon_h1", "cohere",
 )  # fmt: skip
 # a router inside the operator and outside, of softmaxes, sigmoids, groups and biases; experts with a bias, with no gate
 MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "minimax_m2", "phimoe", "nemotron_h", "lara_mini")
@@ -73,6 +75,14 @@ def _decoder(bundle: Path) -> Decoder:
 def test_fp16_engines_agree_with_the_reference(name: str, bundle: Callable[[str, str, str], Path], zoo: Zoo) -> None:
     model = zoo.model(name).half().float()
     assert_gives_the_references_logits(_decoder(bundle(name, "fp16", "none")), model, PROMPTS, NEW, 0.02)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "cohere"])
+def test_no_norm_has_a_scale_of_each_group_or_head(name: str, bundle: Callable[[str, str, str], Path]) -> None:
+    """Of which CUDA's kernels would take the first one's for all; a CPU's take each."""
+    graphs = [ir.load(path).graph for path in (bundle(name, "fp16", "none") / "targets" / "cuda").glob("*.onnx")]
+    norms = [node for graph in graphs for node in graph if node.op_type in NORMS]
+    assert norms and all(scales_numbers(node) for node in norms)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -1,0 +1,44 @@
+"""Norms of which each group or head has its own weights (Falcon-H1's Mamba, Cohere's query and key) with the weights behind them.
+
+    RMSNormalization(x [B,S,N,D], scale [N,D])             ->      RMSNormalization(x, ones [D]) * scale
+    LayerNormalization(x [B,S,N,D], scale [N,D], bias)     ->      LayerNormalization(x, ones [D]) * scale + bias
+
+Why: ONNX Runtime's CUDA kernels (1.31.1) broadcast a scale only where it has the rank of x and the axis is 2; of any other they
+take the first D numbers for every row, and say nothing (microsoft/onnxruntime#28971). The CPU's broadcast all. Narrow floats are
+rounded once more, between norm and product.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import NORMS, required, scales_numbers, static_dim
+from skipdecode.graph_passes.take_over import take_over
+
+
+class OneScalePass(ir.passes.InPlacePass):
+    """Leaves norms alone whose weights are D numbers. Runs behind what fuses norms."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type in NORMS and not scales_numbers(node)]
+        for node in found:
+            _take_weights_out(model.graph, node)
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
+    rows, made = required(norm), norm.outputs[0]
+    assert rows.dtype is not None and norm.attributes.get_int("axis", -1) in (-1, len(rows.shape or ()) - 1)
+    tape = Tape()
+    numbers = ir.tensor([1.0] * static_dim(rows, -1), dtype=rows.dtype)
+    ones = tape.op("Constant", [], {"value": numbers})
+    ones.shape, ones.type = numbers.shape, ir.TensorType(numbers.dtype)
+    value = tape.op(norm.op_type, [rows, ones], norm.attributes)
+    for kind, weights in zip(("Mul", "Add"), norm.inputs[1:], strict=False):
+        if weights is not None:
+            value.shape, value.type = made.shape, made.type
+            value = tape.op(kind, [value, weights])
+    graph.insert_before(norm, tape.nodes)
+    take_over(made, value)
+    graph.remove(norm, safe=True)
