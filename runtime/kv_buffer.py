@@ -15,7 +15,7 @@ import numpy as np
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Target
-from skipdecode.memory import IntArray, Memory
+from skipdecode.memory import DeviceMemory, IntArray, Memory
 from skipdecode.model import Keys, Model, StateLayers, kept, key_sizes
 from skipdecode.schedule import Anchor, Schedule
 
@@ -157,13 +157,12 @@ class KVBuffer:
                 array[place, :, :length] = array[row, :, :length]
         self.lengths[place] = length
 
-    def clear(self, *, slots: bool) -> None:
-        """Forget what states have summed up.
+    def clear(self) -> None:
+        """Forget what states have summed up; on a device keys and values, too.
 
-        Args:
-            slots: keys and values too. Most engines read no slot before it is written.
+        Attention weighs every slot there, by 0 where it is not valid: of a NaN that an earlier run left in one, it makes a NaN.
         """
-        for block in (self._state_block, self._key_block) if slots else (self._state_block,):
+        for block in (self._state_block, self._key_block) if isinstance(self._memory, DeviceMemory) else (self._state_block,):
             self._memory.clear(block)
 
 

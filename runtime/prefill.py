@@ -56,8 +56,7 @@ class Prefill:
     def run(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run every row's prompt; never longer than the row before."""
         lengths = [len(prompt) for prompt in prompts]
-        # engines of fixed buffers weigh every slot, by 0 where it is not valid: of a NaN that an earlier run left there, a NaN
-        self._kv.clear(slots=self._engines.slots is not None)
+        self._kv.clear()
         for rows in _passes(lengths, self._chunk if self._shares_passes(lengths[0]) else 1, self._padding):
             self._run_pass(rows, prompts[rows])
 

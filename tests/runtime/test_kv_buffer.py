@@ -105,7 +105,7 @@ def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
     state, half = buffer.layers[1]["past_conv_state.1"], np.full((1, 7, 3), 0.1, dtype=np.float32)
     memory.device.send(state[1:2].pointer, half)
     np.testing.assert_array_equal(memory.to_host(state)[1:2], half)
-    buffer.clear(slots=False)
+    buffer.clear()
     assert not memory.to_host(state).any()
 
 
@@ -133,7 +133,7 @@ def test_layers_keep_states_or_keys_of_their_own_sizes_or_read_anothers_and_only
     for layer in (0, 2, 3):
         for array in buffer.rows(layer, slice(2, None)).values():
             array[:] = 1
-    buffer.clear(slots=False)
+    buffer.clear()
     for layer in (0, 2, 3):
         for name, array in buffer.layers[layer].items():
             kept = 0 if name.endswith(f"_state.{layer}") else 1
