@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,10 @@ from skipdecode.device import Block, Call, HostArray
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.turn_around import KERNEL, THREADS, SkdTurnaround, TurnAround, ptx
 
+_NOTHING = b".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 _ASK_FOR_LESS = "send fewer rows, shorter prompts, or export with a smaller --max-length"
+
+logger = logging.getLogger(__name__)
 
 
 class CudaDevice:
@@ -44,7 +48,7 @@ class CudaDevice:
         self._context = self._checked(driver.cuDevicePrimaryCtxRetain(self._device))
         self._stream = self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
-        self.capturing = False
+        self.capturing = self._settled = False
         self._events: list[Any] = []  # that nobody waits for: made once, recorded again and again
         self._event_flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
@@ -117,6 +121,8 @@ class CudaDevice:
             CapacityError: there is no memory for it.
         """
         driver = self._driver
+        if not self._settled:
+            self._settle()
         graph = self._recorded(calls)
         try:
             self._check_repeats(graph)
@@ -130,6 +136,27 @@ class CudaDevice:
 
         weakref.finalize(replay, _free, driver, self._context, driver.cuGraphExecDestroy, executable)
         return replay
+
+    def _settle(self) -> None:
+        """Let another context of this process run a kernel, once, when the engines' kernels have run.
+
+        From then on the GPU takes 0.35 us less between two kernels (H100, H200; why is not known), as it does where another
+        process has used it meanwhile: 0.2 s that make a step of OPT-1.3B 1.07x as fast, one of OPT-6.7B 1.04x.
+        """
+        self._settled = True
+        driver = self._driver
+        try:
+            context = self._checked(driver.cuCtxCreate(None, 0, self._device))
+            try:
+                module = self._checked(driver.cuModuleLoadData(_NOTHING))
+                kernel = self._checked(driver.cuModuleGetFunction(module, b"nothing"))
+                self._checked(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+                self._checked(driver.cuCtxSynchronize())
+            finally:
+                driver.cuCtxDestroy(context)
+                driver.cuCtxSetCurrent(self._context)
+        except (CapacityError, TargetError) as error:
+            logger.info("steps are not made quicker by a second context: %s", error)
 
     def _recorded(self, calls: Call) -> Any:
         """The graph of what `calls` asks; the stream is as it was, whatever they raise."""

@@ -94,6 +94,12 @@ TEST_CASE("a run that is repeated is a graph from its second time on, and leaves
   CHECK(GraphsOfFive([] {}, false) == 0);
 }
 
+TEST_CASE("another context has run a kernel, once, where there are graphs") {
+  CHECK(GraphsOfFive([] {}) == 4);
+  CHECK(GraphsOfFive([] {}) == 4);
+  CHECK(*Driver<int>("standin_kernels_of_nothing") == 1);
+}
+
 TEST_CASE("a run that calls the host stays a call") {
   CHECK(GraphsOfFive([] {
           const auto nothing = [](void*) {};

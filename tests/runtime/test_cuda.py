@@ -83,6 +83,18 @@ def test_without_graphs_the_steps_calls_are_made_one_by_one(driver: Path, gpu_bu
     assert with_graphs["generations"] == without["generations"] and without["replayed"] == 0
 
 
+def test_before_the_first_graph_another_context_runs_a_kernel_where_there_is_memory_for_it(
+    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    settled, graphs, unsettled = (
+        json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * times, *options).stdout)
+        for times, options in ((3, ()), (1, ()), (3, ("without_contexts",)))
+    )
+    assert settled["elsewhere"] == 1 and settled["replayed"] > graphs["replayed"]
+    assert unsettled["elsewhere"] == 0 and unsettled["replayed"] == settled["replayed"]
+    assert unsettled["generations"] == settled["generations"]
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [

@@ -45,8 +45,9 @@ struct CUevent_st {
 
 namespace {
 
-constexpr size_t kMemory = size_t{1} << 30;  // bytes of the GPU
-thread_local bool entered = false;           // whether this thread made the context current
+constexpr size_t kMemory = size_t{1} << 30;           // bytes of the GPU
+thread_local bool entered = false;                    // whether this thread made the context current
+const auto kNothing = reinterpret_cast<CUmodule>(2);  // a module with a kernel that does nothing
 struct Block {
   size_t bytes;
   CUmemorytype type;
@@ -150,7 +151,9 @@ int standin_sent() { return sent; }
 size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
+int standin_without_contexts = 0;                                                         // whether there is none for another
 int standin_old = 0;                                                                      // whether it is of a CUDA before 13
+int standin_kernels_of_nothing = 0;                                                       // that were launched in another context
 int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
 
 // For tests: the nodes of the graph that was made last, a line each: a kernel's name, or what another one does.
@@ -181,6 +184,17 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
 }
 CUresult cuCtxSetCurrent(CUcontext) { return entered = true, CUDA_SUCCESS; }
+// One that lasts for a kernel; the thread has left the first one when it ends.
+CUresult cuCtxCreate(CUcontext* context, CUctxCreateParams*, unsigned, CUdevice) {
+  if (standin_without_contexts) return CUDA_ERROR_OUT_OF_MEMORY;
+  return entered = true, *context = reinterpret_cast<CUcontext>(2), CUDA_SUCCESS;
+}
+#undef cuCtxCreate
+CUresult cuCtxCreate_v2(CUcontext* context, unsigned flags, CUdevice device) {
+  return cuCtxCreate_v4(context, nullptr, flags, device);
+}
+CUresult cuCtxSynchronize() { return CUDA_SUCCESS; }
+CUresult cuCtxDestroy(CUcontext) { return entered = false, CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the driver would put it", CUDA_SUCCESS; }
 
 CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) {
@@ -277,17 +291,20 @@ CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
 }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  if (std::strstr(static_cast<const char*>(image), ".visible .entry skd_turnaround_kernel(") == nullptr)
-    return CUDA_ERROR_INVALID_PTX;
+  const auto* text = static_cast<const char*>(image);
+  if (std::strstr(text, ".visible .entry nothing(") != nullptr) return *module = kNothing, CUDA_SUCCESS;
+  if (std::strstr(text, ".visible .entry skd_turnaround_kernel(") == nullptr) return CUDA_ERROR_INVALID_PTX;
   if (standin_old) return CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
   return *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
 }
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+  if (module == kNothing) return *function = reinterpret_cast<CUfunction>(kNothing), CUDA_SUCCESS;
   if (std::strcmp(name, "skd_turnaround_kernel") != 0) return CUDA_ERROR_NOT_FOUND;
   return *function = reinterpret_cast<CUfunction>(1), CUDA_SUCCESS;
 }
-CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+CUresult cuLaunchKernel(CUfunction kernel, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
                         CUstream stream, void** parameters, void**) {
+  if (kernel == reinterpret_cast<CUfunction>(kNothing)) return ++standin_kernels_of_nothing, CUDA_SUCCESS;
   if (standin_without_kernels) return CUDA_ERROR_OUT_OF_MEMORY;
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does
   if (x != static_cast<unsigned>(state.rows) || threads != SKD_TURNAROUND_THREADS) return CUDA_ERROR_INVALID_VALUE;
@@ -307,7 +324,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, v
 CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   *function = nullptr;
-  for (const char* suffix : {"", "_v2", "_v3"}) {
+  for (const char* suffix : {"", "_v2", "_v3", "_v4"}) {
     if (*function == nullptr) *function = dlsym(self, (std::string(name) + suffix).c_str());
   }
   if (found != nullptr) *found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;

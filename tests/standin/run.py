@@ -1,8 +1,9 @@
 """`python -m tests.standin.run BUNDLE [WORD ..]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
 
 On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, the bytes that were
-taken after each (the GPU's and pinned ones), and how many steps were launched as a graph, how many events were made.
-`plain`: without graphs; `full`: on a GPU whose memory is taken; `without_pinned`, `without_graphs`: no memory for these;
+taken after each (the GPU's and pinned ones), and how many steps were launched as a graph, how many events were made, how many
+kernels ran in another context. `plain`: without graphs; `full`: on a GPU whose memory is taken; `without_pinned`,
+`without_graphs`, `without_contexts`: no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
 `allocating`: plans are of a version that allocates while they run; `old`: the driver is of a CUDA before 13;
 `killed`: the process ends as a signal would end it.
@@ -52,7 +53,7 @@ def main() -> None:
     generator = skipdecode.load(bundle, target="tensorrt-rtx", cuda_graphs="plain" not in sys.argv)
     if "full" in sys.argv:
         _driver.standin_fill()
-    for what in {"without_pinned", "without_graphs"}.intersection(sys.argv):
+    for what in {"without_pinned", "without_graphs", "without_contexts"}.intersection(sys.argv):
         ctypes.c_int.in_dll(_driver, f"standin_{what}").value = 1
     _driver.standin_taken.restype = ctypes.c_size_t
     answers, taken = [], []
@@ -61,6 +62,7 @@ def main() -> None:
         answers.append({"tokens": [row.token_ids for row in made.sequences], "layers": made.layers})
         taken.append(_driver.standin_taken())
     counts = {"replayed": _driver.standin_replayed(), "events": _driver.standin_events()}
+    counts["elsewhere"] = ctypes.c_int.in_dll(_driver, "standin_kernels_of_nothing").value
     json.dump({"generations": answers, "taken": taken, **counts}, sys.stdout)
     if "killed" in sys.argv:
         sys.stdout.flush()

@@ -28,6 +28,9 @@ Driver Load() {
   Find(library, "cuDeviceGet", &device_of);
   Find(library, "cuDevicePrimaryCtxRetain", &context_of);
   Find(library, "cuCtxSetCurrent", &driver.use);
+  Find(library, "cuCtxCreate_v2", &driver.create_context);
+  Find(library, "cuCtxDestroy_v2", &driver.destroy_context);
+  Find(library, "cuCtxSynchronize", &driver.wait_for_context);
   Find(library, "cuGetErrorString", &driver.describe);
   Find(library, "cuMemAlloc_v2", &driver.allocate);
   Find(library, "cuMemFree_v2", &driver.free);
@@ -55,10 +58,9 @@ Driver Load() {
   Find(library, "cuModuleLoadData", &driver.load);
   Find(library, "cuModuleGetFunction", &driver.kernel_of);
   Find(library, "cuLaunchKernel", &driver.launch_kernel);
-  int device = 0;
   Check(driver, start(0));
-  Check(driver, device_of(&device, 0));
-  Check(driver, context_of(&driver.context, device));
+  Check(driver, device_of(&driver.device, 0));
+  Check(driver, context_of(&driver.context, driver.device));
   return driver;
 }
 

@@ -32,6 +32,9 @@ constexpr int kCopyNode = 1, kHostNode = 3;             // CUgraphNodeType
 
 struct Driver {
   Result (*use)(void* context);
+  Result (*create_context)(void** context, unsigned flags, int device);  // and uses it on this thread
+  Result (*destroy_context)(void* context);
+  Result (*wait_for_context)();
   Result (*describe)(Result error, const char** text);
   Result (*allocate)(Address* memory, size_t bytes);
   Result (*free)(Address memory);
@@ -60,6 +63,7 @@ struct Driver {
   Result (*kernel_of)(Kernel** kernel, Module* module, const char* name);
   Result (*launch_kernel)(Kernel* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                           unsigned block_z, unsigned shared_bytes, Stream* stream, void** arguments, void** more);
+  int device;
   void* context;  // the device's primary one, which ONNX Runtime uses too
 };
 
