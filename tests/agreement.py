@@ -29,7 +29,7 @@ def assert_gives_the_references_logits(
         tolerance: of each row's largest logit.
     """
     for where, error in _errors(decoder, model, prompts, new):
-        assert error <= tolerance, where
+        assert error <= tolerance, f"row and step {where}: {error:.4f}"
 
 
 def assert_mostly_gives_the_references_logits(
@@ -39,7 +39,8 @@ def assert_mostly_gives_the_references_logits(
 
     So does torch itself: the tests' Mixtral differs by up to 0.1 in fp16 and 0.2 in bf16, in the median by 0.002 and 0.02.
     """
-    assert np.median([error for _, error in _errors(decoder, model, prompts, new)]) <= tolerance
+    errors = [error for _, error in _errors(decoder, model, prompts, new)]
+    assert np.median(errors) <= tolerance, np.round(errors, 4)
 
 
 def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int) -> Iterator[tuple[tuple[int, int], float]]:

@@ -35,8 +35,13 @@ def driver(provider: None) -> Iterator[Driver]:
 
 
 @pytest.fixture(
-    scope="module", params=[("opt", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE), ("phi3", Anchor.GENERATED)], ids=str
-)
+    scope="module",
+    params=[
+        ("opt", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE), ("phi3", Anchor.GENERATED),
+        ("lfm2", Anchor.GENERATED), ("qwen3_5_text", Anchor.ABSOLUTE),
+    ],
+    ids=str,
+)  # fmt: skip
 def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     name, anchor = request.param
     out = tmp_path_factory.mktemp("cpp") / name

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import skipdecode
 from skipdecode.cli import validate
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
+from skipdecode.exporter import reference_run
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
@@ -28,8 +30,6 @@ from tests.zoo import Zoo
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12
 NAMES = ["opt", "llama", "gpt_neox", "gemma3", "phi3"]
-# what no GPU has run yet: biases, sinks and bases of their own, latents, keys of two sizes and of others, three kinds of states
-OTHERS = ["bloom", "granite_swa", "minicpm3", "gemma4_text", "reading_others", "bamba", "lfm2", "qwen3_5_text"]
 # weights that add up to 1; that do not, with a shared expert, and a layer without experts; biases; routers outside the operator
 MIXTURES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
 pytestmark = pytest.mark.usefixtures("provider")
@@ -56,7 +56,7 @@ def llama(bundle: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.1)])
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("schedule", ["full", None])
 def test_every_variant_agrees_with_the_reference(
     name: str, schedule: str | None, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path
@@ -104,6 +104,20 @@ def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, t
         decoder.prefill(PROMPTS[:1])
         logits.append(decoder.logits[0].copy())
     assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
+
+
+def test_layers_in_int4_run_beside_a_head_in_int8(zoo: Zoo, tmp_path: Path) -> None:
+    """What becomes of a checkpoint that has 4 bits."""
+    pytest.importorskip("compressed_tensors", reason="quantised checkpoints are written with compressed-tensors")
+    from tests.exporter.quantised_checkpoints import awq, rewritten
+
+    settings = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+    folder = rewritten(zoo.checkpoint("llama"), tmp_path / "awq", settings, awq([]))
+    schedule = ScheduleRequest(name="full")
+    request = ExportRequest(model=str(folder), out=tmp_path / "b", schedule=schedule, max_length=MAX_LENGTH, targets=("cuda",))
+    export(dataclasses.replace(request, quantize="int4", dtype="fp16"))
+    decoder = skipdecode.load(tmp_path / "b").decoder([len(PROMPTS[0])], NEW)
+    assert_gives_the_references_logits(decoder, reference_run._load(folder, torch.float32), PROMPTS[:1], NEW, 0.05)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.1)])
