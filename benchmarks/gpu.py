@@ -15,6 +15,7 @@ examples:
   gpu.py --models opt-1.3b                (a command a model: each fits into ten minutes)
   gpu.py --models opt-6.7b --minutes 9 --out results/here
   gpu.py --models opt-1.3b --points 1x128
+  gpu.py --models shapes/my-llama         (a folder with a config.json; its weights are not read)
   gpu.py --smoke                          (a tiny model on the CPU: does it run at all; its figures mean nothing)
 """
 
@@ -62,7 +63,7 @@ def main() -> int:
     result = {"machine": facts() | device, "settings": settings, "not_measured": missing, "models": {}}
     for name in options.models:
         with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
-            _measure(name, (options.bundles or Path(folder)) / name, targets, options, deadline, result)
+            _measure(name, (options.bundles or Path(folder)) / Path(name).name, targets, options, deadline, result)
     _plot(result, options)
     print(json.dumps(result))
     return 0
@@ -145,7 +146,7 @@ def _point(points: list[dict[str, Any]], stage: Stage, rounds: int) -> dict[str,
 def _write(result: dict[str, Any], options: argparse.Namespace) -> Path | None:
     if options.out is None:
         return None
-    varied = options.models if options.models != _MODELS.split(",") else []
+    varied = [Path(name).name for name in options.models] if options.models != _MODELS.split(",") else []
     return write_results("-".join(["gpu", *varied]), result, options.out)
 
 
@@ -166,7 +167,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Decode speed on a GPU.", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default=_MODELS, help="with commas (%(default)s)")
+    parser.add_argument("--models", default=_MODELS, help="with commas; or folders with a config.json (%(default)s)")
     parser.add_argument("--points", default=_POINTS, help="rows x valid positions (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns that each system takes at a point (%(default)s)")
     parser.add_argument("--minutes", type=float, default=8, help="after which nothing new is begun (%(default)s)")
@@ -177,8 +178,8 @@ def _options() -> argparse.Namespace:
     options.models, options.points = options.models.split(","), options.points.split(",")
     if options.smoke:
         options.models, options.points, options.rounds = ["opt"], ["1x8", "2x8"], 1
-    elif {*options.models} - {*_MODELS.split(",")}:
-        parser.error(f"--models: choose from {_MODELS}")
+    elif unknown := [name for name in {*options.models} - {*_MODELS.split(",")} if not (Path(name) / "config.json").is_file()]:
+        parser.error(f"--models: {unknown[0]} is no folder with a config.json; name one, or of {_MODELS}")
     elif options.out is None:
         options.out = RESULTS
     return options
