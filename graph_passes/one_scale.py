@@ -31,9 +31,9 @@ def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
     rows, made = required(norm), norm.outputs[0]
     assert rows.dtype is not None and norm.attributes.get_int("axis", -1) in (-1, len(rows.shape or ()) - 1)
     tape = Tape()
-    numbers = ir.tensor([1.0] * static_dim(rows, -1), dtype=rows.dtype)
-    ones = tape.op("Constant", [], {"value": numbers})
-    ones.shape, ones.type = numbers.shape, ir.TensorType(numbers.dtype)
+    size = static_dim(rows, -1)
+    ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=rows.dtype)})
+    ones.shape, ones.type = ir.Shape([size]), ir.TensorType(rows.dtype)
     value = tape.op(norm.op_type, [rows, ones], norm.attributes)
     for kind, weights in zip(("Mul", "Add"), norm.inputs[1:], strict=False):
         if weights is not None:
