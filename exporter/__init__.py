@@ -14,6 +14,9 @@ def __getattr__(name: str) -> Any:
     """`skip_schedule`, imported when it is first asked for, since torch comes with it."""
     if name != "skip_schedule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skipdecode.exporter.packages import check_packages
+
+    check_packages()
     from skipdecode.exporter.reference import skip_schedule
 
     return skip_schedule

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 
+from skipdecode.cli import BAD_INPUT
+from skipdecode.errors import TargetError
+from skipdecode.exporter.packages import check_packages
 from skipdecode.exporter.signals import ending_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:
     """Import the command line, and run it."""
     with ending_on_signals() as check:
+        try:
+            check_packages()
+        except TargetError as error:
+            print(error, file=sys.stderr)
+            return BAD_INPUT
         from skipdecode.exporter import cli
 
         check()
