@@ -40,6 +40,7 @@ from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAtte
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
@@ -233,7 +234,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
         ExplicitConvolutionPass(opset=OPSET),
         ExplicitLinearAttentionPass(opset=OPSET, most_tokens=min(PREFILL_CHUNK, slots)),
     ]
-    passes += [ExplicitExpertsPass(), DropUnusedInputsPass()]
+    passes += [ExplicitExpertsPass(), OneScalePass(), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     if quantization and name != "embed":

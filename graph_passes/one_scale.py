@@ -4,8 +4,9 @@
     LayerNormalization(x [B,S,N,D], scale [N,D], bias)     ->      LayerNormalization(x, ones [D]) * scale + bias
 
 Why: ONNX Runtime's CUDA kernels (1.31.1) broadcast a scale only where it has the rank of x and the axis is 2; of any other they
-take the first D numbers for every row, and say nothing (microsoft/onnxruntime#28971). The CPU's broadcast all. Narrow floats are
-rounded once more, between norm and product.
+take the first D numbers for every row, and say nothing (microsoft/onnxruntime#28971). The CPU's broadcast all. TensorRT's
+normalization layer is built with a scale of [1,1,N,D], but its documentation has 1 where an axis is not normalized. Narrow floats
+are rounded once more, between norm and product.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.request import QUANTIZED_BITS
 from skipdecode.exporter.tensorrt_target import lower
+from skipdecode.graph_passes.conventions import NORMS, scales_numbers
 from skipdecode.graph_passes.quantize_weights import Quantization
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import plan_slots
@@ -52,7 +53,9 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
         source = stitch(graphs, name=name) if graphs else ir.load(bundle / "graphs" / f"{name}.onnx")
         lowered = bundle / "graphs" / f"lowered_{name}.onnx"
         most = slots[layers[0]] if layers else PREFILL_CHUNK
-        ir.save(lower(source, most, tied, quantization), lowered)
+        plan = lower(source, most, tied, quantization)
+        assert all(scales_numbers(node) for node in plan.graph if node.op_type in NORMS), "a norm whose scale is not one for all"
+        ir.save(plan, lowered)
         known[hashlib.sha256((bundle / path).read_bytes()).digest()] = lowered, most
 
     class Runtime:
