@@ -59,7 +59,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) skd_turnaround_kernel(Skd
   skipdecode::TurnAround(DeviceBlock{}, scratch, state, static_cast<int32_t>(blockIdx.x));
 }
 
-#endif
 #ifdef __NVCC__  // which alone has the language of launches
 
 extern "C" int skd_turnaround_launch(const SkdTurnaround* state, void* stream) {
@@ -70,4 +69,5 @@ extern "C" int skd_turnaround_launch(const SkdTurnaround* state, void* stream) {
 
 extern "C" const char* skd_turnaround_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
+#endif
 #endif
