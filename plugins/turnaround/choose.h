@@ -36,7 +36,7 @@ constexpr double kLog2E = 1.4426950408889634;
 // What a block shares.
 struct Scratch {
   uint64_t bins[kBins], groups[kBins / kGroup];
-  uint64_t keys[kMembers], weights[kMembers];  // of a bin's members; or, with `digits`, a digit's weights
+  uint64_t keys[kMembers], weights[kMembers];  // of a bin's members; `keys` else holds digits' weights
   uint64_t value, running;
   int32_t bin, members;
 };
@@ -113,8 +113,10 @@ struct Row {
     block.sync();
     for (int bin = block.thread(); bin < kBins; bin += block.size()) scratch.bins[bin] = 0;
     block.sync();
-    SKD_UNROLL for (int32_t id = block.thread(); id < vocabulary; id += block.size()) if (KeyOf(logits[id], id) >= least)
-        block.add(&scratch.bins[weight.Bin(logits[id])], weight(logits[id]));
+    SKD_UNROLL for (int32_t id = block.thread(); id < vocabulary; id += block.size()) {
+      const float logit = logits[id];
+      if (KeyOf(logit, id) >= least) block.add(&scratch.bins[weight.Bin(logit)], weight(logit));
+    }
     block.sync();
     for (int group = block.thread(); group < kBins / kGroup; group += block.size()) {
       uint64_t sum = 0;

@@ -57,8 +57,7 @@ void KvBuffer::BindRead(int64_t layer, int64_t row, int64_t rows, Bindings* bind
 void KvBuffer::ClearRow(int64_t row) {
   for (const auto& arrays : layers_) {
     for (const Array& array : arrays) {
-      // attention weighs every slot on a GPU, by 0 where it is not valid: of a NaN that an earlier row left in one, it makes a
-      // NaN
+      // attention weighs every slot on a GPU, by 0 where it is not valid: a NaN that an earlier row left in one would stay
       if (!array.of.has_slots || !memory_.on_host()) memory_.Clear(At(array, row), static_cast<size_t>(array.row_bytes));
     }
   }
