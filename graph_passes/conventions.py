@@ -55,6 +55,16 @@ def scales_numbers(norm: ir.Node) -> bool:
     return all(value is None or (value.shape is not None and len(value.shape) == 1) for value in norm.inputs[1:])
 
 
+def by_ones(tape: Tape, norm: ir.Node, rows: ir.Value) -> ir.Value:
+    """`norm` of `rows` [..,D] with ones [D] in the place of its scale, and without a bias."""
+    size, kind = static_dim(rows, -1), required(norm, 1).dtype
+    ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=kind)})
+    ones.shape, ones.type = ir.Shape([size]), required(norm, 1).type
+    normed = tape.op(norm.op_type, [rows, ones], norm.attributes)
+    normed.shape, normed.type = rows.shape, rows.type
+    return normed
+
+
 def static_dim(value: ir.Value, axis: int) -> int:
     """A size that is known when the graph is made."""
     size = value.shape[axis] if value.shape is not None else None

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS, required, scales_numbers, static_dim
+from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales_numbers, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
@@ -60,9 +60,7 @@ def _norm_together(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None
     assert weights[0] is not None and weights[0].dtype is not None
     size, kind = static_dim(heads, 3), weights[0].dtype
     tape = Tape()
-    ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=kind)})
-    normed = tape.op(norms[0].op_type, [heads, ones], norms[0].attributes)
-    normed.shape, normed.type = heads.shape, heads.type
+    normed = by_ones(tape, norms[0], heads)
     sizes = tape.op("Constant", [], {"value": ir.tensor(np.array([1, 1, len(norms), size]))})
     scales = tape.op("Reshape", [tape.op("Concat", weights, {"axis": 0}), sizes])
     scales.shape, scales.type = ir.Shape([1, 1, len(norms), size]), ir.TensorType(kind)

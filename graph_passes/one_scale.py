@@ -14,7 +14,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS, required, scales_numbers, static_dim
+from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales_numbers
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -30,12 +30,9 @@ class OneScalePass(ir.passes.InPlacePass):
 
 def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
     rows, made = required(norm), norm.outputs[0]
-    assert rows.dtype is not None and norm.attributes.get_int("axis", -1) in (-1, len(rows.shape or ()) - 1)
+    assert norm.attributes.get_int("axis", -1) in (-1, len(rows.shape or ()) - 1)
     tape = Tape()
-    size = static_dim(rows, -1)
-    ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=rows.dtype)})
-    ones.shape, ones.type = ir.Shape([size]), ir.TensorType(rows.dtype)
-    value = tape.op(norm.op_type, [rows, ones], norm.attributes)
+    value = by_ones(tape, norm, rows)
     for kind, weights in zip(("Mul", "Add"), norm.inputs[1:], strict=False):
         if weights is not None:
             value.shape, value.type = made.shape, made.type
