@@ -72,15 +72,16 @@ def main() -> int:
 def _measure(
     name: str, folder: Path, targets: list[str], options: argparse.Namespace, deadline: float, result: dict[str, Any]
 ) -> None:
-    """One model: into `result`, which is written after each stage."""
+    """One model: into `result`, by the last part of its name, which is written after each stage."""
+    told = folder.name
     folder.mkdir(parents=True, exist_ok=True)
     if options.smoke:
         in_process(make_checkpoint, name, folder / "checkpoint", True)
     gb_per_s = in_process(bandwidth, "cpu" if options.smoke else "cuda")
     figures: dict[str, Any] = {"export_s": {}, "copy_gb_per_s": round(gb_per_s, 1), "points": []}
-    result["models"][name] = figures
+    result["models"][told] = figures
     makers = _makers(name, folder, targets, options.smoke, figures["export_s"])
-    processes = Processes(name, makers, result["not_measured"], deadline)
+    processes = Processes(told, makers, result["not_measured"], deadline)
     waiting = stages(options.points, list(makers), _takes_part)
     try:
         while waiting:
@@ -88,7 +89,7 @@ def _measure(
             found = processes.take_turns(stage, options.rounds)
             if found:
                 point = _point(figures["points"], stage, options.rounds)
-                show(name, point, add_turns(point, found, gb_per_s))
+                show(told, point, add_turns(point, found, gb_per_s))
             _write(result, options)
             processes.keep({system for later in waiting for system in later.systems})
     finally:
