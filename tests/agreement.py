@@ -82,6 +82,12 @@ def _rounded(weight: Any, quantize: str, of_scales: ir.DataType) -> Any:
     return torch.from_numpy(rounded.reshape(weight.shape))
 
 
+def assert_every_route_is_a_graph(generator: Generator, graphs: bool = True) -> None:
+    """Of the loop that the generator kept; without `graphs`, that none is."""
+    loop = generator._kept_loop
+    assert loop is not None and loop.graphs == (len(loop.decoder._routes) if graphs else 0)
+
+
 def spoil(generator: Generator) -> None:
     """NaN in every slot of the KV buffer that the generator kept of its last run on a device."""
     loop = generator._kept_loop

@@ -14,7 +14,12 @@ from skipdecode.exporter.targets import parse_targets
 from skipdecode.generate import Generator
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits, on_levels
+from tests.agreement import (
+    assert_every_route_is_a_graph,
+    assert_gives_the_references_logits,
+    assert_mostly_gives_the_references_logits,
+    on_levels,
+)
 from tests.models import LAYERS, LEAST_LAYERS, MAX_LENGTH
 from tests.zoo import Zoo
 
@@ -73,5 +78,4 @@ def test_every_variant_agrees_with_the_reference(kind: tuple[str, str], generato
 def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:
     made = [generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True) for _ in range(4)]
     assert len({str([row.token_ids for row in each.sequences]) for each in made}) == 1
-    loop = generator._kept_loop
-    assert loop is not None and loop.graphs == len(loop.decoder._routes)
+    assert_every_route_is_a_graph(generator)
