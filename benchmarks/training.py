@@ -2,6 +2,7 @@
 
 One step is forward, backward and AdamW over a batch of whole sequences, fp32, on the CPU; full depth and each schedule take turns
 within a round. `promised` is what the layer positions say: all of them over those that are computed, with nothing else in a step.
+`prompts of 32` and `of 8 to 56`: the schedule begins after so many tokens of a prompt. What do rows cost whose prompts differ?
 
 examples:
   training.py
@@ -26,6 +27,7 @@ from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.samples import Effort, Summary, interleave
 
 ROWS, LENGTH, SPEEDUPS = 4, 128, (2, 3, 4, 5)
+PROMPTS = {"2x, prompts of 32": [32] * ROWS, "2x, prompts of 8 to 56": [8, 24, 40, 56]}
 EFFORT = Effort(rounds=7, seconds=90.0, spread=0.01)
 
 
@@ -52,31 +54,40 @@ def measure(name: str, tiny: bool) -> dict[str, dict[str, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(3, config.vocab_size, (ROWS, LENGTH))
 
-    def step(schedule: Schedule) -> float:
+    def step(schedule: Schedule, prompts: list[int]) -> float:
         began = time.perf_counter()
-        with skip_schedule(model, schedule):
+        with skip_schedule(model, schedule, prompt_length=prompts):
             model(ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return time.perf_counter() - began
 
-    depth = config.num_hidden_layers
-    schedules = {"full depth": full_depth(depth)}
-    for speedup in SPEEDUPS if not tiny else SPEEDUPS[:1]:
-        request = ScheduleRequest(speedup=speedup, span=LENGTH, anchor=Anchor.ABSOLUTE)
-        schedules[f"{speedup}x"] = build_schedule(request, depth)
+    cases = _cases(config.num_hidden_layers, SPEEDUPS[:1] if tiny else SPEEDUPS)
     times = interleave(
-        {title: lambda schedule=schedule: step(schedule) for title, schedule in schedules.items()},
+        {title: lambda case=case: step(*case) for title, case in cases.items()},
         Effort(rounds=1, seconds=0.0) if tiny else EFFORT,
     )
-    return {title: _row(times["full depth"], times[title], schedule) for title, schedule in schedules.items()}
+    return {title: _row(times["full depth"], times[title], *case) for title, case in cases.items()}
 
 
-def _row(full: list[float], these: list[float], schedule: Schedule) -> dict[str, Any]:
+def _cases(depth: int, speedups: tuple[int, ...]) -> dict[str, tuple[Schedule, list[int]]]:
+    """Schedules, and how long each row's prompt is."""
+    cases = {"full depth": (full_depth(depth), [0] * ROWS)}
+    for speedup in speedups:
+        request = ScheduleRequest(speedup=speedup, span=LENGTH, anchor=Anchor.ABSOLUTE)
+        cases[f"{speedup}x"] = build_schedule(request, depth), [0] * ROWS
+    for title, counts in PROMPTS.items():
+        cases[title] = build_schedule(ScheduleRequest(speedup=2, span=LENGTH - 32), depth), counts
+    return cases
+
+
+def _row(full: list[float], these: list[float], schedule: Schedule, prompts: list[int]) -> dict[str, Any]:
     gains = Summary.of((np.array(full) / np.array(these)).tolist())
+    caps = map(schedule.cap, range(schedule.num_layers))
+    computed = sum(LENGTH if cap is None else sum(min(count + cap, LENGTH) for count in prompts) / ROWS for cap in caps)
     return {
         "step_s": Summary.of(these).median, "gain": gains.median, "low": gains.low, "high": gains.high, "rounds": gains.n,
-        "promised": schedule.num_layers / schedule.mean_layers,
+        "promised": schedule.num_layers * LENGTH / computed,
     }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Skipping in torch: each layer applied to `hidden[:, :cap(l)]`. The oracle of the parity tests, and what fine-tuning uses.
 
 A schedule never rises, so the positions that compute a layer are a prefix and a whole pass is a slice: no mask, no gather
-(SkipDecode, arXiv 2307.02628, section 3). Skipped positions cost nothing, forward or backward.
+(SkipDecode, arXiv 2307.02628, section 3). Skipped positions cost nothing, forward or backward. Rows whose prompts are shorter are
+computed as far as the longest, and what that is too much is left out: no earlier position reads it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from transformers import Cache, PreTrainedModel
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_parts, key_sources, returns_tuple
+from skipdecode.exporter.prompt_length import PromptEnds, PromptLength
 from skipdecode.model import check_sources
 from skipdecode.schedule import Anchor, Schedule
 
 
 @contextmanager
-def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: int = 0) -> Iterator[torch.nn.Module]:
+def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: PromptLength = 0) -> Iterator[torch.nn.Module]:
     """Inside, `model(input_ids, use_cache=False)` computes layer `l` at its first `cap(l)` positions only.
 
     Works in training and evaluation; gradients flow through the computed positions. `input_ids` is [B,S] int64, whole rows in one
@@ -29,14 +31,16 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     Args:
         model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel or torch.compile.
         schedule: its `num_layers` must be the model's.
-        prompt_length: tokens `0 .. prompt_length - 1` of every row are the prompt, which a schedule anchored at the generated
-            tokens runs at full depth (so rows of a batch have prompts of one length, or are padded on the left). Ignored by an
-            absolute anchor.
+        prompt_length: tokens `0 .. prompt_length - 1` of a row are its prompt (padding before it is counted), which a schedule
+            anchored at the generated tokens runs at full depth. One number for every row of every pass, or one a row ([B] int),
+            or `"labels"`: each pass's labels [B,S] say it, as trainers give them, in which the prompt's tokens are -100.
+            Ignored by an absolute anchor.
 
     Raises:
         ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take.
-        ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read. Raised by the
-            model: a cache that holds tokens, several sequences in a row.
+        ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read, or
+            `prompt_length` is none of these. Raised by the model: a cache that holds tokens, several sequences in a row, counts
+            of another number of rows, no labels.
     """
     decoder = _decoder(model)
     parts = decoder_parts(decoder)
@@ -44,16 +48,18 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     if schedule.num_layers != depth:
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "build it anew")
     check_sources(key_sources(decoder.config), schedule)
-    start = prompt_length if schedule.anchor is Anchor.GENERATED else 0
+    ends = PromptEnds(prompt_length if schedule.anchor is Anchor.GENERATED else 0)
     caps = {index: cap for index in range(depth) if (cap := schedule.cap(index)) is not None}
     with ExitStack() as undo:
         for index, cap in caps.items():
             layer = parts.layers[index]
-            sliced = _sliced(layer.forward, start + cap, returns_tuple(decoder, layer))
+            sliced = _sliced(layer.forward, ends, cap, returns_tuple(decoder, layer))
             undo.callback(_uncover, layer, vars(layer).get("forward"))
             layer.forward = sliced
         if caps:
-            undo.callback(parts.owner.register_forward_pre_hook(_check_whole, with_kwargs=True).remove)
+            before = {decoder: (ends.read_labels,), parts.owner: (ends.check_read, _check_whole)}
+            for module, hook in ((module, hook) for module, hooks in before.items() for hook in hooks):
+                undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield model
 
 
@@ -89,22 +95,23 @@ def _check_whole(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )  # fmt: skip
 
 
-def _sliced(forward: Any, cap: int, in_tuple: bool) -> Any:
-    """`forward`, computing `hidden[:, :cap]` and passing the later positions through unchanged.
+def _sliced(forward: Any, ends: PromptEnds, cap: int, in_tuple: bool) -> Any:
+    """`forward`, computing each row's prompt and `cap` more positions, and passing the later ones through unchanged.
 
     `in_tuple`: it returns a tuple of that, and perhaps of the attention's weights, which nothing reads.
     """
 
     def sliced_forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         length = hidden.shape[1]
-        if cap >= length:
+        if ends.shortest + cap >= length:
             return forward(hidden, *args, **kwargs)
         out = hidden
-        if cap:
-            args = tuple(_prefix(value, length, cap) for value in args)
-            kwargs = {name: (_PREFIXES.get(name) or _prefix)(value, length, cap) for name, value in kwargs.items()}
-            head = forward(hidden[:, :cap], *args, **kwargs)
-            out = torch.cat([head[0] if in_tuple else head, hidden[:, cap:]], dim=1)
+        if end := min(ends.longest + cap, length):
+            args = tuple(_prefix(value, length, end) for value in args)
+            kwargs = {name: (_PREFIXES.get(name) or _prefix)(value, length, end) for name, value in kwargs.items()}
+            head = forward(hidden[:, :end], *args, **kwargs)
+            after = ends.computed(head[0] if in_tuple else head, hidden[:, :end], cap)
+            out = torch.cat([after, hidden[:, end:]], dim=1)
         return (out, None) if in_tuple else out
 
     return sliced_forward

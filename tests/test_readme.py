@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pytest
 
+import skipdecode
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
 ROOT = Path(__file__).parent.parent
+ROWS = """
+import csv, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained("my-llama")
+rows = []
+for question, answer in list(csv.reader(open(SAMPLE)))[1:17]:
+    prompt, told = tokenizer(question + " =>")["input_ids"], tokenizer(" " + answer)["input_ids"]
+    rows.append({"input_ids": prompt + told, "labels": [-100] * len(prompt) + told})
+""".replace("SAMPLE", repr(str(ROOT / "examples" / "e2e" / "sample.csv")))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -23,6 +32,20 @@ def test_the_first_python_example_runs_on_the_demos_bundle(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "Clowns" in done.stdout
+
+
+def test_the_page_on_training_trains_a_model_that_is_exported(tmp_path: Path) -> None:
+    (tmp_path / "my-llama").symlink_to(ROOT / "examples" / "e2e" / "model")
+    page = (ROOT / "docs" / "training.md").read_text("utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    code = ROWS + script.replace("report_to=[]", "report_to=[], use_cpu=True, max_steps=2, logging_steps=1")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("'loss'") == 2
+    command = re.findall(r"^    skip-export (.*)$", page, flags=re.MULTILINE)[0]
+    arguments = [Path(sys.executable).parent / "skip-export", *command.split()]
+    subprocess.run(arguments, cwd=tmp_path, capture_output=True, timeout=300, check=True)
+    assert skipdecode.load(tmp_path / "engines").generate("name[Clowns] =>", max_new_tokens=4).sequences[0].text
 
 
 @pytest.mark.parametrize("command", ["skip-export", "skip-run", "skip-validate", "skip-inspect"])

@@ -20,7 +20,8 @@ def _run(script: str, *options: str) -> str:
 
 def test_training_measures_both_models() -> None:
     lines = _run("training.py").splitlines()
-    assert [line.split(":")[0] for line in lines] == ["opt full depth", "opt 2x", "llama full depth", "llama 2x"]
+    cases = ["full depth", "2x", "2x, prompts of 32", "2x, prompts of 8 to 56"]
+    assert [line.split(":")[0] for line in lines] == [f"{model} {case}" for model in ("opt", "llama") for case in cases]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

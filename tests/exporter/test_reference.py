@@ -16,10 +16,11 @@ from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleErr
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
-from tests.models import CONFIGS, LAYERS
+from tests.models import CONFIGS, LAYERS, VOCABULARY
 from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
+FALLING = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))  # anchored at the generated tokens
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 
 
@@ -91,6 +92,12 @@ def test_a_model_that_others_have_wrapped_skips_the_same(wrapped: Any, zoo: Zoo,
         wrapper = torch.compile(model, backend="eager") if wrapped is torch.compile else wrapped(model)
         with skip_schedule(wrapper, SCHEDULE):
             torch.testing.assert_close(wrapper(IDS, use_cache=False).logits, plain)
+        for count in (2, 5):
+            labels = torch.where(torch.arange(7) < count, -100, IDS)
+            with skip_schedule(model, FALLING, prompt_length=count):
+                plain = model(IDS, use_cache=False).logits
+            with skip_schedule(wrapper, FALLING, prompt_length="labels"):
+                torch.testing.assert_close(wrapper(IDS, labels=labels, use_cache=False).logits, plain)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +106,10 @@ def test_a_model_that_others_have_wrapped_skips_the_same(wrapped: Any, zoo: Zoo,
 )
 def test_generating_with_a_cache_is_refused_and_without_gives_the_greedy_tokens(name: str, zoo: Zoo) -> None:
     model = zoo.model(name)
-    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))
-    wanted, _ = greedy_tokens(model, schedule, IDS[0].tolist(), 6)
+    wanted, _ = greedy_tokens(model, FALLING, IDS[0].tolist(), 6)
     model.generation_config.eos_token_id = None
     arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    with skip_schedule(model, schedule, prompt_length=IDS.shape[1]):
+    with skip_schedule(model, FALLING, prompt_length=IDS.shape[1]):
         with pytest.raises(ScheduleError, match="a cache holds 7 earlier tokens; generate with use_cache=False"):
             model.generate(IDS, use_cache=True, **arguments)
         assert model.generate(IDS, use_cache=False, **arguments)[0, IDS.shape[1] :].tolist() == wanted
@@ -112,15 +118,59 @@ def test_generating_with_a_cache_is_refused_and_without_gives_the_greedy_tokens(
 
 def test_rows_that_are_padded_on_the_left_generate_as_they_do_alone(zoo: Zoo) -> None:
     model = zoo.model("llama")
-    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))
-    wanted, _ = greedy_tokens(model, schedule, IDS[0, 3:].tolist(), 6)
+    wanted, _ = greedy_tokens(model, FALLING, IDS[0, 3:].tolist(), 6)
     ids = torch.cat([IDS, torch.nn.functional.pad(IDS[:, 3:], (3, 0), value=0)])
     model.generation_config.eos_token_id = None
-    with skip_schedule(model, schedule, prompt_length=7):
+    with skip_schedule(model, FALLING, prompt_length=7):
         made = model.generate(
             ids, attention_mask=(ids != 0).long(), max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False
         )
     assert made[1, 7:].tolist() == wanted
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_with_prompts_of_several_lengths_compute_what_each_does_alone(name: str, zoo: Zoo) -> None:
+    model, counts, lengths = zoo.model(name), [2, 5, 1], [7, 6, 7]
+    ids = torch.randint(3, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(7) < torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        with skip_schedule(model, FALLING, prompt_length=counts):
+            together = model(ids, attention_mask=mask.long(), use_cache=False).logits
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            with skip_schedule(model, FALLING, prompt_length=count):
+                alone = model(ids[row : row + 1, :length], use_cache=False).logits[0]
+            torch.testing.assert_close(together[row, :length], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_labels_say_where_prompts_end(zoo: Zoo) -> None:
+    """Also where padding stands before a prompt; without a label the whole row is one."""
+    model = zoo.model("llama")
+    ids = torch.randint(3, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(0))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, :2] = labels[1, :5] = labels[2] = labels[3, :4] = -100
+    labels[1, 6] = -100  # not learned, and no prompt: it stands behind a token that is
+    mask[3, :3] = 0
+    with torch.no_grad():
+        with skip_schedule(model, FALLING, prompt_length=torch.tensor([2, 5, 7, 4])):
+            counted = model(ids, attention_mask=mask, use_cache=False).logits
+        with skip_schedule(model, FALLING, prompt_length="labels"):
+            for rows in (slice(0, 1), slice(0, 4)):  # of each pass anew
+                read = model(ids[rows], attention_mask=mask[rows], labels=labels[rows], use_cache=False).logits
+                torch.testing.assert_close(read, counted[rows])
+
+
+def test_counts_that_do_not_fit_are_refused(zoo: Zoo) -> None:
+    model, ids = zoo.model("llama"), IDS.repeat(3, 1)
+    for given in (-1, 1.5, "label", [], [1, -1], [[1]], None):
+        with pytest.raises(ScheduleError, match="give a count of tokens"), skip_schedule(model, FALLING, prompt_length=given):  # type: ignore[arg-type]
+            pass
+    for given in ([1, 2], [1, 1]):
+        with skip_schedule(model, FALLING, prompt_length=given), pytest.raises(ScheduleError, match="2 counts, the batch 3 rows"):
+            model(ids, use_cache=False)
+    with skip_schedule(model, FALLING, prompt_length="labels"):
+        model(ids, labels=ids, use_cache=False)
+        with pytest.raises(ScheduleError, match="without any; call it with labels"):
+            model(ids, use_cache=False)
 
 
 def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:

@@ -24,6 +24,7 @@ from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 4, 4, 4, 3), anchor=Anchor.ABSOLUTE)
 LENGTH, ROWS, STEPS = 8, 4, 6
+PROMPTS = [2, 5, 1, 7]  # their lengths
 CAPS = [LENGTH if cap is None else cap for cap in map(SCHEDULE.cap, range(LAYERS))]
 
 
@@ -96,6 +97,23 @@ def test_activation_checkpointing_gives_the_same_weights(name: str, zoo: Zoo, tm
     torch.testing.assert_close(weights(checkpointed), weights(plain))
 
 
+def test_the_trainer_trains_prompts_of_several_lengths_as_each_row_alone(zoo: Zoo, tmp_path: Path) -> None:
+    model, alone = zoo.model("llama"), zoo.model("llama").train()
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(4, 3, 2))
+    data = rows()
+    for row, count in zip(data, PROMPTS, strict=True):
+        row["labels"] = torch.where(torch.arange(LENGTH) < count, -100, row["input_ids"])
+    with skip_schedule(model, schedule, prompt_length="labels"):
+        trained(model, tmp_path, data=data, max_steps=1, max_grad_norm=0.0)
+    learned = sum(LENGTH - count for count in PROMPTS)
+    for row, count in zip(data, PROMPTS, strict=True):
+        with skip_schedule(alone, schedule, prompt_length=count):
+            logits = alone(row["input_ids"][None], use_cache=False).logits[0, count - 1 : -1]
+        (torch.nn.functional.cross_entropy(logits, row["labels"][count:], reduction="sum") / learned).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.02).step()
+    torch.testing.assert_close(weights(model), weights(alone))
+
+
 def test_several_sequences_in_a_row_are_refused(zoo: Zoo) -> None:
     model = zoo.model("llama").train()
     packed = DataCollatorWithFlattening()([{"input_ids": row["input_ids"].tolist()} for row in rows()])
@@ -147,13 +165,15 @@ def test_an_adapter_is_trained_as_scheduled_and_exported_when_it_is_merged(
     assert list(made.sequences[0].token_ids) == tokens
 
 
-def trained(model: Any, folder: Path, **arguments: Any) -> Trainer:
+def trained(
+    model: Any, folder: Path, *, data: list[dict[str, torch.Tensor]] | None = None, max_steps: int = STEPS, **arguments: Any
+) -> Trainer:
     """A Trainer that has run a few steps over the same batch."""
     settings = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=0.02, optim="sgd",
+        output_dir=str(folder), max_steps=max_steps, per_device_train_batch_size=ROWS, learning_rate=0.02, optim="sgd",
         logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
         dataloader_pin_memory=False, **arguments,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=settings, train_dataset=rows())
+    trainer = Trainer(model=model, args=settings, train_dataset=data or rows())
     trainer.train()
     return trainer

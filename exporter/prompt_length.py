@@ -1,0 +1,74 @@
+"""Where the prompts of a batch end: what a schedule that is anchored at the generated tokens counts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from skipdecode.errors import ScheduleError
+
+PromptLength: TypeAlias = int | Sequence[int] | torch.Tensor | Literal["labels"]
+_NOT_LEARNED = -100  # transformers' label of a token that the loss leaves out, as it does prompts
+
+
+class PromptEnds:
+    """The ends of all rows' prompts, of all passes or of the one that runs.
+
+    Attributes:
+        shortest, longest: the first and the last of them, in tokens from the start of the pass.
+    """
+
+    def __init__(self, given: PromptLength) -> None:
+        self.shortest = self.longest = 0
+        self._ends = torch.zeros((), dtype=torch.int64)  # or [B]
+        self._in_labels, self._read = isinstance(given, str) and given == "labels", False
+        if not self._in_labels:
+            self._set(_counts(given))
+
+    def read_labels(self, _: torch.nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a model runs: the prompt ends at the first token that is learned. Without one, the whole row is prompt."""
+        if self._in_labels and (labels := kwargs.get("labels")) is not None:
+            learned = labels != _NOT_LEARNED
+            self._set(torch.where(learned.any(dim=1), learned.int().argmax(dim=1), labels.shape[1]))
+            self._read = True
+
+    def check_read(self, *_: Any) -> None:
+        """Before its layers run: raises ScheduleError where labels were asked for and this pass has none."""
+        if self._in_labels and not self._read:
+            raise ScheduleError(
+                'prompt_length="labels", and the model was called without any',
+                "call it with labels=..., or give the counts of tokens", where="skip_schedule",
+            )  # fmt: skip
+        self._read = False
+
+    def computed(self, after: torch.Tensor, before: torch.Tensor, cap: int) -> torch.Tensor:
+        """`after` a layer [B,S,H], as `before` it from a row's prompt and `cap` generated tokens on."""
+        if self._ends.ndim and len(self._ends) != len(after):
+            message = f"prompt_length has {len(self._ends)} counts, the batch {len(after)} rows"
+            raise ScheduleError(message, "give one a row", where="skip_schedule")
+        if self.shortest == self.longest:
+            return after
+        ends = self._ends.to(after.device)[:, None] + cap
+        positions = torch.arange(after.shape[1], device=after.device)
+        return torch.where((positions < ends)[..., None], after, before)
+
+    def _set(self, ends: torch.Tensor) -> None:
+        self._ends, self.shortest, self.longest = ends, int(ends.min()), int(ends.max())
+
+
+def _counts(given: Any) -> torch.Tensor:
+    """[] or [B] of int64.
+
+    Raises:
+        ScheduleError: these are none.
+    """
+    try:
+        counts = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        counts = torch.empty(0)
+    if counts.dtype not in (torch.int64, torch.int32) or counts.ndim > 1 or not counts.numel() or counts.min() < 0:
+        what = 'give a count of tokens, one a row, or "labels"'
+        raise ScheduleError(f"prompt_length={given!r}"[:100], what, where="skip_schedule")
+    return counts
