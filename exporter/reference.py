@@ -37,10 +37,11 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             Ignored by an absolute anchor.
 
     Raises:
-        ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take.
+        ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take, or its
+            attention is flex_attention.
         ScheduleError: the schedule was made for another depth, or skips a layer whose keys and values others read, or
             `prompt_length` is none of these. Raised by the model: a cache that holds tokens, several sequences in a row, counts
-            of another number of rows, no labels.
+            of another number of rows, no labels, a mixture's loss that balances experts beside an attention mask.
     """
     decoder = _decoder(model)
     parts = decoder_parts(decoder)
@@ -57,7 +58,8 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             undo.callback(_uncover, layer, vars(layer).get("forward"))
             layer.forward = sliced
         if caps:
-            before = {decoder: (ends.read_labels,), parts.owner: (ends.check_read, _check_whole)}
+            _check_masks(decoder)
+            before = {decoder: (ends.read_labels, _check_balance), parts.owner: (ends.check_read, _check_whole)}
             for module, hook in ((module, hook) for module, hooks in before.items() for hook in hooks):
                 undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield model
@@ -77,6 +79,26 @@ def _decoder(model: torch.nn.Module) -> PreTrainedModel:
     if found is None:
         raise ModelNotSupportedError(f"{type(model).__name__} is no model of transformers", "give one, or what wraps one")
     return found
+
+
+def _check_masks(decoder: PreTrainedModel) -> None:
+    """Refuse attention whose masks have no positions to cut."""
+    if decoder.config._attn_implementation == "flex_attention":
+        raise ModelNotSupportedError(
+            "flex_attention's masks are not cut to the positions that a layer computes",
+            'load the model with attn_implementation="sdpa"', where="skip_schedule",
+        )  # fmt: skip
+
+
+def _check_balance(decoder: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a mixture's auxiliary loss where it spreads one mask over all layers' positions, which are not the same."""
+    asked = kwargs.get("output_router_logits")
+    asked = getattr(decoder.config, "output_router_logits", False) if asked is None else asked
+    if asked and kwargs.get("attention_mask") is not None:
+        raise ScheduleError(
+            "the loss that balances experts takes as many positions of every layer",
+            "set output_router_logits=False, or leave the attention mask out", where="skip_schedule",
+        )  # fmt: skip
 
 
 def _check_whole(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

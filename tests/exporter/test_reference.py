@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
@@ -171,6 +172,21 @@ def test_counts_that_do_not_fit_are_refused(zoo: Zoo) -> None:
         model(ids, labels=ids, use_cache=False)
         with pytest.raises(ScheduleError, match="without any; call it with labels"):
             model(ids, use_cache=False)
+
+
+def test_attention_with_masks_that_cannot_be_cut_is_refused(zoo: Zoo) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(zoo.checkpoint("llama"), attn_implementation="flex_attention")
+    with pytest.raises(ModelNotSupportedError, match='attn_implementation="sdpa"'), skip_schedule(model, SCHEDULE):
+        pass
+
+
+def test_a_loss_that_balances_experts_is_refused_beside_a_mask(zoo: Zoo) -> None:
+    model, mask = zoo.model("mixtral"), torch.ones_like(IDS)
+    with skip_schedule(model, SCHEDULE):
+        assert model(IDS, labels=IDS, output_router_logits=True, use_cache=False).aux_loss > 0
+        assert model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss > 0
+        with pytest.raises(ScheduleError, match="set output_router_logits=False"):
+            model(IDS, attention_mask=mask, labels=IDS, output_router_logits=True, use_cache=False)
 
 
 def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:
