@@ -29,7 +29,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     pass: positions are counted from its start, which a cache of earlier tokens would shift.
 
     Args:
-        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel or torch.compile.
+        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel, FSDP or torch.compile.
         schedule: its `num_layers` must be the model's.
         prompt_length: tokens `0 .. prompt_length - 1` of a row are its prompt (padding before it is counted), which a schedule
             anchored at the generated tokens runs at full depth. One number for every row of every pass, or one a row ([B] int),

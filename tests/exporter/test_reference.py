@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
@@ -84,13 +86,23 @@ def test_a_schedule_inside_another_ends_and_the_outer_one_goes_on(zoo: Zoo) -> N
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("wrapped", [torch.compile, torch.nn.parallel.DistributedDataParallel])
-def test_a_model_that_others_have_wrapped_skips_the_same(wrapped: Any, zoo: Zoo, process_group: None) -> None:
-    model = zoo.model("llama")
+def compiled(model: torch.nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def sharded(model: torch.nn.Module) -> Any:
+    """As FSDP does, each layer by itself."""
+    for layer in decoder_layers(model):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("wrap", [compiled, DistributedDataParallel, sharded])
+def test_a_model_that_others_have_wrapped_skips_the_same(wrap: Any, zoo: Zoo, process_group: None) -> None:
+    model, wrapper = zoo.model("llama"), wrap(zoo.model("llama"))
     with torch.no_grad():
         with skip_schedule(model, SCHEDULE):
             plain = model(IDS, use_cache=False).logits
-        wrapper = torch.compile(model, backend="eager") if wrapped is torch.compile else wrapped(model)
         with skip_schedule(wrapper, SCHEDULE):
             torch.testing.assert_close(wrapper(IDS, use_cache=False).logits, plain)
         for count in (2, 5):
