@@ -59,8 +59,9 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             layer.forward = sliced
         if caps:
             _check_masks(decoder)
-            before = {decoder: (ends.read_labels, _check_balance), parts.owner: (ends.check_read, _check_whole)}
-            for module, hook in ((module, hook) for module, hooks in before.items() for hook in hooks):
+            hooks: list[tuple[torch.nn.Module, Any]] = [(decoder, ends.read_labels), (decoder, _check_balance)]
+            hooks += [(parts.owner, ends.check_read), (parts.owner, _check_whole)]
+            for module, hook in hooks:
                 undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield model
 

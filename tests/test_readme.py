@@ -14,20 +14,23 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
 ROOT = Path(__file__).parent.parent
-ROWS = """
-import csv, transformers
+E2E = ROOT / "examples" / "e2e"
+ROWS = f"""
+import sys, pathlib, transformers
+sys.path.insert(0, {str(E2E)!r})
+from data import prompt, read_pairs
 tokenizer = transformers.AutoTokenizer.from_pretrained("my-llama")
 rows = []
-for question, answer in list(csv.reader(open(SAMPLE)))[1:17]:
-    prompt, told = tokenizer(question + " =>")["input_ids"], tokenizer(" " + answer)["input_ids"]
-    rows.append({"input_ids": prompt + told, "labels": [-100] * len(prompt) + told})
-""".replace("SAMPLE", repr(str(ROOT / "examples" / "e2e" / "sample.csv")))
+for attributes, sentence in read_pairs(pathlib.Path({str(E2E / "sample.csv")!r}))[:16]:
+    asked, said = tokenizer(prompt(attributes))["input_ids"], tokenizer(" " + sentence)["input_ids"]
+    rows.append({{"input_ids": asked + said, "labels": [-100] * len(asked) + said}})
+"""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_first_python_example_runs_on_the_demos_bundle(tmp_path: Path) -> None:
     schedule = ScheduleRequest(speedup=2, span=48)
-    export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=tmp_path / "demo", schedule=schedule))
+    export(ExportRequest(model=str(E2E / "model"), out=tmp_path / "demo", schedule=schedule))
     code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,7 +38,7 @@ def test_the_first_python_example_runs_on_the_demos_bundle(tmp_path: Path) -> No
 
 
 def test_the_page_on_training_trains_a_model_that_is_exported(tmp_path: Path) -> None:
-    (tmp_path / "my-llama").symlink_to(ROOT / "examples" / "e2e" / "model")
+    (tmp_path / "my-llama").symlink_to(E2E / "model")
     page = (ROOT / "docs" / "training.md").read_text("utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     code = ROWS + script.replace("report_to=[]", "report_to=[], use_cpu=True, max_steps=2, logging_steps=1")
