@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser provider survey cpp bench clean
+.PHONY: demo test lint lint-cpp tidy fuzz links ptx install browser provider bindings survey cpp bench clean
 
 install: $(VENV)/.installed
 
@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/python examples/e2e/demo.py
 
 # two processes, a file in one of them: tests share what they export by file
-test: install browser provider cpp
+test: install browser provider bindings cpp
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # the C++ library, its tests and examples: optimised, and with the sanitizers that the tests run them under
@@ -42,6 +42,12 @@ provider: install
 	@test -d build/onnxruntime-gpu/onnxruntime || \
 	$(PIP) --no-deps --target build/onnxruntime-gpu onnxruntime-gpu==1.31.1 || \
 	echo "no onnxruntime-gpu: tests of its CUDA provider will be skipped" >&2
+
+# what PyPI has of the package tensorrt, the first version that serves and the last: tests ask it what the package's names are
+bindings: install
+	@for version in 10.15.1.29 11.4.0.106; do test -d build/tensorrt-$$version/tensorrt_bindings || \
+	$(PIP) --no-deps --target build/tensorrt-$$version tensorrt-cu13-bindings==$$version || \
+	echo "no tensorrt-cu13-bindings $$version: tests of the target tensorrt will be skipped" >&2; done
 
 # slow, and not part of CI: every architecture's cuda engines on that provider
 survey: provider

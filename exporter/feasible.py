@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from skipdecode import manifest
+from skipdecode.cuda import gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
@@ -79,6 +80,7 @@ def _check_builder(
     for target in targets:
         if target.name == "tensorrt":
             check_gpu(target.name)
+            gpu_at_hand()  # what plans are for
         if "sm75" in target.capabilities:
             _check_turing(request, skeleton)
 

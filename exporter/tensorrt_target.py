@@ -15,6 +15,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from skipdecode import manifest
+from skipdecode.cuda import gpu_at_hand
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
@@ -55,7 +56,7 @@ from skipdecode.schedule import Schedule
 
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
 TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
-_MACHINES = {"tensorrt-rtx": "sm80 and later", "tensorrt": "the GPU it was built on"}  # where no compute capability is named
+_PORTABLE = "sm80 and later"  # what TensorRT-RTX builds for where no compute capability is named
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
 
 
@@ -122,7 +123,14 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     (partial / folder / KEYS).write_text(json.dumps(requests.keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
     weights = job.quantization.name if job.quantization else graphs.weights
-    return _described(target, len(job.plan.segments), weights, requests.sizes, tied_weight, tied_bytes)
+    return _described(target, requests.gpus[0], len(job.plan.segments), weights, requests.sizes, tied_weight, tied_bytes)
+
+
+def _gpus(target: TargetRequest) -> tuple[str, str]:
+    """What plans are for: compute capabilities, and the name of the GPU where they are for the one at hand."""
+    if target.name == "tensorrt":
+        return gpu_at_hand()
+    return " ".join(target.capabilities) or _PORTABLE, ""
 
 
 def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
@@ -140,6 +148,7 @@ class _Requests:
     """The plans that are to be built, each lowered graph written as its turn comes; others are taken over.
 
     Attributes:
+        gpus: as `_gpus` of the target.
         keys: plan's file name -> what it is made from, as a hash; complete when all requests have been made.
         sizes: plan's path in the bundle -> bytes of its weights; then complete, too.
     """
@@ -149,6 +158,7 @@ class _Requests:
         self._folder, replaced = f"targets/{target.name}", job.request.out
         self._timing_cache = _timing_cache(replaced, partial, self._folder) if target.name == "tensorrt" else None
         self._known = _known_plans(replaced, self._folder)
+        self.gpus = _gpus(target)
         self.keys: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
 
@@ -165,7 +175,7 @@ class _Requests:
                 capabilities=self._target.capabilities, options=self._job.request.builder, timing_cache=self._timing_cache,
             )  # fmt: skip
             self.sizes[path] = weight_bytes(lowered.graph)
-            self.keys[Path(path).name] = key = _content_key(request, lowered, version)
+            self.keys[Path(path).name] = key = _content_key(request, lowered, version, self.gpus)
             if key in self._known:
                 _link_or_copy(self._known[key], self._partial / path)
                 remove_lowered(source)
@@ -177,6 +187,7 @@ class _Requests:
 
 def _described(
     target: TargetRequest,
+    machine: str,
     num_segments: int,
     weights: str,
     sizes: Mapping[str, int],
@@ -190,7 +201,7 @@ def _described(
     head = f"{folder}/head.plan"
     return manifest.Target(
         name=target.name, weights=weights, library=trt.__name__,
-        library_version=trt.__version__, machine=" ".join(target.capabilities) or _MACHINES[target.name], cpu_features=(),
+        library_version=trt.__version__, machine=machine, cpu_features=(),
         embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied_weight,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
@@ -249,10 +260,10 @@ def _slots(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> t
     return static_slots(schedule, limits.max_length, skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
 
 
-def _content_key(request: PlanRequest, lowered: ir.Model, version: str) -> str:
+def _content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tuple[str, str]) -> str:
     """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, settings, graph and weights."""
     about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
-    digest = hashlib.sha256(json.dumps([version, FLAGS, MAX_AUX_STREAMS, about]).encode())
+    digest = hashlib.sha256(json.dumps([version, gpus, FLAGS, MAX_AUX_STREAMS, about]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
     for _, value in sorted(lowered.graph.initializers.items()):
         if isinstance(value.const_value, ir.ExternalTensor):

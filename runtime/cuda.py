@@ -31,21 +31,8 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise TargetError("needs the Python package cuda-bindings", "pip install cuda-bindings", where="--target") from error
-        self._driver = driver
-        try:
-            code = driver.cuInit(0)[0]
-        except RuntimeError as error:  # cuda-python's own, where there is no libcuda.so.1
-            raise TargetError("there is no NVIDIA driver here", "choose a machine with a GPU, or another --target") from error
-        if code != driver.CUresult.CUDA_SUCCESS:
-            raise TargetError(
-                f"the NVIDIA driver finds no GPU ({code.name})", "check nvidia-smi, or choose another --target"
-            )  # fmt: skip
-        self._device = self._checked(driver.cuDeviceGet(0))
-        self._context = self._checked(driver.cuDevicePrimaryCtxRetain(self._device))
+        self._driver, self._device = driver, device = _first_gpu()
+        self._context = _checked(driver, driver.cuDevicePrimaryCtxRetain(device))
         self._stream = self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
         self.capturing = self._settled = False
@@ -55,9 +42,7 @@ class CudaDevice:
     @property
     def capability(self) -> str:
         """Of the GPU: sm89."""
-        kinds = self._driver.CUdevice_attribute
-        names = (kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        return "sm" + "".join(str(self._checked(self._driver.cuDeviceGetAttribute(name, self._device))) for name in names)
+        return _capability(self._driver, self._device)
 
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""
@@ -146,12 +131,12 @@ class CudaDevice:
         self._settled = True
         driver = self._driver
         try:
-            context = self._checked(driver.cuCtxCreate(None, 0, self._device))
+            context = _checked(driver, driver.cuCtxCreate(None, 0, self._device))
             try:
-                module = self._checked(driver.cuModuleLoadData(_NOTHING))
-                kernel = self._checked(driver.cuModuleGetFunction(module, b"nothing"))
-                self._checked(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
-                self._checked(driver.cuCtxSynchronize())
+                module = _checked(driver, driver.cuModuleLoadData(_NOTHING))
+                kernel = _checked(driver, driver.cuModuleGetFunction(module, b"nothing"))
+                _checked(driver, driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+                _checked(driver, driver.cuCtxSynchronize())
             finally:
                 driver.cuCtxDestroy(context)
                 driver.cuCtxSetCurrent(self._context)
@@ -211,19 +196,51 @@ class CudaDevice:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A driver call in this device's context, which each thread has to enter for itself."""
         self._driver.cuCtxSetCurrent(self._context)
-        return self._checked(function(*arguments))
+        return _checked(self._driver, function(*arguments))
 
-    def _checked(self, answer: tuple[Any, ...]) -> Any:
-        code, *values = answer
-        if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise CapacityError("CUDA has no memory left for its own use", _ASK_FOR_LESS)
-        if code == self._driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
-            raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
-        if code != self._driver.CUresult.CUDA_SUCCESS:
-            _, text = self._driver.cuGetErrorString(code)
-            said = text.decode() if isinstance(text, bytes) else code.name
-            raise TargetError(f"CUDA says: {said} ({code.name})", "check nvidia-smi, and start again")
-        return values[0] if len(values) == 1 else tuple(values)
+
+def gpu_at_hand() -> tuple[str, str]:
+    """The GPU of `CudaDevice`, without a context on it: its compute capability (sm89) and its name.
+
+    Raises:
+        TargetError: as `CudaDevice`.
+    """
+    driver, device = _first_gpu()
+    return _capability(driver, device), _checked(driver, driver.cuDeviceGetName(256, device)).decode().rstrip("\0")
+
+
+def _first_gpu() -> tuple[Any, Any]:
+    """cuda-python's driver, and the GPU's handle."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise TargetError("needs the Python package cuda-bindings", "pip install cuda-bindings", where="--target") from error
+    try:
+        code = driver.cuInit(0)[0]
+    except RuntimeError as error:  # cuda-python's own, where there is no libcuda.so.1
+        raise TargetError("there is no NVIDIA driver here", "choose a machine with a GPU, or another --target") from error
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise TargetError(f"the NVIDIA driver finds no GPU ({code.name})", "check nvidia-smi, or choose another --target")
+    return driver, _checked(driver, driver.cuDeviceGet(0))
+
+
+def _capability(driver: Any, device: Any) -> str:
+    kinds = driver.CUdevice_attribute
+    names = (kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    return "sm" + "".join(str(_checked(driver, driver.cuDeviceGetAttribute(name, device))) for name in names)
+
+
+def _checked(driver: Any, answer: tuple[Any, ...]) -> Any:
+    code, *values = answer
+    if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise CapacityError("CUDA has no memory left for its own use", _ASK_FOR_LESS)
+    if code == driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+        raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
+    if code != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(code)
+        said = text.decode() if isinstance(text, bytes) else code.name
+        raise TargetError(f"CUDA says: {said} ({code.name})", "check nvidia-smi, and start again")
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 class _Owned:

@@ -126,11 +126,11 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace |
     device = CudaDevice()
     built_for = target.machine.split()
     if all(name.startswith("sm") for name in built_for) and device.capability not in built_for:
-        raise TargetError(
-            f"the plans are for {target.machine}, this GPU is {device.capability}",
-            f"export the model again with --target {target.name}:{device.capability} --force, or cuda where that is unknown",
-            where=str(bundle),
-        )  # fmt: skip
+        if target.name != "tensorrt":  # which builds for the GPU at hand
+            rebuild = (
+                f"export the model again with --target {target.name}:{device.capability} --force, or cuda where that is unknown"
+            )
+        raise TargetError(f"the plans are for {target.machine}, this GPU is {device.capability}", rebuild, where=str(bundle))
     kernels = KernelCache(_kernels_of(bundle))
     shared = tensorrt.PlanRuntime(target.name, device, kernels)
     run = device.turn_around()

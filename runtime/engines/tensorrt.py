@@ -26,16 +26,16 @@ def library(target: str) -> Any:
     """The Python package of a TensorRT target.
 
     Raises:
-        TargetError: not installed.
+        TargetError: not installed, or without the libraries that it is made of.
     """
     package = LIBRARIES[target]
+    remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
     try:
         return importlib.import_module(package)
-    except ImportError as error:
-        remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
+    except ModuleNotFoundError as error:
         raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
-    except OSError as error:  # its libraries
-        raise TargetError(f"{package} cannot be loaded ({error})", f"install {package} again", where="--target") from error
+    except (ImportError, OSError) as error:  # its libraries
+        raise TargetError(f"{package} cannot be loaded ({error})", remedy, where="--target") from error
 
 
 def polygraphy(target: str, module: str) -> Any:

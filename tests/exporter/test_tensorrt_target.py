@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensorrt_rtx
 import torch
 import transformers
 from safetensors import safe_open
@@ -18,7 +20,7 @@ import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
-from skipdecode.exporter import tensorrt_target
+from skipdecode.exporter import feasible, tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
@@ -28,6 +30,7 @@ from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.models import MAX_LENGTH
+from tests.standin import package
 from tests.zoo import Zoo
 
 TARGET = "targets/tensorrt-rtx"
@@ -287,49 +290,58 @@ def test_keys_that_were_changed_make_no_plan_another(plans_only: Path, zoo: Zoo,
         assert len({*found.values()}) > 1
 
 
-def test_without_a_gpu_the_tensorrt_target_is_refused_before_anything_is_written(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "packages" / "tensorrt"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "from tensorrt_rtx import *\n__version__ = '11.0.0'\ndef Builder(log): raise TypeError('null pointer')\n"
-    )
-    monkeypatch.syspath_prepend(str(package.parent))
-    try:
-        with pytest.raises(TargetError, match="tensorrt found no GPU to build on; build with --target tensorrt-rtx:smNN"):
-            export(_request(zoo, "opt", tmp_path / "outs" / "bundle", targets=("tensorrt",)))
-    finally:
-        sys.modules.pop("tensorrt", None)
+@pytest.mark.parametrize("version", package.VERSIONS)
+def test_without_a_gpu_the_tensorrt_target_is_refused_before_anything_is_written(version: str, zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "outs" / "bundle"
+    done = package.export(package.bindings(version, tmp_path / "package"), zoo.checkpoint("opt"), out)
+    assert (done.returncode, done.stderr) == (2, "tensorrt found no GPU to build on; build with --target tensorrt-rtx:smNN\n")
+    assert not out.parent.exists()
+
+
+def test_bindings_without_their_libraries_say_which_one_is_missing(zoo: Zoo, tmp_path: Path) -> None:
+    environment = package.bindings(package.VERSIONS[-1], tmp_path / "package", libraries=False)
+    done = package.export(environment, zoo.checkpoint("opt"), tmp_path / "outs" / "bundle")
+    says = r"--target: tensorrt cannot be loaded \(lib\S+\.so\.11: cannot open .*\); docs/tensorrt\.md says where it comes from\n"
+    assert done.returncode == 2 and re.fullmatch(says, done.stderr), done.stderr
     assert not (tmp_path / "outs").exists()
 
 
-def test_the_tensorrt_target_keeps_its_timing_cache(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-RTX stands in for the `tensorrt` package, which is out of reach: same interface, no timings in its cache."""
-    package = tmp_path / "packages" / "tensorrt"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text('from tensorrt_rtx import *\n__version__ = "11.0.0"\n')
-    monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))  # for the builders' processes
-    out, wanted = tmp_path / "bundle", {"targets": ("tensorrt",), "slim": True}
-    try:
-        made = export(_request(zoo, "opt", out, **wanted))
-        assert (made.targets[0].name, made.targets[0].library_version) == ("tensorrt", "11.0.0")
-        assert made.targets[0].machine == "the GPU it was built on"
-        kept = (out / "targets" / "tensorrt" / "timing.cache").read_bytes()
-        of_it = {file.path for file in made.files if "timing" in file.path}
-        assert kept and of_it == {"targets/tensorrt/timing.cache"}
-        plan = out / made.targets[0].head
-        before = plan.stat().st_ino
-        export(_request(zoo, "opt", out, force=True, builder=BuilderOptions(workspace_mib=64, optimization_level=1), **wanted))
-        assert plan.stat().st_ino != before, "built with other options"
-        assert (out / "targets" / "tensorrt" / "timing.cache").read_bytes() == kept
-    finally:
-        sys.modules.pop("tensorrt", None)
+@pytest.mark.parametrize("version", package.VERSIONS)
+def test_the_tensorrt_target_builds_with_what_each_version_of_the_package_has(version: str, zoo: Zoo, tmp_path: Path) -> None:
+    environment = package.builder(version, tmp_path / "package")
+    done = package.export(
+        environment, zoo.checkpoint("llama"), tmp_path / "bundle", "--slim", "--quantize", "int4", "--workspace", 64
+    )
+    assert done.returncode == 0, done.stderr
+    (target,) = manifests.read(tmp_path / "bundle").targets
+    assert (target.name, target.library, target.library_version) == ("tensorrt", "tensorrt", version)
+    assert (target.machine, target.weights) == ("sm89", "int4"), "the GPU at hand"
 
 
-def test_a_plan_that_fails_to_build_leaves_nothing(zoo: Zoo, tmp_path: Path) -> None:
-    """TensorRT-RTX 1.7.1 has no attention of two heads, of which only its builder knows."""
-    with pytest.raises(TargetError, match=r"segment_000\.plan: tensorrt-rtx could not build it .*; export for cuda"):
-        export(_request(zoo, "gptj", tmp_path / "outs" / "bundle"))
-    assert list((tmp_path / "outs").iterdir()) == []
+def test_the_tensorrt_target_keeps_its_timing_cache_and_the_plans_of_the_same_gpu(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-RTX stands in for the libraries: no timings in its cache."""
+    environment = package.builder(package.VERSIONS[-1], tmp_path / "package")
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])  # for the builders' processes
+    named = SimpleNamespace(**{**vars(tensorrt_rtx), "__name__": "tensorrt", "__version__": package.VERSIONS[-1]})
+    monkeypatch.setitem(sys.modules, "tensorrt", named)
+    out = tmp_path / "bundle"
+    cache, plan = (out / "targets" / "tensorrt" / name for name in ("timing.cache", "head.plan"))
+
+    def built(gpu: str, **options: int) -> int:
+        for module in (feasible, tensorrt_target):
+            monkeypatch.setattr(module, "gpu_at_hand", lambda: ("sm89", gpu))
+        wanted = {"targets": ("tensorrt",), "slim": True, "force": True, "builder": BuilderOptions(**options)}
+        export(_request(zoo, "opt", out, **wanted))
+        return plan.stat().st_ino
+
+    first, kept = built("one"), cache.read_bytes()
+    assert kept and {file.path for file in manifests.read(out).files if "timing" in file.path} == {
+        "targets/tensorrt/timing.cache"
+    }
+    assert built("one") == first
+    other = built("one", workspace_mib=64, optimization_level=1)
+    assert other != first, "built with other options"
+    assert built("another", workspace_mib=64, optimization_level=1) != other, "built on another GPU"
+    assert cache.read_bytes() == kept

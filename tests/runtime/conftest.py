@@ -14,6 +14,7 @@ from skipdecode.plugins import turnaround
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import LAYERS, MAX_LENGTH
+from tests.standin import package
 from tests.zoo import Zoo
 
 
@@ -43,3 +44,13 @@ def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         return folder / str(anchor)
 
     return made
+
+
+@pytest.fixture(scope="session")
+def tensorrt_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model for the package `tensorrt`, of the newest version."""
+    folder = tmp_path_factory.mktemp("tensorrt")
+    environment, schedule = package.builder(package.VERSIONS[-1], folder / "package"), ("--min-layers", 2, "--span", 12)
+    done = package.export(environment, zoo.checkpoint("qwen2"), folder / "bundle", "--max-layers", LAYERS, *schedule)
+    assert done.returncode == 0, done.stderr
+    return folder / "bundle"

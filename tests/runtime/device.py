@@ -24,9 +24,9 @@ def turn_around(host: ctypes.CDLL) -> TurnAround:
     return lambda state: host.skd_turnaround_host(ctypes.byref(state))
 
 
-def stand_in(bundle: Path, patch: pytest.MonkeyPatch) -> Any:
-    """What stands for TensorRT's library, in its place, for the plans of one bundle."""
-    stands_in = library(bundle, lambda stream, work: work())
+def stand_in(bundle: Path, patch: pytest.MonkeyPatch, target: str = "tensorrt-rtx") -> Any:
+    """What stands for a TensorRT target's library, in its place, for the plans of one bundle."""
+    stands_in = library(bundle, lambda stream, work: work(), target)
     patch.setattr(tensorrt, "library", lambda target: stands_in)
     return stands_in
 
@@ -40,7 +40,7 @@ def load(bundle: Path, target: str, run: TurnAround | None, patch: pytest.Monkey
     if target == "cuda":
         engines = load_device_engines(made, bundle, wanted, device, run)
     else:
-        stand_in(bundle, patch)
+        stand_in(bundle, patch, target)
         shared = tensorrt.PlanRuntime(target, device)
         engines = plan_engines(made, bundle, wanted, device, run, lambda path: tensorrt.TensorRTEngine(path, shared))
     patch.setattr(generate, "load_engines", lambda *_: engines)

@@ -62,6 +62,18 @@ def test_generations_are_those_of_the_loop_on_the_host(
         assert answer["layers"] == list(expected.layers)
 
 
+def test_steps_of_the_package_tensorrts_plans_are_graphs_too(
+    driver: Path, tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = _run(driver, tensorrt_bundle, REQUESTS[:1] * 2)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    expected = device.load(tensorrt_bundle, "tensorrt", None, monkeypatch).generate(**REQUESTS[0])
+    assert answers["replayed"] > 0
+    for answer in answers["generations"]:
+        assert answer["tokens"] == [row.token_ids for row in expected.sequences]
+
+
 def test_a_process_that_is_killed_has_kept_the_kernels_that_its_runs_compiled(
     driver: Path, gpu_bundle: Callable[[Anchor], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -180,6 +181,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
   *value = name == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 8 : 9;
   return CUDA_SUCCESS;
 }
+CUresult cuDeviceGetName(char* name, int length, CUdevice) { return std::snprintf(name, length, "a stand-in"), CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
 }

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import skipdecode
+from skipdecode import manifest as manifests
 from skipdecode.engines import tensorrt
 from skipdecode.errors import SkipDecodeError
-from tests.standin.tensorrt import Context, library
+from tests.standin.tensorrt import RtxContext, library
 
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _driver = ctypes.CDLL("libcuda.so.1")
@@ -45,12 +46,13 @@ def _enqueue(stream: int, work: Callable[[], None]) -> None:
 
 def main() -> None:
     bundle = Path(sys.argv[1])
-    Context.allocates = "allocating" in sys.argv
+    RtxContext.allocates = "allocating" in sys.argv
     logging.basicConfig(format="%(message)s")
     ctypes.c_int.in_dll(_driver, "standin_old").value = "old" in sys.argv
-    stands_in = library(bundle, _enqueue)
+    target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt.LIBRARIES)
+    stands_in = library(bundle, _enqueue, target)
     tensorrt.library = lambda target: stands_in
-    generator = skipdecode.load(bundle, target="tensorrt-rtx", cuda_graphs="plain" not in sys.argv)
+    generator = skipdecode.load(bundle, target=target, cuda_graphs="plain" not in sys.argv)
     if "full" in sys.argv:
         _driver.standin_fill()
     for what in {"without_pinned", "without_graphs", "without_contexts"}.intersection(sys.argv):

@@ -1,8 +1,8 @@
 """Stands in for TensorRT's runtime where there is no GPU: a plan is run as the graph that it was built from, by ONNX Runtime.
 
-It has the interface that runtime/engines/tensorrt.py uses, and refuses what TensorRT's documentation forbids: a shape outside
-the profile, an address that is missing or not aligned, an output over an input that is not its alias, no scratch memory. What
-it cannot show is whether the real library takes the calls as documented.
+It has the interface that runtime/engines/tensorrt.py uses (for `tensorrt`: without what only TensorRT-RTX has), and refuses
+what TensorRT's documentation forbids: a shape outside the profile, an address that is missing or not aligned, an output over
+an input that is not its alias, no scratch memory. What it cannot show is whether the real library takes the calls as documented.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Enqueue = Callable[[int, Callable[[], None]], None]  # stream, what is to be don
 DAMAGED = "the plan is damaged"  # what the library says of a plan that it does not know
 
 
-def library(bundle: Path, enqueue: Enqueue) -> Any:
-    """What stands for the Python package `tensorrt_rtx`, for the plans of one bundle."""
+def library(bundle: Path, enqueue: Enqueue, name: str = "tensorrt-rtx") -> Any:
+    """What stands for the Python package of a TensorRT target, for the plans of one bundle."""
     use_threads(None)
     made = manifests.read(bundle)
-    target = next(each for each in made.targets if each.name == "tensorrt-rtx")
+    target = next(each for each in made.targets if each.name == name)
     slots = plan_slots(made, target)
     outer = [ir.load(bundle / "graphs" / f"{name}.onnx") for name in ("embed", "head")]
     bits = QUANTIZED_BITS.get(target.weights)
@@ -67,11 +67,13 @@ def library(bundle: Path, enqueue: Enqueue) -> Any:
             if found is None:
                 self._log.log(trt.ILogger.Severity.ERROR, DAMAGED)
                 return None
-            return Engine(*found, made.limits.max_batch, self._log, enqueue)
+            kind = RtxEngine if target.name == "tensorrt-rtx" else Engine
+            return kind(*found, made.limits.max_batch, self._log, enqueue)
 
-    kept = ("__version__", "__name__", "ILogger", "TensorIOMode", "ExecutionContextAllocationStrategy")
-    kept += ("DynamicShapesKernelSpecializationStrategy", "DataType")
-    return SimpleNamespace(Runtime=Runtime, **{name: getattr(trt, name) for name in kept})
+    kept = ("ILogger", "TensorIOMode", "ExecutionContextAllocationStrategy", "DataType")
+    kept += ("DynamicShapesKernelSpecializationStrategy",) if target.name == "tensorrt-rtx" else ()
+    about = {"__name__": target.library, "__version__": target.library_version}
+    return SimpleNamespace(Runtime=Runtime, **about, **{name: getattr(trt, name) for name in kept})
 
 
 class Engine:
@@ -111,18 +113,28 @@ class Engine:
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return SCRATCH * (profile + 1)
 
-    def create_runtime_config(self) -> Any:
+    def create_runtime_config(self) -> SimpleNamespace:
+        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None)
+
+    def create_execution_context(self, config: Any) -> Context:
+        return Context(self)
+
+
+class RtxEngine(Engine):
+    """TensorRT-RTX's, which compiles kernels where it runs."""
+
+    def create_runtime_config(self) -> SimpleNamespace:
         def set_runtime_cache(kernels: Kernels) -> bool:
             kernels.used.append(self.name)
             return True
 
         return SimpleNamespace(
-            set_execution_context_allocation_strategy=lambda strategy: None, create_runtime_cache=Kernels,
+            **vars(super().create_runtime_config()), create_runtime_cache=Kernels,
             dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=set_runtime_cache,
         )  # fmt: skip
 
     def create_execution_context(self, config: Any) -> Context:
-        return Context(self)
+        return RtxContext(self)
 
 
 class Kernels:
@@ -143,8 +155,6 @@ class Kernels:
 
 class Context:
     """What it is told, and whether that suffices."""
-
-    allocates = False  # while it runs
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._profile, self._scratch = engine, 0, 0
@@ -172,9 +182,6 @@ class Context:
             return self._refuse(f"{name}: {pointer:#x} is not aligned")
         self._addresses[name] = pointer
         return True
-
-    def is_stream_capturable(self, stream: int) -> bool:
-        return not self.allocates
 
     def execute_async_v3(self, stream: int) -> bool:
         engine, addresses = self._engine, dict(self._addresses)
@@ -204,3 +211,12 @@ class Context:
     def _refuse(self, why: str) -> bool:
         self._engine.log.log(trt.ILogger.Severity.ERROR, f"{self._engine.name}: {why}")
         return False
+
+
+class RtxContext(Context):
+    """TensorRT-RTX's, which may not go into a graph."""
+
+    allocates = False  # while it runs
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return not self.allocates

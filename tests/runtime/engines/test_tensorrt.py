@@ -36,6 +36,7 @@ from tests.agreement import (
 )
 from tests.models import LAYERS, LEAST_LAYERS, MAX_LENGTH
 from tests.runtime import device
+from tests.standin import package
 from tests.standin import tensorrt as standin
 from tests.zoo import Zoo
 
@@ -189,17 +190,39 @@ def test_no_memory_for_a_plan_is_told_as_that(gpu_bundle: Bundles, tmp_path: Pat
     assert str(shared.refused("start again")).startswith("no memory is left to run a plan ([defaultAllocator")
 
 
+def _calls(kind: type) -> set[str]:
+    return {name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")}
+
+
 def test_the_stand_in_has_no_call_that_the_library_has_not() -> None:
     import tensorrt_rtx as trt
 
     pairs = {
-        standin.Engine: trt.ICudaEngine, standin.Context: trt.IExecutionContext, standin.Kernels: trt.IRuntimeCache,
+        standin.RtxEngine: trt.ICudaEngine, standin.RtxContext: trt.IExecutionContext, standin.Kernels: trt.IRuntimeCache,
     }  # fmt: skip
     for stands_in, real in pairs.items():
-        calls = [name for name, value in vars(stands_in).items() if callable(value) and not name.startswith("_")]
-        assert calls and [name for name in calls if not hasattr(real, name)] == []
-    config = standin.Engine.create_runtime_config(object())  # type: ignore[arg-type]
-    assert [name for name in vars(config) if not hasattr(trt.IRuntimeConfig, name)] == []
+        assert _calls(stands_in) and _calls(stands_in) <= {*dir(real)}
+    config = standin.RtxEngine.create_runtime_config(object.__new__(standin.RtxEngine))
+    assert vars(config).keys() <= {*dir(trt.IRuntimeConfig)}
+
+
+@pytest.mark.parametrize("version", package.VERSIONS)
+def test_for_the_package_tensorrt_it_has_no_call_that_its_bindings_have_not(version: str, gpu_bundle: Bundles) -> None:
+    real = package.names(version)["names"]
+    assert _calls(standin.Engine) <= {*real["ICudaEngine"]}
+    assert _calls(standin.Context) <= {*real["IExecutionContext"]}
+    assert vars(standin.Engine.create_runtime_config(object.__new__(standin.Engine))).keys() <= {*real["IRuntimeConfig"]}
+
+
+def test_plans_of_the_package_tensorrt_agree_with_torch_and_onnx_runtime(
+    tensorrt_bundle: Path, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = device.load(tensorrt_bundle, "tensorrt", None, monkeypatch)
+    made, lengths = generator.manifest, [len(prompt) for prompt in PROMPTS]
+    decoder = Decoder(generator.engines, made.model, made.schedule, lengths, NEW, prefill_chunk=3)
+    assert_gives_the_references_logits(decoder, zoo.model("qwen2").half().float(), PROMPTS, NEW, 0.02)
+    rows = measure_plans(generator)
+    assert rows and all(row["holds"] for row in rows)
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx"])
@@ -220,7 +243,7 @@ def test_kernels_are_let_go_after_every_context_that_uses_them(
 ) -> None:
     gc.collect()  # what tests before this one have left
     gone: list[str] = []
-    for kind in (standin.Context, standin.Engine, standin.Kernels):
+    for kind in (standin.RtxContext, standin.RtxEngine, standin.Kernels):
         monkeypatch.setattr(kind, "__del__", lambda self: gone.append(type(self).__name__), raising=False)
     bundle = gpu_bundle(Anchor.GENERATED)
     device.stand_in(bundle, monkeypatch)
@@ -237,8 +260,8 @@ def test_kernels_are_let_go_after_every_context_that_uses_them(
 
     run()
     gc.collect()
-    assert gone[-1] == "Kernels" and gone.count("Context") > gone.count("Engine") > 0
-    assert [each for each in gone if each != "Kernels"][-1] == "Engine"
+    assert gone[-1] == "Kernels" and gone.count("RtxContext") > gone.count("RtxEngine") > 0
+    assert [each for each in gone if each != "Kernels"][-1] == "RtxEngine"
 
 
 def test_a_gpu_that_the_library_does_not_serve_is_one_line(
@@ -331,6 +354,16 @@ def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
     with pytest.raises(TargetError, match=says) as caught:
         skipdecode.load(gpu_bundle(Anchor.GENERATED), target="tensorrt-rtx")
     assert "\n" not in str(caught.value)
+
+
+def test_plans_that_tensorrt_built_on_another_gpu_are_built_again_on_this_one(
+    tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.stand_in(tensorrt_bundle, monkeypatch, "tensorrt")
+    monkeypatch.setattr(targets, "CudaDevice", _Gpu)
+    says = r"the plans are for sm89, this GPU is sm86; export the model again with --target tensorrt --force$"
+    with pytest.raises(TargetError, match=says):
+        skipdecode.load(tensorrt_bundle, target="tensorrt")
 
 
 def test_without_a_gpu_plans_are_refused_in_one_line(gpu_bundle: Bundles) -> None:

@@ -1,0 +1,92 @@
+"""The Python package `tensorrt`, whose libraries are out of reach: what of it is not.
+
+Its Python bindings are on PyPI, and `make bindings` gets them. They are asked what the package has, classes and names; a package
+`tensorrt` that is TensorRT-RTX without the rest builds plans, as the real one would on a machine with a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import MAX_LENGTH
+from tests.standin import driver
+
+VERSIONS = ("10.15.1.29", "11.4.0.106")  # the first that updates a KV buffer in place, and the last
+_HERE = Path(__file__).parent
+_LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
+_ASK = """
+import json, tensorrt
+def public(value): return [name for name in dir(value) if not name.startswith("_")]
+found = {name: getattr(tensorrt, name) for name in public(tensorrt)}
+names = {name: public(value) if isinstance(value, type) else None for name, value in found.items()}
+print(json.dumps({"version": tensorrt.__version__, "names": names}))
+"""
+
+
+def bindings(version: str, folder: Path, *, libraries: bool = True) -> dict[str, str]:
+    """The environment in which `tensorrt` is the real package, on libraries that find no GPU, or on none at all.
+
+    Skips where its bindings are not installed.
+    """
+    installed = _HERE.parents[1] / "build" / f"tensorrt-{version}"
+    if not (installed / "tensorrt_bindings").is_dir():
+        pytest.skip(f"build/tensorrt-{version} is not there: make bindings")
+    package = folder / "tensorrt"
+    package.mkdir(parents=True)
+    lines = ("from tensorrt_bindings import *", "from tensorrt_bindings import __version__")  # all of the wheel without bindings
+    (package / "__init__.py").write_text("\n".join(lines), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{installed}"}
+    if libraries:
+        for name in _LIBRARIES:
+            library = folder / f"lib{name}.so.{version.partition('.')[0]}"
+            command = [
+                "g++",
+                "-std=c++17",
+                "-shared",
+                "-fPIC",
+                "-Wall",
+                "-Werror",
+                f"-Wl,-soname,{library.name}",
+                _HERE / "libnvinfer.cc",
+                "-o",
+                library,
+            ]
+            subprocess.run(command, check=True)
+        environment["LD_LIBRARY_PATH"] = str(folder)
+    return environment
+
+
+@functools.cache
+def names(version: str) -> dict[str, Any]:
+    """What the package has: `version`, and by each of its `names` those of a class, None for anything else."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = bindings(version, Path(folder))
+        done = subprocess.run([sys.executable, "-c", _ASK], env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def builder(version: str, folder: Path) -> dict[str, str]:
+    """The environment in which `tensorrt` is a package of that version which builds plans, for the stand-in for a GPU."""
+    package = folder / "tensorrt"
+    package.mkdir(parents=True)
+    shutil.copyfile(_HERE / "reduced.py", package / "__init__.py")
+    (package / "names.json").write_text(json.dumps(names(version)), encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(driver.build(folder))}
+
+
+def export(environment: dict[str, str], checkpoint: Path, out: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    """skip-export for `tensorrt`, in a process of its own: the names that `reduced` takes away are gone from all of a process."""
+    command = [Path(sys.executable).parent / "skip-export", checkpoint, "--out", out, "--target", "tensorrt"]
+    command += ["--max-variants", 3, "--max-batch", 4, "--max-length", MAX_LENGTH, *options]
+    return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)
