@@ -1,12 +1,12 @@
 """How fast is a decode step on a GPU? OPT's shapes of 1.3B and 6.7B parameters, random weights in fp16, one NVIDIA GPU.
 
 Each variant of a bundle that computes all layers, a half, a third, a quarter and a fifth of them (what schedules of 1x to 5x
-compute on average), on ONNX Runtime and, where it serves the GPU, on TensorRT-RTX, against transformers on a static cache, eager
-and with its step through torch.compile (CUDA graphs; it compiles for each point anew, so it gets two: 1x128 and 8x128). Rows x
-valid positions: 1, 8, 32 x 128, 1024; with weights in int8 and int4 1x128 and 8x128. Each system in its own process, taking
-turns. A step is one CUDA graph that ends with the choice of its tokens. Also told: bytes a step over the bandwidth that a copy
-within the GPU reaches, the gain that the bytes promise, the host's time a step, the price of segments (1.3B as one engine against
-the chain of its segments), what is not measured and why.
+compute on average), on ONNX Runtime and, where they are installed and serve the GPU, on TensorRT-RTX and TensorRT, against
+transformers on a static cache, eager and with its step through torch.compile (CUDA graphs; it compiles for each point anew, so it
+gets two: 1x128 and 8x128). Rows x valid positions: 1, 8, 32 x 128, 1024; with weights in int8 and int4 1x128 and 8x128. Each
+system in its own process, taking turns. A step is one CUDA graph that ends with the choice of its tokens. Also told: bytes a step
+over the bandwidth that a copy within the GPU reaches, the gain that the bytes promise, the host's time a step, the price of
+segments (1.3B as one engine against the chain of its segments), what is not measured and why.
 
 What matters most comes first: our variants at one row, the price of segments, the peers at one row, quantised weights, the other
 rows. The results file is written again after each of them, so what was measured before a failure or a kill is there.
@@ -53,7 +53,7 @@ def main() -> int:
     if isinstance(device, str):
         print(f"gpu.py: {device}", file=sys.stderr)
         return 2
-    wanted = ["cuda"] if options.smoke else ["cuda", f"tensorrt-rtx:{device['capability']}"]
+    wanted = ["cuda"] if options.smoke else ["cuda", f"tensorrt-rtx:{device['capability']}", "tensorrt"]
     missing = {} if options.smoke else {target: why for target in wanted if (why := in_process(refused, target))}
     targets = [target for target in wanted if target not in missing]
     if not targets:

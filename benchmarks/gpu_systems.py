@@ -245,9 +245,12 @@ def refused(target: str) -> str | None:
     from skipdecode.engines.ort import check_cuda
     from skipdecode.errors import TargetError
     from skipdecode.exporter.targets import parse_targets
+    from skipdecode.graph_passes.compile_tensorrt import check_gpu
 
     try:
         parse_targets([target])
+        if target == "tensorrt":
+            check_gpu(target)
         if target == "cuda":
             check_cuda()
     except TargetError as error:

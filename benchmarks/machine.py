@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def facts() -> dict[str, Any]:
     """The machine, with the versions of every system that takes part."""
-    libraries = ("skipdecode", "onnxruntime", "tensorrt_rtx", "torch", "transformers", "ctranslate2", "numpy")
+    libraries = ("skipdecode", "onnxruntime", "tensorrt_rtx", "tensorrt", "torch", "transformers", "ctranslate2", "numpy")
     return {**machine_facts(libraries), "cpu_features": cpu_features()}
 
 

@@ -79,3 +79,11 @@ def test_gpu_says_in_one_line_what_is_missing() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "torch finds no GPU; run this on a machine with one" in done.stderr
+
+
+def test_gpu_says_of_each_target_why_it_is_not_measured() -> None:
+    ask = "from gpu_systems import refused; print(*map(refused, ['cuda', 'tensorrt-rtx:sm90', 'tensorrt']), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
+    cuda, rtx, tensorrt = done.stdout.splitlines()
+    assert "CUDAExecutionProvider" in cuda or "onnxruntime-gpu" in cuda
+    assert "does not build for 'sm90'" in rtx and "needs the Python package tensorrt; docs/tensorrt.md" in tensorrt

@@ -1,4 +1,4 @@
-"""Plans on a GPU that TensorRT-RTX serves: what tests/runtime/engines checks with a stand-in for the library."""
+"""Plans on a GPU that TensorRT-RTX or TensorRT serves: what tests/runtime/engines checks with a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 import skipdecode
 from skipdecode.cuda import CudaDevice
+from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.targets import parse_targets
@@ -32,14 +33,15 @@ NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others
 KINDS = [*((name, "none") for name in NAMES), *((name, how) for name in ("llama", "opt", "mixtral") for how in ("int8", "int4"))]
 
 
-@pytest.fixture(scope="module")
-def target() -> str:
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed (pip install tensorrt-rtx)")
-    name = f"tensorrt-rtx:{CudaDevice().capability}"
+@pytest.fixture(scope="module", params=tensorrt.LIBRARIES)
+def target(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "tensorrt-rtx":
+        name += f":{CudaDevice().capability}"
     try:
         parse_targets([name])
     except TargetError as error:
-        pytest.skip(f"this GPU is none of TensorRT-RTX's: {error}")
+        pytest.skip(str(error))
     return name
 
 
@@ -64,7 +66,7 @@ def generator(
             quantize=quantize, targets=(target,),
         )
     )  # fmt: skip
-    return skipdecode.load(out, target="tensorrt-rtx")
+    return skipdecode.load(out, target=target.partition(":")[0])
 
 
 def test_every_variant_agrees_with_the_reference(kind: tuple[str, str], generator: Generator, zoo: Zoo) -> None:
