@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from skipdecode import manifest
-from skipdecode.cuda import gpu_at_hand
+from skipdecode.cuda import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
@@ -18,6 +19,8 @@ from skipdecode.exporter.tensorrt_target import check_tensorrt
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES
+from skipdecode.kv_buffer import LEAST_SLOTS, fixed_slots, slots_per_layer, static_slots
+from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
 DEFAULT_MAX_LENGTH = 2048
@@ -25,6 +28,7 @@ DEFAULT_MAX_LENGTH = 2048
 # larger segments take more memory at export, and while plans are built. A GPU reads 256 MiB in 0.06 ms, of which the 9 us that
 # a border costs (a sum and a norm are not fused there) would be much, so its segments are larger.
 SEGMENT_BYTES, CUDA_SEGMENT_BYTES = 256 << 20, 2 << 30
+_HALF_BYTES = 2  # of fp16 and bf16
 _EXPERTS = "experts.down_proj"  # what transformers calls their matrices
 
 
@@ -80,9 +84,32 @@ def _check_builder(
     for target in targets:
         if target.name == "tensorrt":
             check_gpu(target.name)
-            gpu_at_hand()  # what plans are for
+            _check_memory(request, skeleton, limits, schedule, gpu_at_hand())
         if "sm75" in target.capabilities:
             _check_turing(request, skeleton)
+
+
+def _check_memory(request: ExportRequest, skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule, gpu: Gpu) -> None:
+    """What the GPU that plans are built on, and for, must hold at least: the weights, and one row's keys and values."""
+
+    def row_bytes(length: int) -> int:
+        fixed = static_slots(schedule, length, skeleton.state_layers, skeleton.keys, _HALF_BYTES)
+        slots = fixed_slots(slots_per_layer(schedule, 1, length - 1), fixed)
+        own = (kept(skeleton.state_layers, skeleton.keys, layer).keys for layer in range(len(slots)))
+        values = sum(keys.num_heads * keys.head_size * count for keys, count in zip(own, slots, strict=True) if keys)
+        return 2 * _HALF_BYTES * values
+
+    weights, row = int(_compiled_itemsize(request, skeleton) * skeleton.num_parameters), row_bytes(limits.max_length)
+    room = gpu.memory_bytes - weights
+    if row <= room:
+        return
+    fits = bisect.bisect_right(range(LEAST_SLOTS, limits.max_length, LEAST_SLOTS), room, key=row_bytes)
+    larger = "choose a larger GPU" if request.quantize == "int4" else "choose --quantize int4, or a larger GPU"
+    raise TargetError(
+        f"a row of {limits.max_length} tokens takes {row >> 20} MiB beside {weights >> 20} MiB of weights,"
+        f" the GPU ({gpu.name}) has {gpu.memory_bytes >> 20} MiB",
+        f"choose {fits * LEAST_SLOTS} or less" if fits else larger, where="--max-length",
+    )  # fmt: skip
 
 
 def _check_turing(request: ExportRequest, skeleton: Skeleton) -> None:

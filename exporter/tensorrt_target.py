@@ -129,7 +129,8 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
 def _gpus(target: TargetRequest) -> tuple[str, str]:
     """What plans are for: compute capabilities, and the name of the GPU where they are for the one at hand."""
     if target.name == "tensorrt":
-        return gpu_at_hand()
+        gpu = gpu_at_hand()
+        return gpu.capability, gpu.name
     return " ".join(target.capabilities) or _PORTABLE, ""
 
 

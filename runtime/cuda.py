@@ -7,6 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -199,14 +200,25 @@ class CudaDevice:
         return _checked(self._driver, function(*arguments))
 
 
-def gpu_at_hand() -> tuple[str, str]:
-    """The GPU of `CudaDevice`, without a context on it: its compute capability (sm89) and its name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What a GPU is."""
+
+    name: str
+    capability: str  # sm89
+    memory_bytes: int
+
+
+def gpu_at_hand() -> Gpu:
+    """The GPU of `CudaDevice`, without a context on it.
 
     Raises:
         TargetError: as `CudaDevice`.
     """
     driver, device = _first_gpu()
-    return _capability(driver, device), _checked(driver, driver.cuDeviceGetName(256, device)).decode().rstrip("\0")
+    name = _checked(driver, driver.cuDeviceGetName(256, device)).decode().rstrip("\0")
+    memory = _checked(driver, driver.cuDeviceTotalMem(device))
+    return Gpu(name=name, capability=_capability(driver, device), memory_bytes=int(memory))
 
 
 def _first_gpu() -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from safetensors import safe_open
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect, run, validate
+from skipdecode.cuda import Gpu
 from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter import feasible, tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
@@ -38,8 +39,8 @@ SCHEDULE = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=4, max_
 
 
 def _request(zoo: Zoo, name: str, out: Path, **changes: object) -> ExportRequest:
-    given = {"schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH, "targets": ("tensorrt-rtx:sm89",), **changes}
-    return ExportRequest(model=str(zoo.checkpoint(name)), out=out, **given)  # type: ignore[arg-type]
+    given = {"model": str(zoo.checkpoint(name)), "schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH}
+    return ExportRequest(out=out, **{**given, "targets": ("tensorrt-rtx:sm89",), **changes})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +291,17 @@ def test_keys_that_were_changed_make_no_plan_another(plans_only: Path, zoo: Zoo,
         assert len({*found.values()}) > 1
 
 
+def _as_tensorrt(patch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX in this process as the package `tensorrt`."""
+    named = SimpleNamespace(**{**vars(tensorrt_rtx), "__name__": "tensorrt", "__version__": package.VERSIONS[-1]})
+    patch.setitem(sys.modules, "tensorrt", named)
+
+
+def _at_hand(patch: pytest.MonkeyPatch, name: str = "a GPU", memory_bytes: int = 1 << 30) -> None:
+    for module in (feasible, tensorrt_target):
+        patch.setattr(module, "gpu_at_hand", lambda: Gpu(name=name, capability="sm89", memory_bytes=memory_bytes))
+
+
 @pytest.mark.parametrize("version", package.VERSIONS)
 def test_without_a_gpu_the_tensorrt_target_is_refused_before_anything_is_written(version: str, zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "outs" / "bundle"
@@ -304,6 +316,31 @@ def test_bindings_without_their_libraries_say_which_one_is_missing(zoo: Zoo, tmp
     says = r"--target: tensorrt cannot be loaded \(lib\S+\.so\.11: cannot open .*\); docs/tensorrt\.md says where it comes from\n"
     assert done.returncode == 2 and re.fullmatch(says, done.stderr), done.stderr
     assert not (tmp_path / "outs").exists()
+
+
+def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it_can(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_tensorrt(monkeypatch)
+    checkpoint = shutil.copytree(zoo.checkpoint("llama"), tmp_path / "longer")
+    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    wanted = {"targets": ("tensorrt",), "max_length": 600, "model": str(checkpoint)}
+    weights = 2 * sum(weight.numel() for weight in zoo.model("llama").parameters())
+    slot = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # what is asked for next
+
+    def refused(slots: int) -> str:
+        _at_hand(monkeypatch, memory_bytes=weights + slots * slot)
+        with pytest.raises(SkipDecodeError) as caught:
+            export(_request(zoo, "llama", tmp_path / "outs" / "bundle", **wanted))
+        return str(caught.value)
+
+    says = r"--max-length: a row of 600 tokens takes \d MiB beside \d MiB of weights, the GPU \(a GPU\) has \d MiB; choose "
+    for slots, remedy in ((599, "512 or less"), (200, "128 or less"), (100, "--quantize int4, or a larger GPU")):
+        assert re.fullmatch(says + remedy, refused(slots))
+    assert "MiB are free, the bundle needs" in refused(600)
 
 
 @pytest.mark.parametrize("version", package.VERSIONS)
@@ -324,14 +361,12 @@ def test_the_tensorrt_target_keeps_its_timing_cache_and_the_plans_of_the_same_gp
     """TensorRT-RTX stands in for the libraries: no timings in its cache."""
     environment = package.builder(package.VERSIONS[-1], tmp_path / "package")
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])  # for the builders' processes
-    named = SimpleNamespace(**{**vars(tensorrt_rtx), "__name__": "tensorrt", "__version__": package.VERSIONS[-1]})
-    monkeypatch.setitem(sys.modules, "tensorrt", named)
+    _as_tensorrt(monkeypatch)
     out = tmp_path / "bundle"
     cache, plan = (out / "targets" / "tensorrt" / name for name in ("timing.cache", "head.plan"))
 
     def built(gpu: str, **options: int) -> int:
-        for module in (feasible, tensorrt_target):
-            monkeypatch.setattr(module, "gpu_at_hand", lambda: ("sm89", gpu))
+        _at_hand(monkeypatch, name=gpu)
         wanted = {"targets": ("tensorrt",), "slim": True, "force": True, "builder": BuilderOptions(**options)}
         export(_request(zoo, "opt", out, **wanted))
         return plan.stat().st_ino

@@ -182,6 +182,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetName(char* name, int length, CUdevice) { return std::snprintf(name, length, "a stand-in"), CUDA_SUCCESS; }
+CUresult cuDeviceTotalMem(size_t* bytes, CUdevice) { return *bytes = kMemory, CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
 }
