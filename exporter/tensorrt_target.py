@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,30 +12,25 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.cuda import gpu_at_hand
-from skipdecode.errors import BundleError, TargetError
+from skipdecode.errors import TargetError
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.plan_builders import build_plans, num_builders
+from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, link_or_copy
 from skipdecode.exporter.request import Job
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.graph_passes.compile_tensorrt import (
-    FLAGS,
-    MAX_AUX_STREAMS,
-    PlanRequest,
-    Profile,
-    library,
-)
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
+from skipdecode.graph_passes.conventions import required, static_dim
 from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
-from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
+from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass, without_kernel
 from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
 from skipdecode.graph_passes.explicit_experts import ExplicitExpertsPass
 from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
-from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
@@ -54,8 +45,6 @@ from skipdecode.model import key_sizes
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.schedule import Schedule
 
-KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
-TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
 _PORTABLE = "sm80 and later"  # what TensorRT-RTX builds for where no compute capability is named
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
 
@@ -112,11 +101,13 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     if it is there, gives plans of the same content, and its timing cache.
 
     Raises:
-        TargetError: a graph that the library refuses.
+        TargetError: a graph that the library refuses, or attention with more scores than a tensor may have elements.
     """
     folder = f"targets/{target.name}"
     (partial / folder).mkdir(parents=True)
     engines, tied = _engines(job, graphs), None if job.quantization else graphs.tied
+    for engine in engines:
+        _check_scores(engine)
     requests = _Requests(job, target, partial, engines, tied)
     build_plans(iter(requests), len(engines), num_builders(target.name, _most_weights(engines, job.quantization)), report)
     (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
@@ -145,6 +136,18 @@ def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None)
     return max(int(weight_bytes(engine.graph.graph) * share(engine.name)) for engine in engines)
 
 
+def _check_scores(engine: _Engine) -> None:
+    """Attention that is written out has the scores of a prompt's pass in one tensor [1,NH,S,C]."""
+    for node in without_kernel(engine.graph.graph):
+        heads, tokens = static_dim(required(node), 1), min(PREFILL_CHUNK, engine.slots)
+        if heads * tokens * engine.slots > _MOST_ELEMENTS:
+            most = _MOST_ELEMENTS // (heads * PREFILL_CHUNK)
+            raise TargetError(
+                f"the scores of {heads} heads for {tokens} tokens and {engine.slots} slots are more than 2**31 - 1 elements",
+                f"choose --max-length {most - most % LEAST_SLOTS} or less", where="--max-length",
+            )  # fmt: skip
+
+
 class _Requests:
     """The plans that are to be built, each lowered graph written as its turn comes; others are taken over.
 
@@ -157,8 +160,8 @@ class _Requests:
     def __init__(self, job: Job, target: TargetRequest, partial: Path, engines: Sequence[_Engine], tied: str | None) -> None:
         self._job, self._target, self._partial, self._engines, self._tied = job, target, partial, engines, tied
         self._folder, replaced = f"targets/{target.name}", job.request.out
-        self._timing_cache = _timing_cache(replaced, partial, self._folder) if target.name == "tensorrt" else None
-        self._known = _known_plans(replaced, self._folder)
+        self._timing_cache = keep_timings(replaced, partial, self._folder) if target.name == "tensorrt" else None
+        self._known = known_plans(replaced, self._folder)
         self.gpus = _gpus(target)
         self.keys: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
@@ -176,9 +179,9 @@ class _Requests:
                 capabilities=self._target.capabilities, options=self._job.request.builder, timing_cache=self._timing_cache,
             )  # fmt: skip
             self.sizes[path] = weight_bytes(lowered.graph)
-            self.keys[Path(path).name] = key = _content_key(request, lowered, version, self.gpus)
+            self.keys[Path(path).name] = key = content_key(request, lowered, version, self.gpus)
             if key in self._known:
-                _link_or_copy(self._known[key], self._partial / path)
+                link_or_copy(self._known[key], self._partial / path)
                 remove_lowered(source)
                 yield None
             else:
@@ -206,14 +209,6 @@ def _described(
         embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied_weight,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
-
-
-def _timing_cache(replaced: Path, partial: Path, folder: str) -> str:
-    """The file in the new bundle, with what the replaced one knows."""
-    kept = partial / folder / TIMING_CACHE
-    if (replaced / folder / TIMING_CACHE).is_file():
-        shutil.copyfile(replaced / folder / TIMING_CACHE, kept)
-    return str(kept)
 
 
 def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
@@ -259,35 +254,3 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
 
 def _slots(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> tuple[int, ...]:
     return static_slots(schedule, limits.max_length, skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
-
-
-def _content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tuple[str, str]) -> str:
-    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, settings, graph and weights."""
-    about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
-    digest = hashlib.sha256(json.dumps([version, gpus, FLAGS, MAX_AUX_STREAMS, about]).encode())
-    digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
-    for _, value in sorted(lowered.graph.initializers.items()):
-        if isinstance(value.const_value, ir.ExternalTensor):
-            digest.update(value.const_value.tobytes())
-            release_pages(value.const_value)
-    return digest.hexdigest()
-
-
-def _known_plans(bundle: Path, folder: str) -> dict[str, Path]:
-    """Content key -> plan, of those that a bundle has as its manifest says; none where it cannot be read."""
-    try:
-        files = {file.path: file for file in manifest.read(bundle).files if file.path.startswith(f"{folder}/")}
-        whole = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
-        if f"{folder}/{KEYS}" not in whole:
-            return {}
-        keys = json.loads((bundle / folder / KEYS).read_text(encoding="utf-8"))
-        return {str(key): bundle / folder / name for name, key in keys.items() if f"{folder}/{name}" in whole}
-    except (OSError, ValueError, AttributeError, BundleError):
-        return {}
-
-
-def _link_or_copy(plan: Path, path: Path) -> None:
-    try:
-        os.link(plan, path)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(plan, path)

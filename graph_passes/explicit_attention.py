@@ -26,16 +26,22 @@ class ExplicitAttentionPass(ir.passes.InPlacePass):
     """Leaves attention that has a kernel; slots must be static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        served: set[ir.Value | None] = set()
-        found = []
-        for node in (node for node in model.graph if node.op_type == "Attention"):
-            if _has_kernel(node) and node.inputs[1] not in served:
-                served.add(node.inputs[1])
-            else:
-                found.append(node)
+        found = without_kernel(model.graph)
         for node in found:
             _Explicit(model.graph, node).write()
         return ir.passes.PassResult(model, bool(found))
+
+
+def without_kernel(graph: ir.Graph) -> list[ir.Node]:
+    """The attention that is to be written out."""
+    served: set[ir.Value | None] = set()
+    found = []
+    for node in (node for node in graph if node.op_type == "Attention"):
+        if _has_kernel(node) and node.inputs[1] not in served:
+            served.add(node.inputs[1])
+        else:
+            found.append(node)
+    return found
 
 
 def _has_kernel(node: ir.Node) -> bool:

@@ -43,6 +43,14 @@ def _request(zoo: Zoo, name: str, out: Path, **changes: object) -> ExportRequest
     return ExportRequest(out=out, **{**given, "targets": ("tensorrt-rtx:sm89",), **changes})  # type: ignore[arg-type]
 
 
+def _longer(zoo: Zoo, name: str, folder: Path) -> Path:
+    """A checkpoint of the zoo, with positions for long runs."""
+    checkpoint = shutil.copytree(zoo.checkpoint(name), folder / "longer")
+    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 2**21}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    return checkpoint
+
+
 @pytest.fixture(scope="module")
 def both(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A grouped-query model for cpu and for two kinds of GPU."""
@@ -270,6 +278,17 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
     tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
 
 
+def test_more_scores_than_a_tensor_may_have_are_refused_where_attention_is_written_out(zoo: Zoo, tmp_path: Path) -> None:
+    """Gemma 2's, whose logits are capped: 4 heads for 512 tokens and 2^20 slots."""
+    changes = {"max_length": 2**20, "max_batch": 1, "model": str(_longer(zoo, "gemma2", tmp_path))}
+    says = (
+        r"--max-length: the scores of 4 heads for 512 tokens and 1048576 slots are more .*; choose --max-length 1048448 or less"
+    )
+    with pytest.raises(TargetError, match=says):
+        export(_request(zoo, "gemma2", tmp_path / "outs" / "bundle", **changes))
+    assert not [*(tmp_path / "outs").iterdir()]
+
+
 @pytest.mark.parametrize("max_length", [32, MAX_LENGTH])
 def test_short_buffers_build_in_bf16_too(max_length: int, zoo: Zoo, tmp_path: Path) -> None:
     """TensorRT-RTX 1.7.1 fails on two layers where a prompt's pass has 64 tokens or fewer."""
@@ -322,12 +341,9 @@ def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _as_tensorrt(monkeypatch)
-    checkpoint = shutil.copytree(zoo.checkpoint("llama"), tmp_path / "longer")
-    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 4096}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    wanted = {"targets": ("tensorrt",), "max_length": 600, "model": str(checkpoint)}
-    weights = 2 * sum(weight.numel() for weight in zoo.model("llama").parameters())
-    slot = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    wanted = {"targets": ("tensorrt",), "max_length": 600, "model": str(_longer(zoo, "llama", tmp_path))}
+    weights, config = 2 * sum(weight.numel() for weight in zoo.model("llama").parameters()), zoo.model("llama").config
+    slot = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # what is asked for next
 

@@ -1,0 +1,61 @@
+"""What an export takes over from the bundle that it replaces: plans of the same content, and TensorRT's timings."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import onnx_ir as ir
+
+from skipdecode import manifest
+from skipdecode.errors import BundleError
+from skipdecode.graph_passes.compile_tensorrt import FLAGS, MAX_AUX_STREAMS, PlanRequest
+from skipdecode.graph_passes.mapped import release_pages
+
+KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
+TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
+
+
+def content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tuple[str, str]) -> str:
+    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, settings, graph and weights."""
+    about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
+    digest = hashlib.sha256(json.dumps([version, gpus, FLAGS, MAX_AUX_STREAMS, about]).encode())
+    digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
+    for _, value in sorted(lowered.graph.initializers.items()):
+        if isinstance(value.const_value, ir.ExternalTensor):
+            digest.update(value.const_value.tobytes())
+            release_pages(value.const_value)
+    return digest.hexdigest()
+
+
+def known_plans(bundle: Path, folder: str) -> dict[str, Path]:
+    """Content key -> plan, of those that a bundle has as its manifest says; none where it cannot be read."""
+    try:
+        files = {file.path: file for file in manifest.read(bundle).files if file.path.startswith(f"{folder}/")}
+        whole = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
+        if f"{folder}/{KEYS}" not in whole:
+            return {}
+        keys = json.loads((bundle / folder / KEYS).read_text(encoding="utf-8"))
+        return {str(key): bundle / folder / name for name, key in keys.items() if f"{folder}/{name}" in whole}
+    except (OSError, ValueError, AttributeError, BundleError):
+        return {}
+
+
+def link_or_copy(plan: Path, path: Path) -> None:
+    """Let `path` be the known `plan`, which its own bundle may lose."""
+    try:
+        os.link(plan, path)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(plan, path)
+
+
+def keep_timings(replaced: Path, partial: Path, folder: str) -> str:
+    """The timing cache in the new bundle, with what the replaced one knows; returns its file."""
+    kept = partial / folder / TIMING_CACHE
+    if (replaced / folder / TIMING_CACHE).is_file():
+        shutil.copyfile(replaced / folder / TIMING_CACHE, kept)
+    return str(kept)
