@@ -87,12 +87,19 @@ def log_of(trt: Any, *, verbose: bool) -> Any:
 
 
 class PlanRuntime:
-    """What the engines of one target share, which run one after another: library, log, stream, memory of no lasting use."""
+    """What the engines of one target share, which run one after another: library, log, stream, memory of no lasting use.
+
+    Raises:
+        TargetError: the library is not installed, or does not start on this machine.
+    """
 
     def __init__(self, target: str, device: Device, kernels: KernelCache | None = None) -> None:
         self.trt = library(target)
         self.log = log_of(self.trt, verbose=False)
-        self.runtime = self.trt.Runtime(self.log)
+        try:
+            self.runtime = self.trt.Runtime(self.log)
+        except TypeError as error:  # what its bindings make of a null pointer
+            raise self.refused("its version may need a newer driver: check nvidia-smi") from error
         self.kernels = kernels
         self.device = device
         self.scratch_bytes = 0  # of the engine that takes most

@@ -19,6 +19,7 @@ from skipdecode.device_loop import AHEAD
 from skipdecode.schedule import Anchor
 from tests.runtime import device
 from tests.standin import driver as standin
+from tests.standin import package
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6], [9, 8, 7, 6, 5, 4, 3], [11, 4, 50]]
@@ -72,6 +73,17 @@ def test_steps_of_the_package_tensorrts_plans_are_graphs_too(
     assert answers["replayed"] > 0
     for answer in answers["generations"]:
         assert answer["tokens"] == [row.token_ids for row in expected.sequences]
+
+
+def test_a_library_that_does_not_start_here_is_one_line(
+    driver: Path, tensorrt_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    command = [Path(sys.executable).parent / "skip-run", tensorrt_bundle, "--target", "tensorrt", "--token-ids", "5,6"]
+    environment = package.bindings(package.VERSIONS[-1], tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    says = "tensorrt cannot run a plan (no reason given); its version may need a newer driver: check nvidia-smi\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", says)
 
 
 def test_a_process_that_is_killed_has_kept_the_kernels_that_its_runs_compiled(

@@ -62,7 +62,8 @@ def bindings(version: str, folder: Path, *, libraries: bool = True) -> dict[str,
                 library,
             ]
             subprocess.run(command, check=True)
-        environment["LD_LIBRARY_PATH"] = str(folder)
+        known = os.environ.get("LD_LIBRARY_PATH")
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), *([known] if known else [])])
     return environment
 
 
