@@ -44,6 +44,7 @@ class Recipe:
     warmup_layers: int  # of the schedules; LAYERS: early exit
     learning_rate: float  # at its peak
     bf16: bool  # matrix products in bfloat16; weights and optimizer stay in float32
+    seed: int  # of the order of the data and of the speedups
 
     def draw(self, rng: random.Random, num_layers: int) -> Schedule:
         """The schedule of the next batch."""
@@ -115,7 +116,7 @@ def loss_of(model: PreTrainedModel, batch: Batch, schedule: Schedule) -> torch.T
 
 def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> dict[str, float]:
     """AdamW, a short warm-up, then a cosine to nothing; returns what the model card tells."""
-    rng = random.Random(0)
+    rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.05)
     began, smooth = time.monotonic(), 0.0
     rows: list[Batch] = []
@@ -148,8 +149,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--bf16", action="store_true", help="matrix products in bfloat16, where the processor has them")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of a new model's weights, and of the order of the data")
     options = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     pairs = read_pairs(options.data / "trainset.csv")
     start = options.start
@@ -159,7 +161,7 @@ def main() -> None:
         truncate(model, options.keep_layers)
     recipe = Recipe(
         steps=options.steps, speedups=options.speedups, warmup_layers=options.warmup_layers,
-        learning_rate=options.learning_rate, bf16=options.bf16,
+        learning_rate=options.learning_rate, bf16=options.bf16, seed=options.seed,
     )  # fmt: skip
     record = {"command": vars(options) | {"data": None, "out": None, "start": start and start.name}}
     record["training"] = train(model, pairs, tokenizer, recipe)
