@@ -21,7 +21,7 @@ from skipdecode import manifest as manifests
 from skipdecode.cli import inspect, run, validate
 from skipdecode.cuda import Gpu
 from skipdecode.errors import SkipDecodeError, TargetError
-from skipdecode.exporter import feasible, tensorrt_target
+from skipdecode.exporter import feasible, plan_cache, tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
@@ -123,7 +123,7 @@ def test_plans_built_with_other_settings_are_not_taken_over(
     """Those from before REQUIRE_USER_ALLOCATION cannot be captured."""
     bundle = shutil.copytree(plans_only, tmp_path / "bundle")
     keys = json.loads((bundle / TARGET / "keys.json").read_text())
-    monkeypatch.setattr(tensorrt_target, setting, before)
+    monkeypatch.setattr(plan_cache, setting, before)
     export(_request(zoo, "opt", bundle, slim=True, force=True))
     assert not set(keys.values()) & set(json.loads((bundle / TARGET / "keys.json").read_text()).values())
 
