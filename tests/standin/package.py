@@ -23,7 +23,7 @@ from tests.standin import driver
 
 VERSIONS = ("10.15.1.29", "11.4.0.106")  # the first that updates a KV buffer in place, and the last
 _HERE = Path(__file__).parent
-_LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
+_IN_ONE_FILE = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
 _ASK = """
 import json, tensorrt
 def public(value): return [name for name in dir(value) if not name.startswith("_")]
@@ -47,21 +47,11 @@ def bindings(version: str, folder: Path, *, libraries: bool = True) -> dict[str,
     (package / "__init__.py").write_text("\n".join(lines), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{installed}"}
     if libraries:
-        for name in _LIBRARIES:
-            library = folder / f"lib{name}.so.{version.partition('.')[0]}"
-            command = [
-                "g++",
-                "-std=c++17",
-                "-shared",
-                "-fPIC",
-                "-Wall",
-                "-Werror",
-                f"-Wl,-soname,{library.name}",
-                _HERE / "libnvinfer.cc",
-                "-o",
-                library,
-            ]
-            subprocess.run(command, check=True)
+        first, *others = (folder / f"lib{name}.so.{version.partition('.')[0]}" for name in _IN_ONE_FILE)
+        command = ["g++", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", _HERE / "libnvinfer.cc", "-o", first]
+        subprocess.run(command, check=True)
+        for other in others:
+            other.symlink_to(first.name)
         known = os.environ.get("LD_LIBRARY_PATH")
         environment["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), *([known] if known else [])])
     return environment
