@@ -15,11 +15,11 @@ from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.exporter.tensorrt_target import check_tensorrt
+from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slots_of_plans
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES
-from skipdecode.kv_buffer import LEAST_SLOTS, fixed_slots, slots_per_layer, static_slots
+from skipdecode.kv_buffer import LEAST_SLOTS, fixed_slots, slots_per_layer, state_bytes
 from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
@@ -28,7 +28,6 @@ DEFAULT_MAX_LENGTH = 2048
 # larger segments take more memory at export, and while plans are built. A GPU reads 256 MiB in 0.06 ms, of which the 9 us that
 # a border costs (a sum and a norm are not fused there) would be much, so its segments are larger.
 SEGMENT_BYTES, CUDA_SEGMENT_BYTES = 256 << 20, 2 << 30
-_HALF_BYTES = 2  # of fp16 and bf16
 _EXPERTS = "experts.down_proj"  # what transformers calls their matrices
 
 
@@ -90,14 +89,12 @@ def _check_builder(
 
 
 def _check_memory(request: ExportRequest, skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule, gpu: Gpu) -> None:
-    """What the GPU that plans are built on, and for, must hold at least: the weights, and one row's keys and values."""
+    """What the GPU that plans are built on, and for, must hold at least: the weights, and one row's KV buffer."""
 
     def row_bytes(length: int) -> int:
-        fixed = static_slots(schedule, length, skeleton.state_layers, skeleton.keys, _HALF_BYTES)
-        slots = fixed_slots(slots_per_layer(schedule, 1, length - 1), fixed)
-        own = (kept(skeleton.state_layers, skeleton.keys, layer).keys for layer in range(len(slots)))
-        values = sum(keys.num_heads * keys.head_size * count for keys, count in zip(own, slots, strict=True) if keys)
-        return 2 * _HALF_BYTES * values
+        slots = fixed_slots(slots_per_layer(schedule, 1, length - 1), slots_of_plans(skeleton, schedule, length))
+        layers = (kept(skeleton.state_layers, skeleton.keys, layer) for layer in range(len(slots)))
+        return sum(state_bytes(layer, count, HALF_BYTES) for layer, count in zip(layers, slots, strict=True) if count)
 
     weights, row = int(_compiled_itemsize(request, skeleton) * skeleton.num_parameters), row_bytes(limits.max_length)
     room = gpu.memory_bytes - weights

@@ -47,6 +47,7 @@ from skipdecode.schedule import Schedule
 
 _PORTABLE = "sm80 and later"  # what TensorRT-RTX builds for where no compute capability is named
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
+HALF_BYTES = 2  # of a plan's floats: fp16 or bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
         if math.prod(shape) > _MOST_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
             raise TargetError(f"{name} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
     width = max(keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys))
-    slots = max(_slots(skeleton, limits, schedule))
+    slots = max(slots_of_plans(skeleton, schedule, limits.max_length))
     most = _MOST_ELEMENTS // (limits.max_batch * width)
     if slots > most:
         most -= most % LEAST_SLOTS  # no count of slots is rounded up beyond such a one
@@ -214,7 +215,7 @@ def _described(
 def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
     """All engines, the largest (the segments) first."""
     decode = Profile(batch=(1, 1, job.limits.max_batch), tokens=(1, 1, 1))
-    slots = _slots(job.skeleton, job.limits, job.schedule)
+    slots = slots_of_plans(job.skeleton, job.schedule, job.limits.max_length)
     engines = []
     for index, layers in enumerate(job.plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
@@ -252,5 +253,6 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     return lowered
 
 
-def _slots(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> tuple[int, ...]:
-    return static_slots(schedule, limits.max_length, skeleton.state_layers, skeleton.keys, 2)  # fp16 and bf16
+def slots_of_plans(skeleton: Skeleton, schedule: Schedule, max_length: int) -> tuple[int, ...]:
+    """Slots of each layer's KV buffer in plans for rows of at most `max_length` tokens."""
+    return static_slots(schedule, max_length, skeleton.state_layers, skeleton.keys, HALF_BYTES)

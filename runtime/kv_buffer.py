@@ -98,10 +98,10 @@ def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...
     )
 
 
-def state_bytes(model: Model, layer: int, slots: int, float_bytes: int) -> int:
-    """Bytes of all that `layer` keeps of a row, whose keys and values have numbers of `float_bytes`."""
-    keys, states = key_state(model, layer, slots), constant_state(model, layer)
-    return _numbers([keys]) * float_bytes + _numbers([states]) * STATE_BYTES
+def state_bytes(group: StateLayers, slots: int, float_bytes: int) -> int:
+    """Bytes of what a layer of `group` keeps of a row with `slots` slots, whose keys and values have numbers of `float_bytes`."""
+    keys = 2 * group.keys.num_heads * slots * group.keys.head_size if group.keys else 0
+    return keys * float_bytes + sum(math.prod(state.shape) for state in group.states) * STATE_BYTES
 
 
 def _numbers(shapes: Sequence[dict[str, tuple[int, ...]]]) -> int:

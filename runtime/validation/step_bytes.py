@@ -24,7 +24,7 @@ class StepBytes:
         """Bytes of one step of the variant with `num_layers` layers, `batch` rows and `context` valid positions each."""
         schedule, model = self.manifest.schedule, self.manifest.model
         active = active_layers(model.num_layers, schedule.warmup_layers, num_layers)
-        kept = sum(state_bytes(model, layer, context, self.target.float_bytes) for layer in active)
+        kept = sum(state_bytes(model.kept(layer), context, self.target.float_bytes) for layer in active)
         return self._weights(frozenset(active)) + kept * batch
 
     def _weights(self, active: Collection[int]) -> int:

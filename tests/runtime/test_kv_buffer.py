@@ -101,7 +101,7 @@ def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
         {"past_key.0": keys, "past_value.0": keys},
         {"past_key.1": own, "past_value.1": own, "past_conv_state.1": 84},
     ]
-    assert [state_bytes(model, layer, slots, 2) for layer, slots in enumerate((7, 4))] == [2 * keys, 2 * own + 84]
+    assert [state_bytes(model.kept(layer), slots, 2) for layer, slots in enumerate((7, 4))] == [2 * keys, 2 * own + 84]
     state, half = buffer.layers[1]["past_conv_state.1"], np.full((1, 7, 3), 0.1, dtype=np.float32)
     memory.device.send(state[1:2].pointer, half)
     np.testing.assert_array_equal(memory.to_host(state)[1:2], half)
