@@ -337,20 +337,24 @@ def test_bindings_without_their_libraries_say_which_one_is_missing(zoo: Zoo, tmp
     assert not (tmp_path / "outs").exists()
 
 
+@pytest.mark.parametrize("model", ["llama", "lfm2"])
 def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it_can(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _as_tensorrt(monkeypatch)
-    wanted = {"targets": ("tensorrt",), "max_length": 600, "model": str(_longer(zoo, "llama", tmp_path))}
-    weights, config = 2 * sum(weight.numel() for weight in zoo.model("llama").parameters()), zoo.model("llama").config
-    slot = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    wanted = {"targets": ("tensorrt",), "max_length": 600, "model": str(_longer(zoo, model, tmp_path))}
+    weights, config = 2 * sum(weight.numel() for weight in zoo.model(model).parameters()), zoo.model(model).config
+    kinds = getattr(config, "layer_types", ["full_attention"] * config.num_hidden_layers)
+    head_size = config.hidden_size // config.num_attention_heads
+    slot = 4 * kinds.count("full_attention") * config.num_key_value_heads * head_size
+    states = kinds.count("conv") and 4 * kinds.count("conv") * config.hidden_size * (config.conv_L_cache - 1)
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # what is asked for next
 
     def refused(slots: int) -> str:
-        _at_hand(monkeypatch, memory_bytes=weights + slots * slot)
+        _at_hand(monkeypatch, memory_bytes=weights + states + slots * slot)
         with pytest.raises(SkipDecodeError) as caught:
-            export(_request(zoo, "llama", tmp_path / "outs" / "bundle", **wanted))
+            export(_request(zoo, model, tmp_path / "outs" / "bundle", **wanted))
         return str(caught.value)
 
     says = r"--max-length: a row of 600 tokens takes \d MiB beside \d MiB of weights, the GPU \(a GPU\) has \d MiB; choose "
