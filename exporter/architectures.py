@@ -87,7 +87,7 @@ def decoder_parts(model: torch.nn.Module) -> DecoderParts:
     config: Any = model.config
     check_known(config)
     owner_name, layers_name, final_names, rotary_name = _PARTS[config.model_type]
-    owner = getattr(model, model.base_model_prefix)
+    owner = getattr(model, model.base_model_prefix, model)  # a model without a head is its own
     owner = getattr(owner, owner_name) if owner_name else owner
     present = tuple(name for name in final_names if getattr(owner, name, None) is not None)
     path = ".".join(part for part in (model.base_model_prefix, owner_name, layers_name) if part)
@@ -166,7 +166,7 @@ def returns_tuple(model: torch.nn.Module, layer: torch.nn.Module) -> bool:
     Those of GPT-J and CodeGen do until transformers 5.23, where their cache is called layer_past as it is in older models.
     """
     config: Any = model.config
-    old = config.model_type in OWN_ATTENTION and "layer_past" in inspect.signature(layer.forward).parameters
+    old = config.model_type in OWN_ATTENTION and "layer_past" in inspect.signature(type(layer).forward).parameters
     return old or config.model_type in ("bamba", "falcon_h1")
 
 

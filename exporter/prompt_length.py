@@ -27,14 +27,14 @@ class PromptEnds:
         if not self._in_labels:
             self._set(_counts(given))
 
-    def read_labels(self, _: torch.nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read_labels(self, labels: torch.Tensor | None) -> None:
         """Before a model runs: the prompt ends at the first token that is learned. Without one, the whole row is prompt."""
-        if self._in_labels and (labels := kwargs.get("labels")) is not None:
+        if self._in_labels and labels is not None:
             learned = labels != _NOT_LEARNED
             self._set(torch.where(learned.any(dim=1), learned.int().argmax(dim=1), labels.shape[1]))
             self._read = True
 
-    def check_read(self, *_: Any) -> None:
+    def check_read(self) -> None:
         """Before its layers run: raises ScheduleError where labels were asked for and this pass has none."""
         if self._in_labels and not self._read:
             raise ScheduleError(
@@ -48,9 +48,9 @@ class PromptEnds:
         if self._ends.ndim and len(self._ends) != len(after):
             message = f"prompt_length has {len(self._ends)} counts, the batch {len(after)} rows"
             raise ScheduleError(message, "give one a row", where="skip_schedule")
-        if self.shortest == self.longest:
+        if self.shortest == self.longest and after.shape[1] <= self.longest + cap:
             return after
-        ends = self._ends.to(after.device)[:, None] + cap
+        ends = self._ends.to(after.device).reshape(-1, 1) + cap
         positions = torch.arange(after.shape[1], device=after.device)
         return torch.where((positions < ends)[..., None], after, before)
 

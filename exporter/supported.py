@@ -69,9 +69,7 @@ def check_supported(config: Any, max_length: int) -> None:
         _check_experts(config)
     if getattr(config, "enable_moe_block", False):
         raise unsupported(config, f"has experts with {config.hidden_activation}, where ONNX Runtime's have silu")
-    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # of images alone
-    if both_ways or not getattr(config, "is_causal", True):
-        raise unsupported(config, "attends to later tokens, which generating one after another cannot")
+    check_causal(config)
     other = {*(layer_kinds(config) or ())} - {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
     if other:
         raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, which are none that can be exported")
@@ -89,6 +87,13 @@ def check_supported(config: Any, max_length: int) -> None:
     longest = declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name, the others'
     if longest and max_length > longest:
         raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+
+
+def check_causal(config: Any) -> None:
+    """Raises ModelNotSupportedError where tokens attend to later ones."""
+    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # of images alone
+    if both_ways or not getattr(config, "is_causal", True):
+        raise unsupported(config, "attends to later tokens, which generating one after another cannot")
 
 
 def _check_counts(config: Any) -> None:

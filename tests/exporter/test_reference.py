@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
@@ -25,14 +19,6 @@ from tests.zoo import Zoo
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
 FALLING = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 3, 2))  # anchored at the generated tokens
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    """This process alone, as a script has one that torchrun starts."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -61,56 +47,6 @@ def test_each_layer_computes_exactly_its_positions_and_the_model_is_itself_again
         assert lengths == {layer: 7 if cap is None else cap for layer, cap in enumerate(caps) if cap != 0}
         assert not torch.allclose(skipped, plain)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
-
-
-def test_a_forward_that_a_layer_has_of_its_own_is_there_again_afterwards(zoo: Zoo) -> None:
-    """accelerate's hooks are such, which a model has that is spread over devices."""
-    model = zoo.model("llama")
-    layer = decoder_layers(model)[3]
-    own = layer.forward = functools.partial(layer.forward)
-    with skip_schedule(model, SCHEDULE):
-        assert layer.forward is not own
-    assert vars(layer)["forward"] is own
-
-
-def test_a_schedule_inside_another_ends_and_the_outer_one_goes_on(zoo: Zoo) -> None:
-    model = zoo.model("llama")
-    shallower = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(2,), anchor=Anchor.ABSOLUTE)
-    with torch.no_grad():
-        plain = model(IDS, use_cache=False).logits
-        with skip_schedule(model, SCHEDULE):
-            outer = model(IDS, use_cache=False).logits
-            with skip_schedule(model, shallower):
-                assert not torch.allclose(model(IDS, use_cache=False).logits, outer)
-            torch.testing.assert_close(model(IDS, use_cache=False).logits, outer, rtol=0, atol=0)
-        torch.testing.assert_close(model(IDS, use_cache=False).logits, plain, rtol=0, atol=0)
-
-
-def compiled(model: torch.nn.Module) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-def sharded(model: torch.nn.Module) -> Any:
-    """As FSDP does, each layer by itself."""
-    for layer in decoder_layers(model):
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-@pytest.mark.parametrize("wrap", [compiled, DistributedDataParallel, sharded])
-def test_a_model_that_others_have_wrapped_skips_the_same(wrap: Any, zoo: Zoo, process_group: None) -> None:
-    model, wrapper = zoo.model("llama"), wrap(zoo.model("llama"))
-    with torch.no_grad():
-        with skip_schedule(model, SCHEDULE):
-            plain = model(IDS, use_cache=False).logits
-        with skip_schedule(wrapper, SCHEDULE):
-            torch.testing.assert_close(wrapper(IDS, use_cache=False).logits, plain)
-        for count in (2, 5):
-            labels = torch.where(torch.arange(7) < count, -100, IDS)
-            with skip_schedule(model, FALLING, prompt_length=count):
-                plain = model(IDS, use_cache=False).logits
-            with skip_schedule(wrapper, FALLING, prompt_length="labels"):
-                torch.testing.assert_close(wrapper(IDS, labels=labels, use_cache=False).logits, plain)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +126,22 @@ def test_attention_with_masks_that_cannot_be_cut_is_refused(zoo: Zoo) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(zoo.checkpoint("llama"), attn_implementation="flex_attention")
     with pytest.raises(ModelNotSupportedError, match='attn_implementation="sdpa"'), skip_schedule(model, SCHEDULE):
         pass
+
+
+def test_attention_to_later_tokens_is_refused_as_the_exporter_does(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    model.config.is_causal = False
+    with pytest.raises(ModelNotSupportedError, match="attends to later tokens"), skip_schedule(model, SCHEDULE):
+        pass
+
+
+def test_a_model_without_a_head_skips_as_it_does_below_one(zoo: Zoo) -> None:
+    model = zoo.model("opt")
+    with torch.no_grad():
+        with skip_schedule(model, SCHEDULE):
+            wanted = model(IDS, use_cache=False, output_hidden_states=True).hidden_states[-1]
+        with skip_schedule(model.base_model, SCHEDULE):
+            torch.testing.assert_close(model.base_model(IDS, use_cache=False).last_hidden_state, wanted)
 
 
 def test_a_loss_that_balances_experts_is_refused_beside_a_mask(zoo: Zoo) -> None:

@@ -1,0 +1,99 @@
+"""A `skip_schedule` block: whether it skips, where the prompts of a pass end, and which passes it refuses."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers import Cache
+
+from skipdecode.errors import ScheduleError
+from skipdecode.exporter.prompt_length import PromptEnds
+
+
+class SkipBlock:
+    """One block. It skips until it ends, but for what runs in a block inside it.
+
+    Deep copies of a model that are made inside share it, and so are ordinary models after it.
+    """
+
+    def __init__(self, ends: PromptEnds) -> None:
+        self.ends = ends
+        self.paused = self.ended = False
+
+    @property
+    def skips(self) -> bool:
+        """Whether layers are cut to their positions now."""
+        return not (self.paused or self.ended)
+
+    def before_model(self, model: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a pass: take its labels, and refuse what would be computed wrongly without a word."""
+        if self.skips:
+            _check_process(model)
+            _check_balance(model, kwargs)
+            self.ends.read_labels(kwargs.get("labels"))
+
+    def before_layers(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a pass's layers: the same, of what only the module that runs them is given."""
+        if self.skips:
+            self.ends.check_read()
+            _check_cache(args, kwargs)
+            _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"))
+
+    def end(self) -> None:
+        """No copy skips any more."""
+        self.ended = True
+
+    def __deepcopy__(self, _: dict[int, Any]) -> SkipBlock:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ScheduleError(
+            "a model cannot be pickled inside the block", "use save_pretrained, or do it after the block", where="skip_schedule"
+        )
+
+
+def _check_process(model: torch.nn.Module) -> None:
+    """Refuse a replica of DataParallel's, whose layers would be the first GPU's."""
+    if getattr(model, "_is_replica", False):
+        raise ScheduleError(
+            "DataParallel's copies of a model do not skip", "start a process a GPU, with torchrun", where="skip_schedule"
+        )
+
+
+def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse a mixture's auxiliary loss where it spreads one mask over all layers' positions, which are not the same."""
+    asked = kwargs.get("output_router_logits")
+    asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
+    if asked and kwargs.get("attention_mask") is not None:
+        raise ScheduleError(
+            "the loss that balances experts takes as many positions of every layer",
+            "set output_router_logits=False, or leave the attention mask out", where="skip_schedule",
+        )  # fmt: skip
+
+
+def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Cache) and (past := int(value.get_seq_length())):
+            raise ScheduleError(
+                f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
+                "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
+            )  # fmt: skip
+
+
+def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:
+    """Refuse rows of several sequences; what `position_ids` say of padding does not matter."""
+    if positions is None:
+        return
+    steps = positions.diff(dim=-1)
+    restarts = steps < 1
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        seen = mask[:, -positions.shape[-1] :].bool()
+        restarts = restarts & seen[:, 1:] & seen[:, :-1]
+    elif mask is not None:  # of attention's own shape: padding is not told apart
+        restarts = steps < 0
+    if restarts.any():
+        raise ScheduleError(
+            "positions count from the start of a row, and position_ids begin anew within one",
+            "train without packing: one sequence a row", where="skip_schedule",
+        )  # fmt: skip
