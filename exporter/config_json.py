@@ -1,7 +1,8 @@
-"""What transformers says of a config.json that it does not take, as one line."""
+"""A checkpoint's files of settings, and what transformers says of a config.json that it does not take, as one line."""
 
 from __future__ import annotations
 
+import json
 import linecache
 import traceback
 from collections.abc import Iterator
@@ -30,6 +31,33 @@ def taking_config(where: str) -> Iterator[None]:
             "correct that setting, or name a model that transformers knows by itself",
             where=where,
         ) from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """A checkpoint's file.
+
+    Raises:
+        ModelNotSupportedError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelNotSupportedError(f"cannot be read ({error.strerror})", "download it again", where=str(path)) from error
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A checkpoint's file of settings; none where there is none.
+
+    Raises:
+        ModelNotSupportedError: it cannot be read, or is no JSON object.
+    """
+    try:
+        settings = json.loads(read_bytes(path)) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ModelNotSupportedError(f"is not JSON ({error})", "repair the checkpoint's file", where=str(path)) from error
+    if not isinstance(settings, dict):
+        raise ModelNotSupportedError("is not a JSON object", "repair the checkpoint's file", where=str(path))
+    return settings
 
 
 def place(config: Any) -> str:

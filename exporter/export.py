@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.feasible import check_feasible, choose_max_length, layers_per_segment
+from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
@@ -27,7 +29,7 @@ from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest, Job, chec
 from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import compile_tensorrt
-from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
+from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, random_source, write_weights
 from skipdecode.graph_passes.plan import plan_variants
 from skipdecode.graph_passes.quantize_weights import Quantization
@@ -62,6 +64,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     job = _decide(request)
     config, targets = job.skeleton.config, job.targets
     ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # some write -1 for none
+    warn_of_unapplied(job.checkpoint)
     with fresh_folder(request.out, request.force) as partial:
         copy_tokenizer(job.checkpoint, partial, config, job.limits.max_length)
         weights = _store_weights(job, partial, report)
@@ -106,7 +109,9 @@ def _decide(request: ExportRequest) -> Job:
 def _schedule(request: ExportRequest, config: Any) -> Schedule:
     """With as many warm-up layers as the model's layers need that read the keys and values of others."""
     sources = key_sources(config)
-    warmup = max(request.schedule.warmup_layers, *(source + 1 for source in sources), 0)
+    warmup = request.schedule.warmup_layers
+    if sources and warmup >= 0:
+        warmup = max(warmup, max(sources) + 1)
     schedule = build_schedule(replace(request.schedule, warmup_layers=warmup), config.num_hidden_layers)
     check_sources(sources, schedule)  # a table says its own
     return schedule
@@ -200,7 +205,7 @@ def _write_manifest(
 def _model(job: Job, ends: tuple[int, ...]) -> Model:
     skeleton, config = job.skeleton, job.skeleton.config
     return Model(
-        name=Path(job.request.model).name,
+        name=os.path.basename(os.path.abspath(job.request.model)),  # of `.` the folder's own
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=skeleton.hidden_size,

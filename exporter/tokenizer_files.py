@@ -1,11 +1,11 @@
-"""The tokenizer's files in a bundle: the checkpoint's own, and what C++ needs to read them; the ids that end a row."""
+"""The tokenizer's files in a bundle: the checkpoint's own, and what C++ needs to read them."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import read_bytes, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -46,43 +47,23 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
     """
     for name in _COPIED:
         if folder is not None and (folder / name).is_file():
-            (bundle / name).write_bytes(_read(folder / name))
+            (bundle / name).write_bytes(read_bytes(folder / name))
     if not (bundle / "config.json").exists():
         config.to_json_file(bundle / "config.json")
+    theirs = None
     if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
         _convert(folder, bundle / "tokenizer.json")
     elif folder is not None and (bundle / "tokenizer.json").exists():
-        _complete(folder, bundle / "tokenizer.json", config.vocab_size)
+        theirs = _complete(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
         return
-    settings = _read_settings(bundle / "tokenizer_config.json")
+    settings = read_settings(bundle / "tokenizer_config.json")
     if settings.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
         _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
-    _write(bundle / "tokenization.json", _tokenization(bundle / "tokenizer.json"))
+    _write(bundle / "tokenization.json", told := _tokenization(bundle / "tokenizer.json"))
     _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
-
-
-def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
-    """The ids that end a row, from where transformers takes them: generation_config.json, else config.json, else its text part.
-
-    Args:
-        config: what counts where there is no checkpoint.
-
-    Raises:
-        ModelNotSupportedError: a file that cannot be read, or ids that are no whole numbers.
-    """
-    if folder is None:
-        found, where = config.eos_token_id, Path("config.json")
-    elif (where := folder / "generation_config.json").is_file():
-        found = _read_settings(where).get("eos_token_id")
-    else:
-        whole = _read_settings(where := folder / "config.json")
-        parts = (whole, *(whole[name] for name in ("decoder", "generator", "text_config") if isinstance(whole.get(name), dict)))
-        found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(id_) is not int for id_ in ids):  # true and false are int's too
-        raise ModelNotSupportedError(f"eos_token_id is {found!r}", "write a whole number or a list of them", where=str(where))
-    return tuple(ids)
+    if theirs is not None:
+        _compare(told["samples"], theirs)
 
 
 def _convert(folder: Path, path: Path) -> None:
@@ -102,8 +83,12 @@ def _convert(folder: Path, path: Path) -> None:
         ) from error  # fmt: skip
 
 
-def _complete(folder: Path, path: Path, vocab_size: int) -> None:
-    """Add to tokenizer.json what transformers adds when it reads the files beside it, with the ids that it gives."""
+def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
+    """Add to tokenizer.json what transformers adds when it reads the files beside it, with the ids that it gives.
+
+    Returns:
+        transformers' tokenizer; None where the two are known to differ.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -116,20 +101,35 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> None:
             "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
             path.name, _first_line(error),
         )  # fmt: skip
-        return
+        return None
     here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     # beyond the vocabulary lie defaults of transformers' classes, which the model has no embedding for
     missing = {token.content: id_ for id_, token in known.items() if token.content not in here and id_ < vocab_size}
-    if not missing:
-        return
     tokenizer.add_tokens([known[id_] for id_ in sorted(missing.values())])
     if all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
-        tokenizer.save(str(path))
-        return
+        if missing:
+            tokenizer.save(str(path))
+        return theirs
     names = ", ".join(map(repr, missing))
     logger.warning(
         "%s: tokens that stand beside it alone are left out, since they would get other ids (%s)", path.name, names[:160]
     )
+    return None
+
+
+def _compare(samples: list[dict[str, Any]], theirs: Any) -> None:
+    """Warn where transformers encodes otherwise than the file says: it makes some classes' tokenizers anew, by their settings."""
+    for sample in samples[1:]:  # not the empty one
+        with suppress(Exception), _panicking():
+            other = theirs.backend_tokenizer.encode(sample["text"]).ids
+            if other != sample["ids"]:
+                said = "tokenizer.json: is followed, while transformers' %s makes other ids: of %r %s and not %s"
+                logger.warning(said, type(theirs).__name__, sample["text"], _few(other), _few(sample["ids"]))
+                return
+
+
+def _few(ids: list[int]) -> str:
+    return f"[{', '.join(map(str, ids[:4]))}{', ..' if len(ids) > 4 else ''}]"
 
 
 def _first_line(error: Exception) -> str:
@@ -141,7 +141,7 @@ def _tokenization(path: Path) -> dict[str, Any]:
     try:
         with _panicking():
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            _check_template(_read_settings(path).get("post_processor"))
+            _check_template(read_settings(path).get("post_processor"))
             tokenizer.no_padding()
             tokenizer.no_truncation()
             plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
@@ -178,23 +178,6 @@ def _check_template(processor: Any) -> None:
         token = piece.get("SpecialToken", {}).get("id") if isinstance(piece, dict) else None
         if token is not None and token not in processor.get("special_tokens", {}):
             raise ValueError(f"its template names {token!r}, which is none of its special_tokens")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelNotSupportedError(f"cannot be read ({error.strerror})", "download it again", where=str(path)) from error
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(_read(path)) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise ModelNotSupportedError(f"is not JSON ({error})", "repair the checkpoint's file", where=path.name) from error
-    if not isinstance(settings, dict):
-        raise ModelNotSupportedError("is not a JSON object", "repair the checkpoint's file", where=path.name)
-    return settings
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no ch
 
 
 class Tokenizer:
-    """A `tokenizer.json`, encoding as transformers does (special tokens added as the file says)."""
+    """A `tokenizer.json`: it encodes as the file says, special tokens included."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,8 +1,9 @@
-"""The tokenizer's files in a bundle, and the ids that end a row."""
+"""The tokenizer's files in a bundle."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,69 +13,14 @@ import pytest
 import tokenizers
 import transformers
 
-from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.tokenizer_files import copy_tokenizer, end_ids
+from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from tests.models import CONFIGS, MAX_LENGTH
 from tests.zoo import Zoo
 
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
-
-
-def _of_a_model_that_also_sees(**whole: Any) -> dict[str, Any]:
-    text = {**CONFIGS["gemma3"]().to_dict(), "eos_token_id": 1}
-    return {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}, **whole}
-
-
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        ({"generation_config": {"eos_token_id": [1, 106]}, "config": {"eos_token_id": 1}}, (1, 106)),
-        ({"generation_config": {}, "config": {"eos_token_id": 1}}, ()),
-        ({"config": {"eos_token_id": 5}}, (5,)),
-        ({"config": {}}, ()),
-        ({"config": _of_a_model_that_also_sees(eos_token_id=[1, 106])}, (1, 106)),
-        ({"config": _of_a_model_that_also_sees()}, (1,)),
-    ],
-)
-def test_rows_end_at_the_ids_at_which_transformers_ends_them(
-    files: dict[str, dict[str, Any]], ids: tuple[int, ...], tmp_path: Path
-) -> None:
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert end_ids(tmp_path, None) == ids
-    its = {} if "generation_config" in files else {"config_file_name": "config.json", "_from_model_config": True}
-    theirs = transformers.GenerationConfig.from_pretrained(tmp_path, **its).eos_token_id
-    assert ids == (tuple(theirs) if isinstance(theirs, list) else () if theirs is None else (theirs,))
-
-
-def test_a_model_without_a_checkpoint_ends_rows_as_its_configuration_says() -> None:
-    assert end_ids(None, CONFIGS["llama"]()) == (2,)
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{broken", "generation_config.json: is not JSON"),
-        ("[]", "generation_config.json: is not a JSON object"),
-        ("[" * 100_000, "generation_config.json: is not JSON .maximum recursion depth"),
-        ('{"eos_token_id": "2"}', "eos_token_id is '2'; write a whole number"),
-        ('{"eos_token_id": [2, null]}', "eos_token_id is .2, None.; write a whole number"),
-        ('{"eos_token_id": true}', "eos_token_id is True; write a whole number"),
-    ],
-)
-def test_a_generation_config_that_cannot_be_read_is_one_line_before_anything_is_compiled(
-    content: str, says: str, zoo: Zoo, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    zoo.model("llama").save_pretrained(folder)
-    (folder / "generation_config.json").write_text(content)
-    with pytest.raises(ModelNotSupportedError, match=says) as caught:
-        export(ExportRequest(model=str(folder), out=tmp_path / "outs" / "bundle", max_length=MAX_LENGTH))
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "outs").exists()
 
 
 def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(zoo: Zoo, tmp_path: Path) -> None:
@@ -83,10 +29,6 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(zoo: Zoo, tmp_p
     (folder / "tokenizer_config.json").symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
     with pytest.raises(ModelNotSupportedError, match=r"tokenizer_config\.json: cannot be read .Input/output error."):
         export(ExportRequest(model=str(folder), out=tmp_path / "bundle", max_length=MAX_LENGTH))
-
-
-def test_a_bundle_ends_rows_as_its_checkpoint_does(zoo: Zoo) -> None:
-    assert manifests.read(zoo.bundle("llama")).model.eos_token_ids == (2,)
 
 
 _END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
@@ -133,6 +75,21 @@ def test_tokens_that_would_get_other_ids_are_left_out_with_a_warning(
     (message,) = caplog.messages
     wanted = "tokenizer.json: tokens that stand beside it alone are left out, since they would get other ids ('<|im_end|>')"
     assert message == wanted
+
+
+@pytest.mark.parametrize(("settings", "warned"), [({}, False), ({"add_prefix_space": True}, True)])
+def test_a_class_that_transformers_makes_anew_by_other_settings_is_warned_of(
+    settings: dict[str, Any], warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    shutil.copyfile(_E2E / "tokenizer.json", model / "tokenizer.json")
+    written = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", **settings}
+    (model / "tokenizer_config.json").write_text(json.dumps(written))
+    copy_tokenizer(model, bundle, CONFIGS["llama"]().__class__(vocab_size=2048), MAX_LENGTH)
+    told = [message for message in caplog.messages if message.startswith("tokenizer.json: is followed, while transformers' GPT2")]
+    assert len(told) == warned, caplog.messages
+    assert not told or re.search(r"makes other ids: of '.+' \[\d.*\] and not \[\d.*\]$", told[0])
 
 
 def test_a_setting_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What a checkpoint says of generating: the ids that end a row, and what bundles do not apply."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import read_settings
+
+logger = logging.getLogger(__name__)
+
+_NAME = "generation_config.json"
+# settings that change greedy tokens in transformers, with the values that change none
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "bad_words_ids": (),
+    "force_words_ids": (), "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],), "sequence_bias": (), "exponential_decay_length_penalty": (), "guidance_scale": (1,),
+    "min_length": (0,), "min_new_tokens": (0,), "num_beams": (1,), "penalty_alpha": (0,), "stop_strings": (),
+}  # fmt: skip
+
+
+def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
+    """The ids that end a row, from where transformers takes them: generation_config.json, else config.json, else its text part.
+
+    Args:
+        config: what counts where there is no checkpoint.
+
+    Raises:
+        ModelNotSupportedError: a file that cannot be read, or ids that are no whole numbers.
+    """
+    if folder is None:
+        found, where = config.eos_token_id, Path("config.json")
+    elif (where := folder / _NAME).is_file():
+        found = read_settings(where).get("eos_token_id")
+    else:
+        whole = read_settings(where := folder / "config.json")
+        parts = (whole, *(whole[name] for name in ("decoder", "generator", "text_config") if isinstance(whole.get(name), dict)))
+        found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(id_) is not int for id_ in ids):  # true and false are int's too
+        raise ModelNotSupportedError(f"eos_token_id is {found!r}", "write a whole number or a list of them", where=str(where))
+    return tuple(ids)
+
+
+def warn_of_unapplied(folder: Path | None) -> None:
+    """Name what transformers' `generate` would do of itself and bundles leave out.
+
+    Raises:
+        ModelNotSupportedError: the file cannot be read.
+    """
+    settings = read_settings(folder / _NAME) if folder is not None else {}
+    named = [name for name, neutral in _NEUTRAL.items() if settings.get(name) is not None and settings[name] not in neutral]
+    if named:
+        logger.warning("%s: %s is left out, which transformers applies", _NAME, ", ".join(named))
