@@ -183,6 +183,12 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     last = max(manifest.model.key_sources, default=-1)
     if request.schedule.warmup_layers <= last == manifest.schedule.warmup_layers - 1:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
+    schedule, longest = manifest.schedule, manifest.limits.max_length
+    if schedule.layers_at(longest - 1) > schedule.layers[-1]:
+        yield (
+            f"the schedule comes down over {schedule.span} positions, and a row has at most {longest} (--max-length): none gets "
+            f"to {schedule.layers[-1]} layers"
+        )
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
 

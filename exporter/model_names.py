@@ -149,6 +149,9 @@ def _opt_config(size: str) -> Any:
 
 
 def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
-    remedy = "name a checkpoint folder, check the network, or use --random-weights"
-    here = Path(model).is_dir()
-    return ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json" if here else remedy, where=model)
+    remedy = "name a checkpoint folder, or check the network"
+    if _short_opt(model):
+        remedy = "name a checkpoint folder, check the network, or export with --random-weights"
+    if Path(model).is_dir():
+        remedy = "repair its config.json"
+    return ModelNotSupportedError(f"cannot be read ({reason(error)})", remedy, where=model)

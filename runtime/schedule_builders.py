@@ -15,6 +15,7 @@ _BY_SPEEDUP = ("linear", "power", "step")
 SCHEDULES = ("linear", "full", "power", "step", "table:FILE")
 DEFAULT_SPEEDUP = 2.0
 DEFAULT_SPAN = 128
+_MOST_POSITIONS = 2**20  # of a span: more than models have
 _STEP_STAIRS = 4
 
 
@@ -58,7 +59,11 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
 
 
 def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
-    """What is not as asked: a table, full depth and --alpha fix every layer count, warm-up layers bound the default speedup."""
+    """What is not as asked.
+
+    A table, full depth and --alpha fix every layer count, --max-variants and stairs round it, warm-up layers bound the default
+    speedup.
+    """
     least = least_layers(schedule.num_layers, schedule.warmup_layers)
     silent = {request.speedup, request.max_layers, request.min_layers, request.alpha} == {None}
     if silent and request.name in _BY_SPEEDUP and least > schedule.num_layers / DEFAULT_SPEEDUP + 0.5:
@@ -67,17 +72,19 @@ def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]
             f"be reached: it is {schedule.num_layers / schedule.mean_layers:.2f}x"
         )
     speedup, rounding = request.speedup, 1.0  # layers
+    fixed = request.alpha is not None or request.name.partition(":")[0] in ("table", "full")
+    floor = request.name == "power" and not fixed and request.max_variants is None  # which a decay need not come down to
     checks = (
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
         ("--max-layers", request.max_layers, request.max_layers == schedule.layers[0]),
-        ("--min-layers", request.min_layers, request.min_layers == schedule.layers[-1]),
+        ("--min-layers", request.min_layers, floor or request.min_layers == schedule.layers[-1]),
     )
+    happens = "changes nothing" if fixed else "is not met"
     for option, value, holds in checks:
-        if value is not None and not holds and (request.alpha is not None or request.name.partition(":")[0] in ("table", "full")):
+        if value is not None and not holds:
             yield (
-                f"{option} {value:g} changes nothing: the {schedule.name} schedule has {schedule.layers[0]} -> "
-                f"{schedule.layers[-1]} layers over {schedule.span} positions, "
-                f"{schedule.num_layers / schedule.mean_layers:.2f}x fewer"
+                f"{option} {value:g} {happens}: the {schedule.name} schedule has {schedule.layers[0]} -> {schedule.layers[-1]} "
+                f"layers over {schedule.span} positions, {schedule.num_layers / schedule.mean_layers:.2f}x fewer"
             )
 
 
@@ -102,6 +109,8 @@ def _check_request(request: ScheduleRequest, num_layers: int) -> None:
     for option, number in (("--span", request.span), ("--max-variants", request.max_variants)):
         if number is not None and number < 1:
             raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
+    if request.span is not None and request.span > _MOST_POSITIONS:
+        raise ScheduleError(f"--span {request.span} is longer than any row", f"choose --span {_MOST_POSITIONS} or less")
     if request.alpha is not None and (request.name != "power" or not 0 < request.alpha <= 1):
         raise ScheduleError(f"--alpha {request.alpha}", "give a decay in (0, 1], and only with --schedule power")
 
@@ -180,7 +189,9 @@ def _linear(request: ScheduleRequest, span: int, lower: int, upper: int, num_lay
 
 def _step(request: ScheduleRequest, span: int, lower: int, upper: int, num_layers: int) -> list[int]:
     stairs = max(1, min(request.max_variants or _STEP_STAIRS, span))
-    levels = [round(upper - (upper - lower) * i / max(1, stairs - 1)) for i in range(stairs)]
+    if stairs == 1:
+        return [request.max_layers or request.min_layers or round((upper + lower) / 2)] * span
+    levels = [round(upper - (upper - lower) * i / (stairs - 1)) for i in range(stairs)]
     return [levels[t * stairs // span] for t in range(span)]
 
 
@@ -207,7 +218,7 @@ def _bisect(excess: Callable[[float], float]) -> float:
 def _from_table(path: Path, request: ScheduleRequest, num_layers: int) -> Schedule:
     where = f"table {path}"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ScheduleError(f"cannot be read ({error.strerror})", "name a JSON file", where=where) from error
     except (ValueError, RecursionError) as error:
@@ -220,6 +231,10 @@ def _from_table(path: Path, request: ScheduleRequest, num_layers: int) -> Schedu
         warmup, data = data.get("warmup_layers", warmup), data["layers"]
     if not isinstance(data, list) or any(type(count) is not int for count in [*data, warmup]):
         raise ScheduleError("is not a list of whole numbers", "write for example [24, 24, 18, 12]", where=where)
+    if not data:
+        raise ScheduleError("is empty", "write one layer count a position", where=where)
+    if not 0 <= warmup <= num_layers:
+        raise ScheduleError(f"warmup_layers {warmup}: the model has {num_layers} layers", f"choose 0..{num_layers}", where=where)
     return Schedule(name="table", num_layers=num_layers, warmup_layers=warmup, layers=tuple(data), anchor=request.anchor)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import skipdecode
 from skipdecode import manifest as manifests
-from skipdecode.errors import BundleError
+from skipdecode.errors import BundleError, ScheduleError
 from skipdecode.exporter import command, feasible
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
@@ -275,3 +275,25 @@ def test_warm_up_layers_that_nobody_asked_for_are_warned_of(
     assert [line for line in capsys.readouterr().err.splitlines() if "warm-up layers, since" in line] == [
         f"skip-export: {said}"
     ] * warned
+
+
+@pytest.mark.parametrize(("span", "warned"), [(48, False), (100, True)])
+def test_a_schedule_that_no_row_comes_to_the_end_of_is_warned_of(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], span: int, warned: bool
+) -> None:
+    options = ["--schedule", "step", "--span", str(span), "--max-variants", str(span), "--max-layers", "6", "--min-layers", "2"]
+    assert command.main([str(zoo.checkpoint("llama")), *options, "--max-length", "48", "--out", str(tmp_path / "bundle")]) == 0
+    assert ("none gets to 2 layers" in capsys.readouterr().err) is warned
+
+
+def test_warm_up_layers_below_0_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+    schedule = ScheduleRequest(warmup_layers=-1)
+    with pytest.raises(ScheduleError, match=r"--warmup-layers -1: the model has 6 layers; choose 0\.\.5"):
+        export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "bundle", schedule=schedule))
+
+
+def test_a_model_that_lies_in_the_current_folder_has_that_folders_name(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "my-llama"))
+    assert export(ExportRequest(model=".", out=tmp_path / "bundle", max_length=48)).model.name == "my-llama"

@@ -116,6 +116,32 @@ def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> 
         assert list(disagreements(asked, build_schedule(asked, 24))) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (ScheduleRequest(speedup=4, span=48, max_variants=1), "--speedup 4 is not met: the linear schedule has 9 -> 9 layers"),
+        (
+            ScheduleRequest(max_layers=24, min_layers=6, max_variants=3),
+            "--min-layers 6 is not met: the linear schedule has 24 -> 11",
+        ),
+        (ScheduleRequest(name="power", speedup=4, max_variants=2), "--speedup 4 is not met: "),
+        (ScheduleRequest(name="step", speedup=2, span=5), "--speedup 2 is not met: the step schedule has 18 -> 6 layers over 5"),
+        (ScheduleRequest(name="linear", min_layers=6, span=1), "--min-layers 6 is not met: the linear schedule has 24 -> 24"),
+        (ScheduleRequest(name="step", speedup=2, max_variants=1), None),
+        (ScheduleRequest(name="power", speedup=1.2, min_layers=2), None),
+    ],
+)
+def test_what_rounding_to_few_levels_does_not_meet_is_told(asked: ScheduleRequest, says: str | None) -> None:
+    told = list(disagreements(asked, build_schedule(asked, 24)))
+    assert not told if says is None else told[0].startswith(says)
+
+
+def test_one_stair_is_the_mean_of_its_ends_unless_one_was_given() -> None:
+    one = ScheduleRequest(name="step", speedup=2, max_variants=1, span=48)
+    assert {*build_schedule(one, 24).layers} == {12}
+    assert {*build_schedule(dataclasses.replace(one, speedup=None, max_layers=18, min_layers=6), 24).layers} == {18}
+
+
 @pytest.mark.parametrize("name", ["linear", "power", "step"])
 def test_where_warm_up_layers_leave_less_than_the_default_speedup_it_is_the_nearest_which_is_told(name: str) -> None:
     asked = ScheduleRequest(name=name, warmup_layers=24)
@@ -173,6 +199,7 @@ def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
         (ScheduleRequest(name="power", alpha=1.5), "decay in"),
         (ScheduleRequest(speedup=3, max_layers=6, min_layers=2), "with the given ends; the nearest that can is --speedup 1.5"),
         (ScheduleRequest(span=0), "--span 0"),
+        (ScheduleRequest(span=2_000_000_000), "--span 2000000000 is longer than any row; choose --span 1048576 or less"),
         (ScheduleRequest(max_variants=0), "--max-variants 0"),
     ],
 )
