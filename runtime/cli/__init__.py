@@ -9,9 +9,10 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from skipdecode.errors import SkipDecodeError
+from skipdecode.errors import CapacityError, SkipDecodeError
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -36,7 +37,7 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
     except SkipDecodeError as error:
         if debug:
             raise
-        print(error, file=sys.stderr)
+        _complain(error)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -48,8 +49,20 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
             raise
         _drop_unwritable()
         where = os.fsdecode(error.filename) if error.filename else ""
-        print(SkipDecodeError(f"cannot go on ({error.strerror or error})", _REMEDY, where=where), file=sys.stderr)
+        _complain(SkipDecodeError(f"cannot go on ({error.strerror or error})", _REMEDY, where=where))
         return BAD_INPUT
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises CapacityError where the file that `option` names could not be written once the work is done."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise CapacityError("cannot be written", "name a file in a folder that may be written", where=f"{option} {path}")
+
+
+def _complain(error: SkipDecodeError) -> None:
+    with contextlib.suppress(OSError):  # nowhere to say it; the status does
+        print(error, file=sys.stderr)
 
 
 def _make_streams_print_anything() -> None:

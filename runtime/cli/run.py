@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli import Parser, guarded
+from skipdecode.cli import Parser, check_writable, guarded
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator, load
 from skipdecode.generation import Generation
@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
+    if options.profile is not None:
+        check_writable(options.profile, "--profile")
     trace = Trace() if options.profile else None
     model = load(
         options.bundle, target=options.target, threads=options.threads, prefill_chunk=options.prefill_chunk,
@@ -100,7 +102,7 @@ def _prompts(options: argparse.Namespace) -> Any:
     texts = list(options.prompt)
     if options.prompt_file is not None:
         try:
-            texts.append(options.prompt_file.read_text(encoding="utf-8"))
+            texts.append(options.prompt_file.read_bytes().decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise CapacityError(
                 f"cannot be read ({error})", "name a UTF-8 text file", where=f"--prompt-file {options.prompt_file}"

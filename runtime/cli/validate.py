@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli import Parser, guarded
+from skipdecode.cli import Parser, check_writable, guarded
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.validation.baseline import read_baseline
 from skipdecode.validation.quality import read_examples
@@ -104,7 +103,7 @@ def _request(options: argparse.Namespace) -> ValidateRequest:
         _require("sacrebleu", "--eval")
         _require("rouge_score", "--eval")
     if options.report is not None:
-        _check_writable(options.report)
+        check_writable(options.report, "--report")
     return ValidateRequest(
         bundle=options.bundle,
         target=options.target,
@@ -143,12 +142,6 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
     for row in result["slo"]:
         if not row["holds"]:
             yield f"does not hold: {row['slo']} on {row['target']}: measured {row['value']:.4g}"
-
-
-def _check_writable(path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise CapacityError("cannot be written", "name a file in a folder that may be written", where=f"--report {path}")
 
 
 def _require(module: str, option: str | None) -> None:

@@ -52,7 +52,7 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
         CapacityError: unreadable, not JSON (which line), or no line at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # of what else ends lines JSON's strings may have some
     except (OSError, UnicodeDecodeError) as error:
         raise CapacityError(f"cannot be read ({error})", "name a UTF-8 file, an object a line", where=str(path)) from error
     rows = []

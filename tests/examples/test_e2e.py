@@ -75,6 +75,16 @@ def test_text_streams_to_the_same_text(bundle: Path) -> None:
     assert "decode steps" in streamed.stderr
 
 
+def test_a_prompt_file_is_taken_to_the_letter_but_for_a_byte_order_mark(bundle: Path, tmp_path: Path) -> None:
+    (path := tmp_path / "prompt.txt").write_bytes("\ufeffname[The Mill]\r\n =>\n".encode())
+    done = subprocess.run(
+        [str(BIN / "skip-run"), str(bundle), "--prompt-file", str(path), "--max-new-tokens", "1", "--json"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    wanted = skipdecode.load(bundle).encode("name[The Mill]\r\n =>\n")
+    assert [row["prompt_ids"] for row in json.loads(done.stdout)["sequences"]] == wanted
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -87,6 +97,7 @@ def test_text_streams_to_the_same_text(bundle: Path) -> None:
         (["--prompt", "a", "--target", "cuda"], "choose from cpu"),
         (["--prompt", "a", "--max-new-tokens", "x"], "skip-run --help"),
         (["--prompt", "a " * 300], "exceed the bundle's 256"),
+        (["--prompt", "a", "--profile", "/nowhere/trace.json"], "--profile /nowhere/trace.json: cannot be written"),
         (["--prompt", "a", "--prefill-chunk", "0"], "--prefill-chunk: 0 is not a positive count; choose 1 or more"),
     ],
 )

@@ -37,6 +37,10 @@ def test_an_output_that_takes_nothing_is_one_line_and_exit_2(zoo: Zoo, command: 
     assert (ended.returncode, line.split(";")[0]) == (2, "cannot go on (No space left on device)")
 
 
+def test_a_complaint_that_nobody_takes_leaves_the_status_as_it_is(zoo: Zoo) -> None:
+    assert _shell("skip-inspect /nowhere 2>/dev/full", zoo.bundle("opt")).returncode == 2
+
+
 def test_an_output_that_was_closed_gets_nothing_and_all_else_is_done(zoo: Zoo, tmp_path: Path) -> None:
     ended = _shell(
         "skip-run $0 --token-ids 5,6,7 --max-new-tokens 2 --profile $TRACE >&-", zoo.bundle("opt"), TRACE=str(tmp_path / "t")

@@ -84,6 +84,14 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    """A string may hold what else Unicode ends lines with; Windows writes a mark before all and two characters at an end."""
+    path = tmp_path / "eval.jsonl"
+    lines = ('{"prompt": "a\u2028b\x85c", "references": ["d"]}', '{"prompt": "e", "references": ["f"]}')
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    assert [example.prompt for example in read_examples(path)] == ["a\u2028b\x85c", "e"]
+
+
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="cannot be read"):
         read_examples(tmp_path / "nowhere.jsonl")
