@@ -149,9 +149,7 @@ def test_the_header_program_builds_against_the_installed_library_and_runs(
     (tmp_path / "main.cc").write_text(program)
     prefix = tmp_path / "prefix"
     _run(["cmake", "--install", BUILD / "release", "--prefix", prefix])
-    # the prefix is part of skipdecode.pc, which is made when the library is configured
     (pc,) = prefix.glob("lib/**/skipdecode.pc")
-    pc.write_text(pc.read_text().replace("prefix=/usr/local", f"prefix={prefix}"))
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.20)\nproject(user CXX)\nset(CMAKE_CXX_STANDARD 17)\n"
         "find_package(skipdecode 0.1 REQUIRED)\n"
