@@ -1,11 +1,17 @@
 #include "batcher.h"
 
+#include <algorithm>
 #include <exception>
 #include <iostream>
 #include <new>
 #include <utility>
 
 namespace service {
+namespace {
+
+constexpr std::chrono::milliseconds kMoment{50};  // between looks at a queue, which may be long
+
+}  // namespace
 
 void Mailbox::Put(const News& news) noexcept {
   {
@@ -87,8 +93,7 @@ void Batcher::Admit() {
       queue_.pop_front();
       metrics_->queued = queue_.size();
     }
-    if (row->cancelled() || Clock::now() >= row->deadline) {
-      ++(row->cancelled() ? metrics_->cancelled : metrics_->timed_out);
+    if (Abandoned(*row, Clock::now())) {
       row->Tell(std::nullopt, End::kTimeout);
       continue;
     }
@@ -107,14 +112,29 @@ void Batcher::Admit() {
   }
 }
 
+// Whether nobody waits for this row any more, or not longer; counted here.
+bool Batcher::Abandoned(const Row& row, Clock::time_point now) {
+  if (!row.complete() && !row.cancelled() && now < row.deadline) return false;
+  ++(row.complete() ? metrics_->completed : row.cancelled() ? metrics_->cancelled : metrics_->timed_out);
+  return true;
+}
+
 void Batcher::DropAbandoned() {
   const Clock::time_point now = Clock::now();
   for (auto next = running_.begin(); next != running_.end();) {
     const auto [id, row] = *next++;
-    if (!row->cancelled() && now < row->deadline) continue;
-    ++(row->cancelled() ? metrics_->cancelled : metrics_->timed_out);
-    Leave(id, End::kTimeout, /*in_session=*/true);
+    if (Abandoned(*row, now)) Leave(id, End::kTimeout, /*in_session=*/true);
   }
+  if (now < next_look_) return;
+  next_look_ = now + kMoment;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto dropped = [&](const std::shared_ptr<Row>& row) {
+    if (!Abandoned(*row, now)) return false;
+    row->Tell(std::nullopt, End::kTimeout);
+    return true;
+  };
+  queue_.erase(std::remove_if(queue_.begin(), queue_.end(), dropped), queue_.end());
+  metrics_->queued = queue_.size();
 }
 
 void Batcher::Step() {

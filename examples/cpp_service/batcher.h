@@ -53,9 +53,12 @@ class Row {
         mailbox_(std::move(mailbox)),
         index_(index) {}
 
-  // The client is gone, or has enough.
+  // The client is gone.
   void Cancel() { cancelled_ = true; }
   bool cancelled() const { return cancelled_; }
+  // The client has all of its text: a stop string ended it.
+  void Complete() { complete_ = true; }
+  bool complete() const { return complete_; }
 
   const std::vector<int64_t> prompt;
   const skd_row_options options;
@@ -68,7 +71,7 @@ class Row {
 
   const std::shared_ptr<Mailbox> mailbox_;
   const size_t index_;
-  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> cancelled_{false}, complete_{false};
 };
 
 class Batcher {
@@ -82,6 +85,7 @@ class Batcher {
  private:
   void Loop();
   void Admit();
+  bool Abandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
   void Step();
   void Leave(uint64_t id, End end, bool in_session);
@@ -93,6 +97,7 @@ class Batcher {
   Metrics* const metrics_;
   std::unique_ptr<skipdecode::Session> session_;      // none after a failure, until a row needs one
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's id
+  Clock::time_point next_look_{};                     // at whether those in the queue are waited for
 
   std::mutex mutex_;
   std::condition_variable arrived_;

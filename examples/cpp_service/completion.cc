@@ -36,6 +36,11 @@ bool Flag(const Json& body, const char* name) {
       body, name, false, [](const Json& j) { return j.is_boolean(); }, "true or false");
 }
 
+std::string Text(const Json& body, const char* name, const std::string& otherwise) {
+  return Field<std::string>(
+      body, name, otherwise, [](const Json& j) { return j.is_string(); }, "a string");
+}
+
 // Fields of the API that this server knows but does not serve may be there with the value that changes nothing.
 void CheckFields(const Json& body) {
   static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature",    "top_p", "top_k",
@@ -73,7 +78,12 @@ std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::T
   const auto text = prompt.get<std::string>();
   if (text.find('\0') != std::string::npos) Refuse("prompt holds a NUL character");
   if (tokenizer == nullptr) Refuse("this model has no tokenizer: give token ids");
-  return tokenizer->Encode(text);
+  std::vector<int64_t> ids = tokenizer->Encode(text);
+  // tokens that were added to a checkpoint's tokenizer and not to its weights
+  const auto outside = [&](int64_t id) { return id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size; };
+  const auto found = std::find_if(ids.begin(), ids.end(), outside);
+  if (found != ids.end()) Refuse("token id " + std::to_string(*found) + " of the prompt's text is outside the vocabulary");
+  return ids;
 }
 
 std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
@@ -143,10 +153,11 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
     return true;
   };
   const Json body = Json::parse(text, shallow, /*allow_exceptions=*/false);
+  if (body.is_discarded()) Refuse("the body is not valid JSON");
   if (!body.is_object()) Refuse("the body is not a JSON object");
   CheckFields(body);
-  const auto asked = Field<std::string>(
-      body, "model", model, [](const Json& j) { return j.is_string(); }, "a string");
+  Text(body, "user", "");  // taken, and not told to anybody
+  const std::string asked = Text(body, "model", model);
   if (asked != model) throw HttpError(404, "model '" + asked.substr(0, 80) + "' is not here; choose " + model);
   static std::atomic<uint64_t> count{0};
   Completion completion{};
@@ -159,9 +170,9 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   completion.gives_ids = tokenizer == nullptr;
   if (tokenizer == nullptr && !completion.stops.empty()) Refuse("stop is a text, and this model has no tokenizer: leave it out");
   completion.stream = Flag(body, "stream");
-  if (body.contains("stream_options") && body["stream_options"].is_object()) {
-    completion.include_usage = Flag(body["stream_options"], "include_usage");
-  }
+  const Json stream_options = Field<Json>(
+      body, "stream_options", Json::object(), [](const Json& j) { return j.is_object(); }, "an object");
+  completion.include_usage = Flag(stream_options, "include_usage");
   completion.prompts = Prompts(body, limits, tokenizer);
   return completion;
 }

@@ -21,23 +21,24 @@ constexpr std::chrono::seconds kLinger{2};        // for a client to read an ans
 constexpr std::chrono::seconds kRest{1};          // at shutdown, for a request that is on its way to be answered 503
 constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in chunks of a byte has six
 
-// A client's socket, read until a point in time.
+// A client's socket, read until a point in time. Without `override`, because httplib's names differ: 0.18 asks is_writable where
+// 0.41 has wait_readable, wait_writable and duration.
 class Connection : public httplib::Stream {
  public:
   Connection(socket_t socket, Clock::time_point arrived_by, const std::atomic<bool>& reading, const std::atomic<bool>& writing)
       : socket_(socket), arrived_by_(arrived_by), reading_(reading), writing_(writing) {}
 
-  bool is_readable() const override { return next_ < end_ || WaitForBytes(&arrived_by_); }
+  bool is_readable() const { return next_ < end_; }
+  bool wait_readable() const { return is_readable() || WaitForBytes(&arrived_by_); }
   // Also whether the client is still there.
-  bool is_writable() const override {
-    char byte = 0;
-    const ssize_t there = ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    const bool gone = there == 0 || (there < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
-    return !gone && WaitForRoom();
-  }
-  ssize_t read(char* data, size_t size) override {
+  bool is_writable() const { return !Gone() && WaitForRoom(); }
+  bool wait_writable() const { return is_writable(); }
+  time_t duration() const { return 0; }  // only httplib's clients ask
+  ssize_t read(char* data, size_t size) {
     if (next_ == end_) {
-      if (taken_ > kMostBytes || !WaitForBytes(&arrived_by_)) return -1;
+      if (taken_ > kMostBytes) return -1;
+      late_ = !WaitForBytes(&arrived_by_);
+      if (late_) return -1;
       const ssize_t came = ::recv(socket_, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
       if (came <= 0) return came;
       next_ = 0;
@@ -49,13 +50,22 @@ class Connection : public httplib::Stream {
     next_ += size;
     return static_cast<ssize_t>(size);
   }
-  ssize_t write(const char* data, size_t size) override {
+  ssize_t write(const char* data, size_t size) {
     if (!WaitForRoom()) return -1;
     return ::send(socket_, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
   }
-  void get_remote_ip_and_port(std::string&, int&) const override {}
-  void get_local_ip_and_port(std::string&, int&) const override {}
-  socket_t socket() const override { return socket_; }
+  void get_remote_ip_and_port(std::string&, int&) const {}
+  void get_local_ip_and_port(std::string&, int&) const {}
+  socket_t socket() const { return socket_; }
+
+  // Whether the client is gone, or sends no more, which looks the same.
+  bool Gone() const {
+    char byte = 0;
+    const ssize_t there = ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    return there == 0 || (there < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+  }
+  // Whether reading ended because the rest of the request was not here in time.
+  bool late() const { return late_; }
 
   // Reads away what the client still sends: closing before would take the answer from it.
   void Linger() {
@@ -91,7 +101,10 @@ class Connection : public httplib::Stream {
   std::array<char, 16384> buffer_{};
   size_t next_ = 0, end_ = 0;  // of what was received and not read yet
   size_t taken_ = 0;           // bytes of this request
+  bool late_ = false;
 };
+
+thread_local const Connection* served = nullptr;  // by this thread; httplib tells handlers nothing of connections
 
 }  // namespace
 
@@ -118,9 +131,14 @@ void HttpServer::Stop() {
   stopping_ = true;
 }
 
+bool HttpServer::ClientGone() { return served->Gone(); }
+
+bool HttpServer::ArrivedLate() { return served->late(); }
+
 void HttpServer::ServeClient(int socket) {
   try {
     Connection connection(socket, Clock::now() + arrival_, reading_, writing_);
+    served = &connection;
     bool closed = true;
     if (Answer(this, connection, closed, 0)) connection.Linger();
   } catch (const std::exception& error) {  // in the midst of an answer, or for want of memory: the others' service goes on

@@ -1,5 +1,5 @@
 // httplib's requests and answers, over connections of our own: who is let in, how long a whole request may take to arrive, and
-// what shutdown waits for.
+// what shutdown waits for. For httplib from 0.11.4 (on which it is tested) to 0.41 (for which it compiles).
 #pragma once
 
 #include <httplib.h>
@@ -26,6 +26,10 @@ class HttpServer : public httplib::Server {
   // Serve clients until Stop, and then those who wait; throws std::runtime_error where nobody can connect any more.
   void Serve();
   void Stop();
+  // For handlers, of the client that their thread serves: whether nobody waits for its answer, and whether its request was not
+  // here in time.
+  static bool ClientGone();
+  static bool ArrivedLate();
   // From now on a request has a second to be here.
   void StopReading() { reading_ = false; }
   // From now on clients that do not take their answers are left.

@@ -1,6 +1,7 @@
 // skd_service BUNDLE [options]: the OpenAI completions API over a bundle. Ends with SIGTERM or SIGINT, finishing what runs.
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <iostream>
 #include <limits>
@@ -8,6 +9,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <tuple>
 
 #include "service.h"
 
@@ -89,6 +91,22 @@ service::Settings Parse(int count, char** arguments) {
   return settings;
 }
 
+// An error's line, in which the library names fields of its structs that are options here.
+std::string WithOptions(const skipdecode::Error& error) {
+  static const std::tuple<skd_code, std::string, std::string> names[] = {
+      {SKD_ERROR_TARGET, "skd_load_options.onnxruntime_library", "--onnxruntime-library"},
+      {SKD_ERROR_TARGET, "skd_tokenizer_create", "--genai-library"},
+      {SKD_ERROR_CAPACITY, "max_prompt_tokens", "--max-prompt-tokens"},
+      {SKD_ERROR_CAPACITY, "max_new_tokens:", "--max-new-tokens:"},
+      {SKD_ERROR_CAPACITY, "threads:", "--threads:"}};
+  std::string line = error.what();
+  for (const auto& [code, field, option] : names) {
+    const size_t at = code == error.code() ? line.find(field) : std::string::npos;
+    if (at != std::string::npos) line.replace(at, field.size(), option);
+  }
+  return line;
+}
+
 // The exit status.
 int Run(const service::Settings& settings) {
   // waited for by one thread, blocked in all others, which inherit this
@@ -122,7 +140,7 @@ int Run(const service::Settings& settings) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count == 2 && std::string(arguments[1]) == "--help") {
+  if (std::find(arguments, arguments + count, std::string("--help")) != arguments + count) {
     std::cout << kHelp;
     return 0;
   }
@@ -132,6 +150,9 @@ int main(int count, char** arguments) {
   } catch (const std::system_error& error) {  // std::thread's; ours are std::runtime_error alone
     std::cerr << "the system starts no more threads (" << error.code().message()
               << "); choose fewer --connections or --threads, or raise its limits (ulimit -u, ulimit -v)\n";
+    return 2;
+  } catch (const skipdecode::Error& error) {
+    std::cerr << WithOptions(error) << '\n';
     return 2;
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';

@@ -22,9 +22,10 @@ void Metrics::FirstToken(double seconds) {
 
 std::string Metrics::Text() const {
   std::ostringstream page;
+  page.precision(15);  // a sum of microseconds over years
   Put(&page, "rows_accepted_total", "counter", "Rows taken into the queue.", accepted.load());
   Put(&page, "rows_rejected_total", "counter", "Rows refused because the queue was full.", rejected.load());
-  Put(&page, "rows_completed_total", "counter", "Rows that ended by themselves.", completed.load());
+  Put(&page, "rows_completed_total", "counter", "Rows that ended by themselves, or by a stop string.", completed.load());
   Put(&page, "rows_cancelled_total", "counter", "Rows whose client went away.", cancelled.load());
   Put(&page, "rows_timed_out_total", "counter", "Rows that took too long.", timed_out.load());
   Put(&page, "rows_failed_total", "counter", "Rows that ended by an error of the engines.", failed.load());

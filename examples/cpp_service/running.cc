@@ -31,7 +31,9 @@ const char* ReasonOf(End end) {
 Running::Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time_point deadline, std::atomic<int>* counter)
     : completion_(std::move(asked)), counter_(counter) {
   for (size_t index = 0; index < completion_.prompts.size(); ++index) {
-    parts_.push_back({std::make_shared<Row>(completion_.prompts[index], completion_.options, deadline, mailbox_, index),
+    skd_row_options options = completion_.options;
+    options.generator_row += static_cast<uint32_t>(index);  // as skd_generate numbers them: equal prompts get other samples
+    parts_.push_back({std::make_shared<Row>(completion_.prompts[index], options, deadline, mailbox_, index),
                       tokenizer == nullptr ? nullptr : std::make_unique<skipdecode::TextStream>(*tokenizer),
                       StopFilter(completion_.stops),
                       {}});
@@ -51,8 +53,13 @@ std::vector<std::shared_ptr<Row>> Running::rows() const {
   return rows;
 }
 
-void Running::WaitForFirst() {
-  while (first_.empty()) first_ = Take();
+void Running::WaitForFirst(const std::function<bool()>& client_gone) {
+  while (first_.empty()) {
+    // one that is there and only sends no more can read this
+    if (client_gone())
+      throw HttpError(400, "the client closed its side of the connection before its answer was there: keep it open");
+    first_ = Take();
+  }
   for (const Part& part : parts_) {
     if (part.choice.finish_reason == "error") throw HttpError(500, "decoding failed", "server_error");
     if (part.choice.finish_reason == "refused") throw HttpError(503, "no memory to decode in, try again", "server_error");
@@ -93,7 +100,7 @@ Choices Running::Take() {
       now.finish_reason = ReasonOf(*each.end);
     }
     if (part.filter.stopped()) {
-      part.row->Cancel();
+      part.row->Complete();
       now.finish_reason = "stop";
     }
     part.choice.finish_reason = now.finish_reason;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
@@ -23,8 +24,8 @@ class Running {
 
   std::vector<std::shared_ptr<Row>> rows() const;
   bool stream() const { return completion_.stream; }
-  // Wait for what decides the answer's status. Throws HttpError where there is nothing to answer with.
-  void WaitForFirst();
+  // Wait for what decides the answer's status. Throws HttpError where there is nothing to answer with, or nobody to answer.
+  void WaitForFirst(const std::function<bool()>& client_gone);
   // The next piece of a stream, or at the end the whole answer; empty where a moment brought nothing to tell.
   std::string Next();
   bool Ended() const;

@@ -1,6 +1,7 @@
 #include "service.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <iostream>
 #include <stdexcept>
@@ -17,6 +18,11 @@ constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether al
 constexpr std::chrono::seconds kLastWords{5};     // for clients to take the end of their answers at shutdown
 constexpr char kCompletions[] = "/v1/completions";
 constexpr size_t kLargestBody = size_t{1} << 20;
+
+std::string Lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
 
 // What httplib refused by itself.
 std::string Refusal(const httplib::Request& request, int status) {
@@ -70,9 +76,12 @@ Service::Service(const Settings& settings)
     response.status = 500;
     response.set_content(HttpError(500, "internal error", "server_error").Body(), "application/json");
   });
-  server_.set_error_handler([](const httplib::Request& request, httplib::Response& response) {
+  server_.set_error_handler([this](const httplib::Request& request, httplib::Response& response) {
     if (!response.body.empty()) return;
-    response.set_content(HttpError(response.status, Refusal(request, response.status)).Body(), "application/json");
+    const bool late = response.status == 400 && HttpServer::ArrivedLate();
+    const HttpError error = late ? Late() : HttpError(response.status, Refusal(request, response.status));
+    response.status = error.status();
+    response.set_content(error.Body(), "application/json");
   });
   AddRoutes();
 }
@@ -123,8 +132,8 @@ void Service::Stop() {
 }
 
 std::string Service::ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const {
-  const std::string coding = request.get_header_value("Transfer-Encoding");
-  const std::string packed = request.get_header_value("Content-Encoding");
+  const std::string coding = Lower(request.get_header_value("Transfer-Encoding"));
+  const std::string packed = Lower(request.get_header_value("Content-Encoding"));
   if ((!packed.empty() && packed != "identity") || (!coding.empty() && coding != "chunked") || request.is_multipart_form_data()) {
     throw HttpError(415, "the body is compressed, or in parts: send JSON as it is");
   }
@@ -139,9 +148,15 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
   if (whole) return body;
   const bool announced = std::strtoull(request.get_header_value("Content-Length").c_str(), nullptr, 10) > kLargestBody;
   if (large || announced) throw HttpError(413, "the body is larger than 1 MiB");
-  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");
-  throw HttpError(400, "the body is malformed, or did not arrive within " +
-                           std::to_string(std::chrono::duration_cast<std::chrono::seconds>(settings_.arrival).count()) + " s");
+  if (HttpServer::ArrivedLate()) throw Late();
+  throw HttpError(400, "the body is malformed, or ends too soon");
+}
+
+// A request that was not here in time.
+HttpError Service::Late() const {
+  if (stopping_) return {503, "the server is stopping", "server_error"};
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(settings_.arrival).count();
+  return {408, "the request did not arrive within " + std::to_string(seconds) + " s"};
 }
 
 void Service::Complete(const httplib::Request& request, const std::string& body, httplib::Response& response) {
@@ -149,7 +164,7 @@ void Service::Complete(const httplib::Request& request, const std::string& body,
                                            Clock::now() + settings_.timeout, &active_);
   if (stopping_) throw HttpError(503, "the server is stopping", "server_error");  // else Stop waits for it: it has been counted
   if (!batcher_->Submit(running->rows())) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
-  running->WaitForFirst();  // from then on the client's connection is watched
+  running->WaitForFirst(HttpServer::ClientGone);  // from then on `tell` looks
   const auto tell = [running](size_t, httplib::DataSink& sink) {
     const std::string told = running->Next();
     if (!sink.is_writable()) return false;  // the client is gone: Running's end frees the rows

@@ -39,6 +39,7 @@ class Service {
 
  private:
   void AddRoutes();
+  HttpError Late() const;
   std::string ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const;
   void Complete(const httplib::Request& request, const std::string& body, httplib::Response& response);
 

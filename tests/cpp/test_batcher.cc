@@ -1,8 +1,12 @@
 // The service's batcher when sessions fail: on a stand-in for the library, whose sessions fail when they are told to.
+#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
+#include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "batcher.h"
@@ -11,14 +15,16 @@
 
 struct skd_status {};
 struct skd_bundle {};
+struct skd_tokenizer {};
 struct skd_session {
   std::vector<uint64_t> rows;
 };
 
 namespace {
 
-std::atomic<bool> no_memory{false}, engines_fail{false}, row_lost{false};
+std::atomic<bool> no_memory{false}, engines_fail{false}, row_lost{false}, endless{false};
 std::atomic<int> sessions{0}, most_sessions{0};
+std::vector<uint32_t> generator_rows;  // of the rows that were added, for when the batcher's thread has ended
 
 }  // namespace
 
@@ -47,33 +53,49 @@ void skd_session_destroy(skd_session* session) {
   delete session;
   --sessions;
 }
-skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, size_t /*length*/,
-                            const skd_row_options* /*options*/, uint64_t* row) {
+skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, size_t /*length*/, const skd_row_options* options,
+                            uint64_t* row) {
   static std::atomic<uint64_t> next{0};
   *row = next++;
   session->rows.push_back(*row);
+  generator_rows.push_back(options->generator_row);
   return nullptr;
 }
-// Each row ends with its first token.
+// Each row ends with its first token, or never.
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*capacity*/, size_t* count) {
   if (engines_fail) return new skd_status;
   *count = session->rows.size();
   for (size_t i = 0; i < *count; ++i) {
-    events[i] = {session->rows[i] + (row_lost ? 1000U : 0U), 7, 1, 1, SKD_FINISH_STOP};
+    events[i] = {session->rows[i] + (row_lost ? 1000U : 0U), 7, 1, 1, endless ? SKD_FINISH_NONE : SKD_FINISH_STOP};
   }
-  session->rows.clear();
+  if (endless) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } else {
+    session->rows.clear();
+  }
   return nullptr;
 }
-skd_status* skd_session_cancel(skd_session* /*session*/, uint64_t /*row*/) { return nullptr; }
+skd_status* skd_session_cancel(skd_session* session, uint64_t row) {
+  session->rows.erase(std::find(session->rows.begin(), session->rows.end(), row));
+  return nullptr;
+}
+skd_status* skd_tokenizer_create(const skd_bundle* /*bundle*/, const char* /*library*/, skd_tokenizer** tokenizer) {
+  *tokenizer = new skd_tokenizer;
+  return nullptr;
+}
 skd_status* skd_tokenizer_decode(skd_tokenizer* /*tokenizer*/, const int64_t* /*ids*/, size_t /*count*/, char** /*text*/,
                                  size_t* /*length*/) {
   return new skd_status;
 }
-skd_status* skd_tokenizer_encode(skd_tokenizer* /*tokenizer*/, const char* /*text*/, int64_t** /*ids*/, size_t* /*count*/) {
-  return new skd_status;
+// An id for each byte: its value.
+skd_status* skd_tokenizer_encode(skd_tokenizer* /*tokenizer*/, const char* text, int64_t** ids, size_t* count) {
+  *count = std::string(text).size();
+  *ids = static_cast<int64_t*>(std::malloc((*count + 1) * sizeof(int64_t)));
+  std::copy_n(text, *count, *ids);
+  return nullptr;
 }
-void skd_tokenizer_destroy(skd_tokenizer* /*tokenizer*/) {}
-void skd_free(void* /*memory*/) {}
+void skd_tokenizer_destroy(skd_tokenizer* tokenizer) { delete tokenizer; }
+void skd_free(void* memory) { std::free(memory); }
 
 }  // extern "C"
 
@@ -82,24 +104,30 @@ namespace {
 class Requests {
  public:
   Requests() {
-    no_memory = engines_fail = row_lost = false;
+    no_memory = engines_fail = row_lost = endless = false;
+    generator_rows.clear();
     most_sessions = sessions.load();
     batcher_ = std::make_unique<service::Batcher>(bundle_, skipdecode::SessionOptions(), 8, &metrics);
   }
   // The status that a client gets.
   int Ask() {
-    service::Completion asked{};
-    asked.prompts = {{1, 2, 3}};
-    asked.gives_ids = true;
-    service::Running running(asked, nullptr, service::Clock::now() + std::chrono::seconds(20), &active_);
-    if (!batcher_->Submit(running.rows())) return 429;
+    const auto running = Running();
+    if (!Submit(*running)) return 429;
     try {
-      running.WaitForFirst();
+      running->WaitForFirst([] { return false; });
     } catch (const service::HttpError& error) {
       return error.status();
     }
     return 200;
   }
+
+  std::unique_ptr<service::Running> Running(size_t prompts = 1) {
+    service::Completion asked{};
+    asked.prompts.assign(prompts, {1, 2, 3});
+    asked.gives_ids = true;
+    return std::make_unique<service::Running>(asked, nullptr, service::Clock::now() + std::chrono::seconds(20), &active_);
+  }
+  bool Submit(const service::Running& running) { return batcher_->Submit(running.rows()); }
 
   // Wait for its thread, which counts a row out after its client has the last token.
   void End() { batcher_.reset(); }
@@ -111,6 +139,12 @@ class Requests {
   std::atomic<int> active_{0};
   std::unique_ptr<service::Batcher> batcher_;
 };
+
+// Whether a metric comes to a value within ten seconds.
+bool Becomes(const std::atomic<uint64_t>& metric, uint64_t value) {
+  for (int look = 0; look < 1000 && metric != value; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return metric == value;
+}
 
 }  // namespace
 
@@ -146,4 +180,60 @@ TEST_CASE("a row that the batcher does not know ends the session and no more") {
   CHECK(requests.Ask() == 500);
   row_lost = false;
   CHECK(requests.Ask() == 200);
+}
+
+TEST_CASE("rows of a request are numbered as skd_generate does it, so that equal prompts are sampled apart") {
+  Requests requests;
+  const auto running = requests.Running(3);
+  REQUIRE(requests.Submit(*running));
+  while (!running->Ended()) running->Next();
+  requests.End();
+  CHECK(generator_rows == std::vector<uint32_t>{0, 1, 2});
+}
+
+TEST_CASE("a client that goes away before its first token leaves the queue, however long the rows before it take") {
+  Requests requests;
+  endless = true;
+  auto runs = requests.Running(), waits = requests.Running();
+  REQUIRE(requests.Submit(*runs));
+  REQUIRE(Becomes(requests.metrics.running, 1));
+  REQUIRE(requests.Submit(*waits));
+  CHECK_THROWS_AS(waits->WaitForFirst([] { return true; }), service::HttpError);
+  CHECK(requests.metrics.queued == 1);
+  waits.reset();
+  CHECK(Becomes(requests.metrics.queued, 0));
+  CHECK(requests.metrics.cancelled == 1);
+  CHECK(requests.metrics.running == 1);
+  runs.reset();
+  requests.End();
+  CHECK(requests.metrics.cancelled == 2);
+}
+
+TEST_CASE("a row that a stop string ended is complete, not cancelled") {
+  Requests requests;
+  endless = true;
+  auto running = requests.Running();
+  REQUIRE(requests.Submit(*running));
+  REQUIRE(Becomes(requests.metrics.running, 1));
+  running->rows().front()->Complete();
+  running.reset();
+  requests.End();
+  CHECK(requests.metrics.completed == 1);
+  CHECK(requests.metrics.cancelled == 0);
+}
+
+TEST_CASE("sums of seconds are told to the microsecond") {
+  service::Metrics metrics;
+  metrics.first_token_us = 1'234'567'890'123;
+  CHECK_THAT(metrics.Text(), Catch::Contains("first_token_seconds_sum 1234567.890123\n"));
+  CHECK_THAT(metrics.Text(), Catch::Contains("{le=\"0.01\"}") && Catch::Contains("{le=\"0.3\"}"));
+}
+
+TEST_CASE("a text whose ids the model has no weights for is the client's mistake") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  const service::Limits limits{8, 8, 8, /*vocab_size=*/100};
+  CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.front().back() == 'c');
+  CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABd"})", "m", limits, &tokenizer),
+                    "token id 100 of the prompt's text is outside the vocabulary");
 }

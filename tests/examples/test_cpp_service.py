@@ -61,6 +61,14 @@ def test_a_seed_gives_pythons_sampled_tokens(server: Server, bundle: Path) -> No
     assert answer.choices[0].text == sampled.sequences[0].text
 
 
+def test_equal_prompts_of_one_request_are_sampled_apart_as_python_does(server: Server, bundle: Path) -> None:
+    prompts = [PROMPT] * 3
+    sampled = skipdecode.load(bundle).generate(prompts, max_new_tokens=30, do_sample=True, temperature=1.5, seed=11)
+    answer = server.client.completions.create(model="model", prompt=prompts, max_tokens=30, temperature=1.5, seed=11)
+    texts = [choice.text for choice in answer.choices]
+    assert texts == [row.text for row in sampled.sequences] and len(set(texts)) == 3
+
+
 def test_bytes_that_are_no_text_lose_nothing_and_stop_strings_behind_them_are_seen(server: Server, bundle: Path) -> None:
     python = skipdecode.load(bundle)
     behind = 0
@@ -89,11 +97,14 @@ def test_several_prompts_and_token_ids_are_answered_in_order(server: Server, bun
 def test_a_stop_string_ends_the_text_before_it_even_across_tokens(server: Server) -> None:
     whole = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0).choices[0].text
     stop = whole[9:14]
+    cancelled, completed = server.metric("rows_cancelled_total"), server.metric("rows_completed_total")
     cut = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop, "zzz"])
     assert cut.choices[0].text == whole[: whole.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
     pieces = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=True)
     assert "".join(choice.text for piece in pieces for choice in piece.choices) == cut.choices[0].text
+    server.until("rows_completed_total", completed + 2)
+    assert server.metric("rows_cancelled_total") == cancelled
 
 
 def test_curl_gets_models_health_metrics_and_a_completion(server: Server) -> None:
@@ -111,10 +122,10 @@ def test_curl_gets_models_health_metrics_and_a_completion(server: Server) -> Non
 
 
 _BAD: list[tuple[Any, int, str]] = [
-    (b"", 400, "the body is not a JSON object"),
-    (b"{", 400, "the body is not a JSON object"),
+    (b"", 400, "the body is not valid JSON"),
+    (b"{", 400, "the body is not valid JSON"),
     (b"[1]", 400, "the body is not a JSON object"),
-    (b'{"prompt": "\xff"}', 400, "the body is not a JSON object"),
+    (b'{"prompt": "\xff"}', 400, "the body is not valid JSON"),
     (b"[" * 100_000, 400, "the body nests too deep"),
     (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 400, "the body nests too deep"),
     (b'{"prompt": [5, 6], "stop": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 400, "the body nests too deep"),
@@ -137,6 +148,9 @@ _BAD: list[tuple[Any, int, str]] = [
     ({**GOOD, "seed": -1}, 400, "seed is not a whole number"),
     ({**GOOD, "stop": [""]}, 400, "stop holds something"),
     ({**GOOD, "stop": ["a"] * 5}, 400, "at most 4"),
+    ({**GOOD, "user": 5}, 400, "user is not a string"),
+    ({**GOOD, "stream_options": 5}, 400, "stream_options is not an object"),
+    ({**GOOD, "stream_options": [1]}, 400, "stream_options is not an object"),
     ({**GOOD, "n": 2}, 400, "n is not supported by this server"),
     ({**GOOD, "logprobs": 3}, 400, "logprobs is not supported"),
     ({**GOOD, "tempreature": 1}, 400, "unknown field 'tempreature'"),
@@ -250,12 +264,14 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         (["a", "--port", "70000"], "--port: 70000 is out of range; choose 0..65535"),
         (["a", "--connections", "0"], "--connections: 0 is out of range; choose 1..4096"),
         (["a", "--queue", "0"], "--queue: 0 is out of range; choose 1.."),
-        (["BUNDLE", "--threads", "100000"], "threads: 100000 is out of range; choose 1..1024, or 0: one a core"),
+        (["BUNDLE", "--threads", "100000"], "--threads: 100000 is out of range; choose 1..1024, or 0: one a core"),
         (["a", "--rows"], "--rows: needs a value"),
         (["a", "--what", "1"], "--what: unknown option"),
-        (["BUNDLE", "--max-prompt-tokens", "9999"], "leave no room in the bundle's 256"),
-        (["BUNDLE", "--genai-library", "/nowhere.so"], "cannot be loaded"),
+        (["BUNDLE", "--max-prompt-tokens", "9999"], "--max-prompt-tokens: 9999 prompt tokens leave no room in the bundle's 256"),
+        (["BUNDLE", "--max-new-tokens", "200"], "--max-new-tokens: 200 new tokens: prompts leave 128; choose fewer, --max-"),
+        (["BUNDLE", "--genai-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --genai-library\n"),
         (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "ONNX Runtime cannot be loaded (/nowhere.so"),
+        (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --onnxruntime-library\n"),
         (["BUNDLE", "--target", "cuda"], "target 'cuda' is not in this bundle; choose from cpu"),
     ],
 )
@@ -264,3 +280,9 @@ def test_bad_options_are_one_line_and_exit_2(bundle: Path, options: list[str], s
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--help"], ["nowhere", "--help"], ["nowhere", "--port", "1", "--help"]])
+def test_help_is_printed_wherever_it_is_asked_for(options: list[str]) -> None:
+    done = subprocess.run([SERVICE, *options], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: skd_service BUNDLE [options]\n")

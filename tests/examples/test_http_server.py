@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import GOOD, Server
+from tests.examples.conftest import GOOD, PROMPT, Server
 
 
 def _curl(*arguments: str) -> tuple[int, str]:
@@ -60,6 +60,13 @@ def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
         assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or in parts: send JSON as it is")
 
 
+def test_codings_are_read_in_any_case(server: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Encoding: Identity\r\n"
+    assert _sent(server, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))[0] == 200
+    assert _sent(server, head + b"Transfer-Encoding: Chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))[0] == 200
+
+
 def _sent(server: Server, data: bytes) -> tuple[int, str]:
     """Status and whole body of the answer to bytes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
@@ -77,8 +84,8 @@ def _sent(server: Server, data: bytes) -> tuple[int, str]:
         (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
         (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
         (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
-        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not a JSON object"),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed, or did not"),
+        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not valid JSON"),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed, or ends"),
     ],
 )
 def test_what_http_forbids_is_told_as_it_is(server: Server, data: bytes, status: int, says: str) -> None:
@@ -131,6 +138,16 @@ def test_a_request_that_does_not_arrive_in_time_frees_its_thread(bundle: Path, h
     assert small.stop() == 0
 
 
+def test_a_request_that_is_late_is_told_so(bundle: Path) -> None:
+    small = Server(bundle, "--arrival-s", "1")
+    heads = [b"GET /health HTTP/1.1\r\nHost: a\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999\r\n\r\n{"]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda head: _sent(small, head), heads))
+    for status, text in answers:
+        assert (status, json.loads(text)["error"]["message"]) == (408, "the request did not arrive within 1 s")
+    assert small.stop() == 0
+
+
 @pytest.mark.parametrize("head", _SLOW)
 def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, head: bytes) -> None:
     ending = Server(bundle, "--arrival-s", "100")
@@ -151,6 +168,22 @@ def test_a_request_on_its_way_at_shutdown_is_answered(bundle: Path) -> None:
         answer.begin()
         assert (answer.status, json.loads(answer.read())) == (503, {"status": "stopping"})
     assert ending.stop() == 0
+
+
+def test_a_client_that_sends_no_more_while_it_waits_is_refused_and_frees_its_place(bundle: Path) -> None:
+    narrow = Server(bundle, "--rows", "1", "--queue", "65")
+    asked = {"prompt": [PROMPT] * 64, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+    body = json.dumps(GOOD).encode()
+    with narrow.client.completions.create(model="model", stream=True, extra_body=asked, prompt=PROMPT) as stream:
+        next(iter(stream))
+        with socket.create_connection(("127.0.0.1", narrow.port), timeout=10) as waiting:
+            waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            narrow.until("rows_accepted_total", 65)
+            waiting.shutdown(socket.SHUT_WR)
+            assert b"".join(iter(lambda: waiting.recv(4096), b"")).startswith(b"HTTP/1.1 400 ")
+        narrow.until("rows_cancelled_total", 1)
+        assert narrow.metric("rows_completed_total") < 60
+    assert narrow.stop() == 0
 
 
 def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
