@@ -79,7 +79,7 @@ class Manifest:
     """Everything `bundle.json` says.
 
     Raises:
-        BundleError, ScheduleError: parts that contradict each other.
+        MalformedError, ScheduleError: parts that contradict each other.
     """
 
     format_version: int
@@ -116,7 +116,7 @@ class Manifest:
         )  # fmt: skip
         for holds, where, what in checks:
             if not holds:
-                raise BundleError(f"{where} {what}", "export the model again", where=MANIFEST)
+                raise MalformedError(f"{where} {what}")
         check_sources(self.model.key_sources, self.schedule)
         for variant in self.variants:
             self._check_variant(variant)
@@ -126,9 +126,7 @@ class Manifest:
         for path in [*known, *used]:
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or "\\" in path or path not in known:
-                raise BundleError(
-                    f"{path!r} is outside the bundle or not among its files", "export the model again", where=MANIFEST
-                )
+                raise MalformedError(f"{path!r} is outside the bundle or not among its files")
 
     def _check_variant(self, variant: Variant) -> None:
         fits = 1 <= variant.num_layers <= self.model.num_layers
@@ -137,7 +135,7 @@ class Manifest:
             warmup = self.schedule.warmup_layers
             if layers == active_layers(self.model.num_layers, warmup, variant.num_layers):
                 return
-        raise BundleError(f"variants: {variant.name} does not climb its layers", "export the model again", where=MANIFEST)
+        raise MalformedError(f"variants: {variant.name} does not climb its layers")
 
     def variant(self, num_layers: int) -> Variant:
         """The variant that computes `num_layers` layers."""
@@ -168,11 +166,7 @@ def read(bundle: Path) -> Manifest:
         )
     try:
         manifest: Manifest = decode(Manifest, data)
-    except MalformedError as error:
-        raise BundleError(str(error), "export the model again", where=MANIFEST) from error
-    except BundleError:
-        raise
-    except SkipDecodeError as error:
+    except (MalformedError, SkipDecodeError) as error:
         raise BundleError(str(error), "export the model again", where=str(path)) from error
     for file in manifest.files:
         _check_size(bundle, file)

@@ -63,7 +63,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         use_threads(threads)
         device = CudaDevice()
         return load_device_engines(manifest, bundle, target, device, device.turn_around(), trace)
-    check_library(target.library_version)
+    check_library(target.library_version, bundle)
     if (target.machine, target.cpu_features) != (platform.machine(), cpu_features()):
         raise TargetError(
             f"the engines' weights are laid out for {target.machine} with {' '.join(target.cpu_features)}; this CPU differs",

@@ -236,8 +236,8 @@ def check_cuda() -> None:
         logger.info("%s", said.getvalue().strip())
 
 
-def check_library(version: str) -> None:
-    """Refuse engines of another ONNX Runtime: prepacked weights belong to the version that wrote them.
+def check_library(version: str, bundle: Path) -> None:
+    """Refuse a bundle's engines of another ONNX Runtime: prepacked weights belong to the version that wrote them.
 
     Raises:
         TargetError: the installed version differs.
@@ -245,5 +245,5 @@ def check_library(version: str) -> None:
     if ort.__version__ != version:
         raise TargetError(
             f"the engines were compiled by onnxruntime {version}, installed is {ort.__version__}",
-            f"install onnxruntime=={version} or export the model again",
-        )
+            f"install onnxruntime=={version} or export the model again", where=str(bundle),
+        )  # fmt: skip

@@ -41,7 +41,7 @@ def refused(bundle: Path, driver: Driver) -> Iterator[Callable[[str], str]]:
         answer = driver.ask(command="load", bundle=bundle)
         assert answer.get("code") == SKD_ERROR_BUNDLE, answer
         line: str = answer["error"]
-        assert "\n" not in line and ";" in line, line
+        assert line.startswith(f"{bundle}/") and "\n" not in line and ";" in line, line
         return line
 
     yield ask
@@ -69,6 +69,10 @@ def test_unknown_and_missing_keys_are_named(bundle: Path, refused: Callable[[str
 @pytest.mark.parametrize("text", ["", "{", "[" * 1_000_000, "null", "[]", '"x"', "1e999", '{"format_version": 1e999}'])
 def test_what_is_no_manifest_is_refused(refused: Callable[[str], str], text: str) -> None:
     refused(text)
+
+
+def test_a_byte_order_mark_is_no_json(bundle: Path, refused: Callable[[str], str]) -> None:
+    refused("\ufeff" + (bundle / "bundle.json").read_text())
 
 
 def test_a_newer_format_is_named(bundle: Path, refused: Callable[[str], str]) -> None:
@@ -131,7 +135,7 @@ def test_engines_that_are_not_what_the_manifest_says_are_refused_when_they_are_l
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.update(library_version="1.0.0"), "the engines were compiled by onnxruntime 1.0.0, loaded is"),
+        (lambda t: t.update(library_version="1.0.0"), "/engines: the engines were compiled by onnxruntime 1.0.0, loaded is"),
         (lambda t: t.update(cpu_features=["sve"]), "laid out for x86_64 with sve; this CPU differs"),
         (lambda t: t.update(name="cuda"), "has no cuda in it; name one that has in skd_load_options.onnxruntime_library"),
     ],
@@ -164,8 +168,9 @@ def test_a_target_that_is_not_there_and_a_missing_library_are_told(conformance_b
     driver = Driver()
     missing = driver.ask(command="load", bundle=bundle, onnxruntime_library="/nowhere/libonnxruntime.so")
     assert missing["code"] == SKD_ERROR_TARGET and missing["error"].startswith("ONNX Runtime cannot be loaded (/nowhere/")
-    odd = driver.ask(command="load", bundle=bundle, onnxruntime_library=str(LIBRARIES / "libonnxruntime-genai.so"))
-    assert "libonnxruntime is not ONNX Runtime" in odd["error"]
+    other = LIBRARIES / "libonnxruntime-genai.so"
+    odd = driver.ask(command="load", bundle=bundle, onnxruntime_library=str(other))
+    assert odd["error"].startswith(f"{other}: is not ONNX Runtime; install it, set LD_LIBRARY_PATH, or name it in")
     absent = driver.ask(command="load", bundle=bundle, target="cuda")
     assert "target 'cuda' is not in this bundle; choose from cpu" in absent["error"]
     assert driver.ask(command="load", bundle=bundle)["num_layers"] == 6

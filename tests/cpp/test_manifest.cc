@@ -90,6 +90,16 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
   }
 }
 
+TEST_CASE("a key that is shown in part is cut between characters") {
+  Json edited = Whole();
+  const std::string umlaut = "\xC3\xA4";
+  std::string key = "x", shown = "x";
+  while (key.size() < 60) key += umlaut;
+  while (shown.size() < 39) shown += umlaut;
+  edited[key] = 1;
+  REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains("has unknown key '" + shown + "'"));
+}
+
 TEST_CASE("a manifest that is there and cannot be read is not told to be missing") {
   const auto whole = std::filesystem::path(std::getenv("SKD_TEST_BUNDLE"));
   const auto folder = std::filesystem::temp_directory_path() / ("skd_unreadable_" + std::to_string(getpid()));

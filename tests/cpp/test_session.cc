@@ -201,6 +201,12 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
   const skipdecode::Bundle& bundle = Bundle();
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(99)), Catch::Contains("99 rows: the bundle takes 1..4"));
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(0)), Catch::Contains("0 rows"));
+  skd_session_options long_answers = Room(1);
+  long_answers.max_new_tokens = 30;
+  REQUIRE_THROWS_WITH(
+      skipdecode::Session(bundle, long_answers),
+      Catch::Equals("max_new_tokens: 30 new tokens: prompts leave 24; choose fewer, max_prompt_tokens up to 18, or "
+                    "export with a larger --max-length"));
   const int64_t before = MostResidentKiB();
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(100'000'000)), Catch::Contains("100000000 rows: the bundle takes 1..4"));
   REQUIRE(MostResidentKiB() - before < 100'000);
@@ -217,8 +223,8 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
   cold.temperature = 0;
   REQUIRE_THROWS_WITH(session.Add({5}, cold), Catch::Contains("choose a number above 0"));
   cold.temperature = 1;
-  cold.top_p = 1.5;
-  REQUIRE_THROWS_WITH(session.Add({5}, cold), Catch::Contains("choose a number in (0, 1]"));
+  cold.top_p = 1.0000001;
+  REQUIRE_THROWS_WITH(session.Add({5}, cold), Catch::Equals("top_p: 1.0000001 is out of range; choose a number in (0, 1]"));
   REQUIRE_THROWS_WITH(session.Logits(0), Catch::Contains("row 0 is not in this session"));
   session.Add({5}, Options(3));
   REQUIRE(session.Step().size() == 1);

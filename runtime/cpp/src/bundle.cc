@@ -52,7 +52,7 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
 void CheckCompiled(const Target& target, const std::filesystem::path& path) {
   if (const std::string version = OnnxRuntimeVersion(); version != target.library_version) {
     throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", loaded is " + version,
-                      "load onnxruntime " + target.library_version + " or export the model again");
+                      "load onnxruntime " + target.library_version + " or export the model again", path.string());
   }
   if (target.machine != Machine() || target.cpu_features != CpuFeatures()) {
     throw TargetError(

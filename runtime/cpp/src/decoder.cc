@@ -42,7 +42,6 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       schedule_(std::move(schedule)),
       hidden_size_(bundle_->manifest.model.hidden_size),
       vocab_size_(bundle_->manifest.model.vocab_size),
-      max_rows_(max_rows),
       kv_(bundle_->memory, bundle_->manifest.model, SlotsPerLayer(schedule_, max_prompt, max_new), max_rows),
       hidden_(bundle_->memory.Allocate(Size(max_rows * hidden_size_) * bundle_->memory.float_size())),
       prompt_hidden_(bundle_->memory.Allocate(Size(max_prompt * hidden_size_) * bundle_->memory.float_size())),
@@ -56,7 +55,7 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       seqlens_k_(bundle_->memory, max_rows),
       prompt_seqlens_k_(bundle_->memory, max_prompt),
       totals_(Size(max_rows)),
-      climbs_(Size(max_rows * max_rows)),
+      climbs_(Size(max_rows)),
       embeds_(Size(max_rows)),
       heads_(Size(max_rows)) {
   positions_.reserve(Size(max_rows));
@@ -189,7 +188,9 @@ std::byte* Decoder::Hidden(const Block& block, int64_t index) const {
 const Binding& Decoder::Climb(size_t segment, int64_t start) {
   const Memory& memory = bundle_->memory;
   const int64_t count = rows() - start;
-  auto& bound = climbs_[Size((rows() - 1) * max_rows_ + start)];
+  auto& of_rows = climbs_[Size(rows() - 1)];
+  if (of_rows.empty()) of_rows.resize(Size(rows()));
+  auto& bound = of_rows[Size(start)];
   if (bound.empty()) bound.resize(least_counts_.size());
   if (bound[segment]) return *bound[segment];
   std::byte* hidden = Hidden(hidden_, start);

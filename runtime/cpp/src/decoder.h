@@ -75,7 +75,7 @@ class Decoder {
 
   std::shared_ptr<const Bundle> bundle_;
   Schedule schedule_;
-  int64_t hidden_size_, vocab_size_, max_rows_;
+  int64_t hidden_size_, vocab_size_;
   std::vector<int64_t> least_counts_;  // of each segment
   size_t first_keeping_none_ = 0;      // from this segment on a prompt's last token is all that counts
   KvBuffer kv_;
@@ -90,8 +90,8 @@ class Decoder {
   // what was there when they were recorded, of each segment the most that there can be.
   std::vector<int32_t> totals_, most_totals_;
   // bound when first needed
-  std::vector<std::vector<std::optional<Binding>>> climbs_;  // [(rows - 1) * max_rows + first row][segment]
-  std::vector<std::optional<Binding>> embeds_, heads_;       // [rows - 1]
+  std::vector<std::vector<std::vector<std::optional<Binding>>>> climbs_;  // [rows - 1][first row][segment]
+  std::vector<std::optional<Binding>> embeds_, heads_;                    // [rows - 1]
   // what a step calls, side by side, because the weights that each call reads have emptied the cache before the next one;
   // found anew when a row computes another count of layers, or rows come and go
   std::vector<Call> route_;

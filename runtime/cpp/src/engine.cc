@@ -40,14 +40,15 @@ const OrtApiBase* api_base = nullptr;   // NOLINT(cppcoreguidelines-avoid-non-co
 std::mutex environment_mutex;           // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
 void LoadApi(const std::string& library) {
-  void* handle = OpenLibrary(library, "libonnxruntime.so.1", "ONNX Runtime",
-                             "install it, set LD_LIBRARY_PATH, or name it in skd_load_options.onnxruntime_library");
+  const std::string remedy = "install it, set LD_LIBRARY_PATH, or name it in skd_load_options.onnxruntime_library";
+  void* handle = OpenLibrary(library, "libonnxruntime.so.1", "ONNX Runtime", remedy);
   using GetApiBase = const OrtApiBase* (*)();
   const auto get = reinterpret_cast<GetApiBase>(dlsym(handle, "OrtGetApiBase"));
-  const OrtApi* api = get == nullptr ? nullptr : get()->GetApi(ORT_API_VERSION);
+  if (get == nullptr) throw TargetError("is not ONNX Runtime", remedy, PathOf(handle));
+  const OrtApi* api = get()->GetApi(ORT_API_VERSION);
   if (api == nullptr) {
-    const std::string found = get == nullptr ? "is not ONNX Runtime" : std::string("is ") + get()->GetVersionString();
-    throw TargetError("libonnxruntime " + found + ", too old for API " + std::to_string(ORT_API_VERSION), "install a newer one");
+    const std::string version = get()->GetVersionString(), wanted = std::to_string(ORT_API_VERSION);
+    throw TargetError("is ONNX Runtime " + version + ", too old for API " + wanted, "install a newer one", PathOf(handle));
   }
   api_base = get();
   Ort::InitApi(api);
@@ -73,7 +74,7 @@ void UseCuda(Ort::SessionOptions& options) {
     options.AddConfigEntry("optimization.disable_specified_optimizers", kUnwanted);
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
-    throw TargetError("ONNX Runtime cannot use cuda on this machine (" + std::string(error.what()).substr(0, 200) + ")",
+    throw TargetError("ONNX Runtime cannot use cuda on this machine (" + Cut(error.what(), 200) + ")",
                       "check the driver and CUDA's libraries with nvidia-smi");
   }
 }

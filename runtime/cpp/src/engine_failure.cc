@@ -30,7 +30,7 @@ Error NoMemory(const std::string& said, const std::string& remedy, const std::st
 
 std::string Reason(const std::string& said) {
   const std::string line = said.substr(0, said.find('\n'));
-  return line.empty() ? "no reason given" : line.substr(0, 200);
+  return line.empty() ? "no reason given" : Cut(line, 200);
 }
 
 }  // namespace

@@ -23,6 +23,12 @@ Error::Error(skd_code code, const std::string& what, const std::string& remedy, 
     : std::runtime_error(OneLine((where.empty() ? "" : where + ": ") + what + (remedy.empty() ? "" : "; " + remedy))),
       code_(code) {}
 
+std::string Cut(const std::string& text, size_t most) {
+  if (text.size() <= most) return text;
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;  // the next byte goes on with a character
+  return text.substr(0, most);
+}
+
 Error BundleError(const std::string& what, const std::string& where) {
   return {SKD_ERROR_BUNDLE, what, "export the model again", where};
 }

@@ -1,6 +1,7 @@
 // What a user can get wrong, as one line: what, where, what to do. Thrown inside the library, a skd_status at its border.
 #pragma once
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -17,6 +18,9 @@ class Error : public std::runtime_error {
  private:
   skd_code code_;
 };
+
+// The first `most` bytes of a text or a few fewer: no character of UTF-8 is cut in two.
+std::string Cut(const std::string& text, size_t most);
 
 Error BundleError(const std::string& what, const std::string& where);  // its remedy: export the model again
 Error CapacityError(const std::string& what, const std::string& remedy, const std::string& where = "");

@@ -1,6 +1,7 @@
 #include "library.h"
 
 #include <dlfcn.h>
+#include <link.h>
 
 #include "error.h"
 
@@ -13,6 +14,11 @@ void* OpenLibrary(const std::string& path, const std::string& name, const std::s
     throw TargetError(what + " cannot be loaded (" + (reason == nullptr ? "unknown reason" : reason) + ")", remedy);
   }
   return handle;
+}
+
+std::string PathOf(void* library) {
+  link_map* found = nullptr;
+  return dlinfo(library, RTLD_DI_LINKMAP, &found) == 0 ? found->l_name : "";
 }
 
 }  // namespace skd

@@ -9,4 +9,7 @@ namespace skd {
 // Throws SKD_ERROR_TARGET with `what` (the library's human name) and `remedy`.
 void* OpenLibrary(const std::string& path, const std::string& name, const std::string& what, const std::string& remedy);
 
+// Where the system found an open library.
+std::string PathOf(void* library);
+
 }  // namespace skd

@@ -143,21 +143,21 @@ StateLayers Model::Kept(int64_t layer) const {
   return {{layer}, Keys{num_kv_heads, head_size}, std::nullopt, {}};
 }
 
-Manifest ParseManifest(const std::string& text) {
+Manifest ParseManifest(const std::string& text, const std::string& where) {
   const Json data = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (data.is_discarded()) throw BundleError("cannot be read (not JSON)", "bundle.json");
+  const bool marked = text.rfind("\xEF\xBB\xBF", 0) == 0;  // a byte order mark is no JSON, and this parser skips it
+  if (data.is_discarded() || marked) throw BundleError("cannot be read (not JSON)", where);
   const bool versioned = data.is_object() && data.contains("format_version");
   if (!versioned || data["format_version"] != kFormatVersion || !data["format_version"].is_number_integer()) {
     throw Error(SKD_ERROR_BUNDLE,
                 "format_version is " + (versioned ? Shown(data["format_version"]) : "missing") + ", this runtime reads " +
                     std::to_string(kFormatVersion),
-                "export the model with this version", "bundle.json");
+                "export the model with this version", where);
   }
   try {
     return DecodeManifest(data);
   } catch (const Error& error) {
-    if (error.code() == SKD_ERROR_BUNDLE) throw;
-    throw BundleError(error.what(), "bundle.json");
+    throw BundleError(error.what(), where);
   }
 }
 
@@ -170,7 +170,7 @@ Manifest ReadManifest(const std::filesystem::path& bundle) {
   if (!file) throw Unreadable(path, std::generic_category().message(errno));
   std::ostringstream text;
   text << file.rdbuf();
-  Manifest manifest = ParseManifest(text.str());
+  Manifest manifest = ParseManifest(text.str(), path.string());
   for (const File& each : manifest.files) CheckFile(bundle, each);
   return manifest;
 }

@@ -80,8 +80,9 @@ struct Manifest {
   std::vector<File> files;
 };
 
-// Throws SKD_ERROR_BUNDLE: not JSON, another format version, unknown or missing keys, parts that contradict each other.
-Manifest ParseManifest(const std::string& text);
+// `where` names the file in errors. Throws SKD_ERROR_BUNDLE: not JSON, another format version, unknown or missing keys, parts
+// that contradict each other.
+Manifest ParseManifest(const std::string& text, const std::string& where = "bundle.json");
 
 // Also that every file is there in its size.
 Manifest ReadManifest(const std::filesystem::path& bundle);

@@ -155,7 +155,7 @@ void CheckPaths(const Manifest& manifest) {
     const bool climbs = std::any_of(pure.begin(), pure.end(), [](const auto& part) { return part == ".."; });
     const bool odd = path.find('\\') != std::string::npos || path.find('\0') != std::string::npos;
     if (pure.is_absolute() || climbs || odd || known.count(path) == 0) {
-      throw BundleError("'" + path.substr(0, 4 * kShown) + "' is outside the bundle or not among its files", "bundle.json");
+      throw Malformed("'" + Cut(path, 4 * kShown) + "'", "is outside the bundle or not among its files");
     }
   }
 }

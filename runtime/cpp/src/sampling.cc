@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <string>
 
@@ -45,7 +46,9 @@ int64_t Likeliest(const float* logits, int64_t count) {
 void CheckSampling(const skd_row_options& options) {
   if (options.do_sample == 0) return;
   const auto fail = [](const char* where, double value, const char* remedy) {
-    throw CapacityError(std::to_string(value) + " is out of range", remedy, where);
+    // with as many digits as it takes to see that it is; JSON has no NaN
+    const std::string shown = std::isfinite(value) ? nlohmann::json(value).dump() : std::to_string(value);
+    throw CapacityError(shown + " is out of range", remedy, where);
   };
   if (!(options.temperature > 0)) fail("temperature", options.temperature, "choose a number above 0");
   if (!(options.top_p > 0 && options.top_p <= 1)) fail("top_p", options.top_p, "choose a number in (0, 1]");

@@ -32,11 +32,12 @@ int64_t ChosenPrompt(const Bundle& bundle, const skd_session_options& options) {
 }
 
 int64_t ChosenNew(const Bundle& bundle, const skd_session_options& options) {
-  const int64_t left = bundle.manifest.limits.max_length - ChosenPrompt(bundle, options);
+  const int64_t length = bundle.manifest.limits.max_length, left = length - ChosenPrompt(bundle, options);
   const int64_t chosen = options.max_new_tokens == 0 ? left : options.max_new_tokens;
   if (chosen > left) {
+    const std::string shorter = chosen < length ? ", max_prompt_tokens up to " + std::to_string(length - chosen) : "";
     throw CapacityError(std::to_string(chosen) + " new tokens: prompts leave " + std::to_string(left),
-                        "choose fewer, or export with a larger --max-length", "max_new_tokens");
+                        "choose fewer" + shorter + ", or export with a larger --max-length", "max_new_tokens");
   }
   return chosen;
 }

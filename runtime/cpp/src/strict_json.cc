@@ -5,7 +5,9 @@
 
 namespace skd {
 
-Error Malformed(const std::string& where, const std::string& what) { return BundleError(where + " " + what, "bundle.json"); }
+Error Malformed(const std::string& where, const std::string& what) {
+  return {SKD_ERROR_BUNDLE, where + " " + what, /*remedy=*/""};
+}
 
 std::string Shown(const Json& data) {
   if (data.is_object() || data.is_array()) return data.is_array() ? "a list" : "an object";
@@ -19,7 +21,7 @@ Object::Object(const Json& data, std::string where, std::initializer_list<const 
   if (!data.is_object()) throw Malformed(name, "is " + Shown(data) + ", not an object");
   const std::set<std::string> known(keys.begin(), keys.end());
   for (const auto& item : data.items()) {
-    if (known.count(item.key()) == 0) throw Malformed(name, "has unknown key '" + item.key().substr(0, kShown) + "'");
+    if (known.count(item.key()) == 0) throw Malformed(name, "has unknown key '" + Cut(item.key(), kShown) + "'");
   }
   for (const std::string& key : known) {
     if (!data.contains(key)) throw Malformed(name, "has missing key '" + key + "'");

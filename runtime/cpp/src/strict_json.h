@@ -16,9 +16,9 @@ namespace skd {
 
 using Json = nlohmann::json;
 
-constexpr size_t kShown = 40;  // characters of a wrong value that an error shows
+constexpr size_t kShown = 40;  // bytes of a wrong value that an error shows
 
-// SKD_ERROR_BUNDLE: what is wrong at a place in bundle.json.
+// SKD_ERROR_BUNDLE: what is wrong at a place in bundle.json; ParseManifest adds whose, and what to do.
 Error Malformed(const std::string& where, const std::string& what);
 
 // Short, and safe on values of any size and depth.
