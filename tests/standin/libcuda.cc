@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../../plugins/turnaround/turnaround.h"
@@ -153,6 +155,7 @@ size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
 int standin_without_contexts = 0;                                                         // whether there is none for another
+int standin_wait_ms = 0;                                                                  // that an event is waited for
 int standin_old = 0;                                                                      // whether it is of a CUDA before 13
 int standin_kernels_of_nothing = 0;                                                       // that were launched in another context
 int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
@@ -248,7 +251,10 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (stream->capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   return event->after = Asked(), CUDA_SUCCESS;
 }
-CUresult cuEventSynchronize(CUevent event) { return WaitFor(event->after), CUDA_SUCCESS; }
+CUresult cuEventSynchronize(CUevent event) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(standin_wait_ms));
+  return WaitFor(event->after), CUDA_SUCCESS;
+}
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
   return stream->capture = new CUgraph_st, entered ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
