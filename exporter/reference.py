@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_parts, key_sources, returns_tuple
 from skipdecode.exporter.prompt_length import PromptEnds, PromptLength
-from skipdecode.exporter.skip_block import SkipBlock
-from skipdecode.exporter.sliced_forward import cover, open_blocks
+from skipdecode.exporter.skip_block import SkipBlock, open_blocks
+from skipdecode.exporter.sliced_forward import cover
 from skipdecode.exporter.supported import check_causal
 from skipdecode.model import check_sources
 from skipdecode.schedule import Anchor, Schedule
@@ -62,8 +62,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     with ExitStack() as undo:
         undo.callback(block.end)
         for outer in open_blocks(decoder):
-            undo.callback(setattr, outer, "paused", outer.paused)
-            outer.paused = True
+            outer.enclose(block)
         for index, cap in caps.items():
             undo.callback(cover(parts.layers[index], block, cap, returns_tuple(decoder, parts.layers[index])))
         hooks = ((decoder, block.before_model), (parts.owner, block.before_layers)) if caps else ()

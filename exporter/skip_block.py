@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import copy
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -12,19 +13,33 @@ from skipdecode.exporter.prompt_length import PromptEnds
 
 
 class SkipBlock:
-    """One block. It skips until it ends, but for what runs in a block inside it.
+    """One block. It skips until it ends, but while one inside it does.
 
-    Deep copies of a model that are made inside share it, and so are ordinary models after it.
+    A deep copy of a model has a block of its own, which ends with the one that it was copied from.
     """
 
-    def __init__(self, ends: PromptEnds) -> None:
+    def __init__(self, ends: PromptEnds, of: SkipBlock | None = None) -> None:
         self.ends = ends
-        self.paused = self.ended = False
+        self._of, self._ended = of, False
+        self._inside: list[SkipBlock] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether neither layers nor checks do anything any more."""
+        return self._ended or (self._of is not None and self._of.ended)
 
     @property
     def skips(self) -> bool:
         """Whether layers are cut to their positions now."""
-        return not (self.paused or self.ended)
+        return not self.ended and all(inner.ended for inner in self._inside)
+
+    def end(self) -> None:
+        """Of copies too."""
+        self._ended = True
+
+    def enclose(self, inner: SkipBlock) -> None:
+        """Pause until `inner` ends."""
+        self._inside = [*(block for block in self._inside if not block.ended), inner]
 
     def before_model(self, model: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass: take its labels, and refuse what would be computed wrongly without a word."""
@@ -40,17 +55,23 @@ class SkipBlock:
             _check_cache(args, kwargs)
             _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"))
 
-    def end(self) -> None:
-        """No copy skips any more."""
-        self.ended = True
+    def __deepcopy__(self, memo: dict[int, Any]) -> SkipBlock:
+        block = memo[id(self)] = SkipBlock(copy.deepcopy(self.ends, memo), of=self)
+        for inner in self._inside:
+            block.enclose(copy.deepcopy(inner, memo))
+        return block
 
-    def __deepcopy__(self, _: dict[int, Any]) -> SkipBlock:
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        if not self.ended:
+            remedy = "use save_pretrained, or do it after the block"
+            raise ScheduleError("a model cannot be pickled inside the block", remedy, where="skip_schedule")
+        return vars(self)
 
-    def __reduce__(self) -> NoReturn:
-        raise ScheduleError(
-            "a model cannot be pickled inside the block", "use save_pretrained, or do it after the block", where="skip_schedule"
-        )
+
+def open_blocks(model: torch.nn.Module) -> set[SkipBlock]:
+    """The blocks that `model` is in, by their hooks, which nobody puts anything over."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return {owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), SkipBlock)}
 
 
 def _check_process(model: torch.nn.Module) -> None:
@@ -85,13 +106,12 @@ def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:
     """Refuse rows of several sequences; what `position_ids` say of padding does not matter."""
     if positions is None:
         return
-    steps = positions.diff(dim=-1)
-    restarts = steps < 1
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         seen = mask[:, -positions.shape[-1] :].bool()
-        restarts = restarts & seen[:, 1:] & seen[:, :-1]
-    elif mask is not None:  # of attention's own shape: padding is not told apart
-        restarts = steps < 0
+        before = positions.masked_fill(~seen, -1).cummax(dim=-1).values[..., :-1]
+        restarts = seen[:, 1:] & (positions[..., 1:] <= before)
+    else:  # without a mask nothing is padding; in one of attention's own shape padding is not told apart
+        restarts = positions.diff(dim=-1) < (1 if mask is None else 0)
     if restarts.any():
         raise ScheduleError(
             "positions count from the start of a row, and position_ids begin anew within one",

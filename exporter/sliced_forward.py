@@ -40,9 +40,8 @@ class SlicedForward:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.own is not None:
             return self.own(*args, **kwargs)
-        return type(self._layer).forward(
-            self._layer, *args, **kwargs
-        )  # its class now: FSDP gives it another one inside the block
+        # its class now: FSDP gives it another one inside the block
+        return type(self._layer).forward(self._layer, *args, **kwargs)
 
 
 def cover(layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) -> Callable[[], None]:
@@ -50,9 +49,8 @@ def cover(layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) ->
     sliced = layer.forward = SlicedForward(layer, block, cap, in_tuple)
 
     def uncover() -> None:
-        if (
-            vars(layer).get("forward") is not sliced
-        ):  # another's is over it, and goes on through this one, which does nothing more
+        # another's over it goes on through this one, which does nothing more
+        if vars(layer).get("forward") is not sliced:
             return
         own = sliced.own
         while isinstance(own, SlicedForward) and own.block.ended:  # of a block that this one outlasted
@@ -63,12 +61,6 @@ def cover(layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) ->
             layer.forward = own
 
     return uncover
-
-
-def open_blocks(model: torch.nn.Module) -> set[SkipBlock]:
-    """The blocks that `model` is in."""
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return {forward.block for forward in forwards if isinstance(forward, SlicedForward)}
 
 
 def _least() -> int:

@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 from skipdecode.errors import ScheduleError
+from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.models import LAYERS, VOCABULARY
@@ -53,6 +55,18 @@ def test_a_model_that_learns_by_labels_generates_in_a_block_of_counts(zoo: Zoo) 
     assert made[0, 4:].tolist() == wanted
 
 
+def test_a_block_takes_the_place_of_one_over_whose_layers_a_trainer_has_put_something(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    plain = logits(model)
+    with skip_schedule(model, FALLING, prompt_length="labels"):
+        for layer in decoder_layers(model):
+            add_hook_to_module(layer, ModelHook())
+        with skip_schedule(model, full_depth(LAYERS)):
+            torch.testing.assert_close(logits(model), plain, rtol=0, atol=0)
+        assert not torch.allclose(logits(model), plain)
+    torch.testing.assert_close(logits(model), plain, rtol=0, atol=0)
+
+
 def test_blocks_that_end_in_the_order_in_which_they_began_leave_nothing(zoo: Zoo) -> None:
     model = zoo.model("llama")
     plain, first, second = logits(model), skip_schedule(model, ABSOLUTE), skip_schedule(model, FALLING, prompt_length="labels")
@@ -73,6 +87,9 @@ def test_a_deep_copy_has_its_own_weights_and_skips_until_the_block_ends(zoo: Zoo
     plain = logits(model)
     with skip_schedule(model, FALLING, prompt_length="labels"):
         wanted, best = logits(model), copy.deepcopy(model)
+        with skip_schedule(best, full_depth(LAYERS)):
+            torch.testing.assert_close(logits(best), plain, rtol=0, atol=0)
+            torch.testing.assert_close(logits(model), wanted, rtol=0, atol=0)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(1.5)
@@ -85,9 +102,12 @@ def test_a_deep_copy_has_its_own_weights_and_skips_until_the_block_ends(zoo: Zoo
 
 def test_a_model_is_pickled_after_the_block_and_not_inside(zoo: Zoo) -> None:
     model = zoo.model("llama")
-    with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="use save_pretrained, or do it after the block"):
-        pickle.dumps(model)
-    torch.testing.assert_close(logits(pickle.loads(pickle.dumps(model))), logits(model))
+    with skip_schedule(model, FALLING):
+        best = copy.deepcopy(model)
+        with pytest.raises(ScheduleError, match="use save_pretrained, or do it after the block"):
+            pickle.dumps(model)
+    for ended in (model, best):
+        torch.testing.assert_close(logits(pickle.loads(pickle.dumps(ended))), logits(model), rtol=0, atol=0)
 
 
 def test_replicas_of_dataparallel_are_refused(zoo: Zoo) -> None:
@@ -111,9 +131,18 @@ def test_positions_of_padding_are_of_no_concern(side: str, fill: int, zoo: Zoo) 
     torch.testing.assert_close(made[1, mask[1].bool()], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7]])
-@pytest.mark.parametrize("masked", [False, True])
-def test_several_sequences_in_a_row_are_refused_the_first_of_one_token_too(positions: list[int], masked: bool, zoo: Zoo) -> None:
-    model, mask = zoo.model("llama"), torch.ones_like(IDS) if masked else None
+@pytest.mark.parametrize(
+    ("positions", "mask"),
+    [
+        ([0, 1, 2, 3, 0, 1, 2, 3, 4], None),
+        ([0, 1, 2, 3, 0, 1, 2, 3, 4], [1] * 9),
+        ([0, 0, 1, 2, 3, 4, 5, 6, 7], None),  # the first is of one token
+        ([0, 0, 1, 2, 3, 4, 5, 6, 7], [1] * 9),
+        ([0, 1, 2, 3, 1, 0, 1, 2, 3], [1, 1, 1, 1, 0, 1, 1, 1, 1]),  # and padding between them
+    ],
+)
+def test_several_sequences_in_a_row_are_refused(positions: list[int], mask: list[int] | None, zoo: Zoo) -> None:
+    given = None if mask is None else torch.tensor([mask] * 3)
+    model = zoo.model("llama")
     with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="position_ids begin anew within one"):
-        model(IDS, attention_mask=mask, position_ids=torch.tensor([positions] * 3), use_cache=False)
+        model(IDS, attention_mask=given, position_ids=torch.tensor([positions] * 3), use_cache=False)

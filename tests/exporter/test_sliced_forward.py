@@ -93,7 +93,7 @@ def test_layers_that_are_sharded_inside_the_block_recompute_their_activations_as
 
 
 def one_step(rank: int, kind: str, checkpoint: Path, folder: Path) -> None:
-    """A process's share of a training step: its row's gradients, averaged with the other's, as one vector a parameter."""
+    """A process's share of a training step: its row's gradients, averaged with the other's, by parameter."""
     torch.set_num_threads(1)
     meeting, patience = f"file://{folder / kind}", timedelta(seconds=60)
     distributed.init_process_group("gloo", init_method=meeting, timeout=patience, rank=rank, world_size=len(PROMPTS))
