@@ -18,6 +18,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "force_words_ids": (), "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],), "sequence_bias": (), "exponential_decay_length_penalty": (), "guidance_scale": (1,),
     "min_length": (0,), "min_new_tokens": (0,), "num_beams": (1,), "penalty_alpha": (0,), "stop_strings": (),
+    "watermarking_config": (), "token_healing": (False,),
 }  # fmt: skip
 
 
@@ -32,12 +33,9 @@ def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
     """
     if folder is None:
         found, where = config.eos_token_id, Path("config.json")
-    elif (where := folder / _NAME).is_file():
-        found = read_settings(where).get("eos_token_id")
     else:
-        whole = read_settings(where := folder / "config.json")
-        parts = (whole, *(whole[name] for name in ("decoder", "generator", "text_config") if isinstance(whole.get(name), dict)))
-        found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+        settings, where = _settings(folder)
+        found = settings.get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(id_) is not int for id_ in ids):  # true and false are int's too
         raise ModelNotSupportedError(f"eos_token_id is {found!r}", "write a whole number or a list of them", where=str(where))
@@ -50,7 +48,20 @@ def warn_of_unapplied(folder: Path | None) -> None:
     Raises:
         ModelNotSupportedError: the file cannot be read.
     """
-    settings = read_settings(folder / _NAME) if folder is not None else {}
+    if folder is None:
+        return
+    settings, where = _settings(folder)
     named = [name for name, neutral in _NEUTRAL.items() if settings.get(name) is not None and settings[name] not in neutral]
     if named:
-        logger.warning("%s: %s is left out, which transformers applies", _NAME, ", ".join(named))
+        logger.warning("%s: bundles leave out %s, which transformers applies", where.name, ", ".join(named))
+
+
+def _settings(folder: Path) -> tuple[dict[str, Any], Path]:
+    """What a checkpoint sets of generating, and the file that does: its own, else config.json or a part of that."""
+    if (where := folder / _NAME).is_file():
+        return read_settings(where), where
+    whole = read_settings(where := folder / "config.json")
+    parts = [whole[name] for name in ("decoder", "generator", "text_config") if isinstance(whole.get(name), dict)]
+    names = ("eos_token_id", *_NEUTRAL)
+    found = {name: next((part[name] for part in (whole, *parts) if part.get(name) is not None), None) for name in names}
+    return found, where

@@ -57,7 +57,7 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
         theirs = _complete(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
         return
-    settings = read_settings(bundle / "tokenizer_config.json")
+    settings = {} if folder is None else read_settings(folder / "tokenizer_config.json")
     if settings.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
         _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
     _write(bundle / "tokenization.json", told := _tokenization(bundle / "tokenizer.json"))
@@ -119,17 +119,19 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
 
 def _compare(samples: list[dict[str, Any]], theirs: Any) -> None:
     """Warn where transformers encodes otherwise than the file says: it makes some classes' tokenizers anew, by their settings."""
-    for sample in samples[1:]:  # not the empty one
-        with suppress(Exception), _panicking():
-            other = theirs.backend_tokenizer.encode(sample["text"]).ids
-            if other != sample["ids"]:
+    with suppress(Exception), _panicking():  # what it does not encode it says when it is used
+        for sample in samples[1:]:  # not the empty one
+            other, ids = theirs(sample["text"])["input_ids"], sample["ids"]
+            if other != ids:
                 said = "tokenizer.json: is followed, while transformers' %s makes other ids: of %r %s and not %s"
-                logger.warning(said, type(theirs).__name__, sample["text"], _few(other), _few(sample["ids"]))
+                start = next((i for i, (one, two) in enumerate(zip(other, ids, strict=False)) if one != two), 0)
+                logger.warning(said, type(theirs).__name__, sample["text"], _few(other, start), _few(ids, start))
                 return
 
 
-def _few(ids: list[int]) -> str:
-    return f"[{', '.join(map(str, ids[:4]))}{', ..' if len(ids) > 4 else ''}]"
+def _few(ids: list[int], start: int) -> str:
+    shown = map(str, ids[start : start + 4])
+    return f"[{'.., ' if start else ''}{', '.join(shown)}{', ..' if len(ids) > start + 4 else ''}]"
 
 
 def _first_line(error: Exception) -> str:

@@ -71,7 +71,7 @@ def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]
             f"of {schedule.num_layers} layers at least {least} are computed, so that the default of {DEFAULT_SPEEDUP:g}x cannot "
             f"be reached: it is {schedule.num_layers / schedule.mean_layers:.2f}x"
         )
-    speedup, rounding = request.speedup, 1.0  # layers
+    speedup, rounding = request.speedup, 0.5  # layers
     fixed = request.alpha is not None or request.name.partition(":")[0] in ("table", "full")
     floor = request.name == "power" and not fixed and request.max_variants is None  # which a decay need not come down to
     checks = (

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help", file=sys.stderr)
+        _complain(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help")
         raise SystemExit(BAD_INPUT)
 
 
@@ -60,7 +60,7 @@ def check_writable(path: Path, option: str) -> None:
         raise CapacityError("cannot be written", "name a file in a folder that may be written", where=f"{option} {path}")
 
 
-def _complain(error: SkipDecodeError) -> None:
+def _complain(error: SkipDecodeError | str) -> None:
     with contextlib.suppress(OSError):  # nowhere to say it; the status does
         print(error, file=sys.stderr)
 

@@ -77,19 +77,22 @@ def test_a_bundle_ends_rows_as_its_checkpoint_does(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("file", "settings", "named"),
     [
-        ({"repetition_penalty": 1.05, "suppress_tokens": [16], "top_p": 0.8}, "repetition_penalty, suppress_tokens"),
-        ({"repetition_penalty": 1.0, "suppress_tokens": [], "num_beams": 1, "temperature": 0.6, "do_sample": True}, None),
+        ("generation_config", {"repetition_penalty": 1.05, "suppress_tokens": [16]}, "repetition_penalty, suppress_tokens"),
+        ("generation_config", {"repetition_penalty": 1.0, "suppress_tokens": [], "num_beams": 1, "temperature": 0.6}, None),
+        ("config", {"repetition_penalty": 1.3}, "repetition_penalty"),
     ],
 )
 def test_what_transformers_applies_of_itself_and_a_bundle_does_not_is_warned_of(
-    settings: dict[str, Any], named: str | None, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, settings: dict[str, Any], named: str | None, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
     zoo.model("llama").save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").unlink()
+    own = json.loads((folder / "config.json").read_text()) if file == "config" else {}
+    (folder / f"{file}.json").write_text(json.dumps({**own, **settings}))
     assert command.main([str(folder), "--max-length", str(MAX_LENGTH), "--out", str(tmp_path / "bundle")]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "which transformers applies" in line]
-    wanted = f"skip-export: warning: generation_config.json: {named} is left out, which transformers applies"
+    wanted = f"skip-export: warning: {file}.json: bundles leave out {named}, which transformers applies"
     assert told == ([wanted] if named else [])

@@ -125,6 +125,7 @@ def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> 
             "--min-layers 6 is not met: the linear schedule has 24 -> 11",
         ),
         (ScheduleRequest(name="power", speedup=4, max_variants=2), "--speedup 4 is not met: "),
+        (ScheduleRequest(speedup=6, max_variants=2), "--speedup 6 is not met: "),
         (ScheduleRequest(name="step", speedup=2, span=5), "--speedup 2 is not met: the step schedule has 18 -> 6 layers over 5"),
         (ScheduleRequest(name="linear", min_layers=6, span=1), "--min-layers 6 is not met: the linear schedule has 24 -> 24"),
         (ScheduleRequest(name="step", speedup=2, max_variants=1), None),

@@ -38,7 +38,8 @@ def test_an_output_that_takes_nothing_is_one_line_and_exit_2(zoo: Zoo, command: 
 
 
 def test_a_complaint_that_nobody_takes_leaves_the_status_as_it_is(zoo: Zoo) -> None:
-    assert _shell("skip-inspect /nowhere 2>/dev/full", zoo.bundle("opt")).returncode == 2
+    for arguments in ("/nowhere", "--bogus"):
+        assert _shell(f"skip-inspect {arguments} 2>/dev/full", zoo.bundle("opt")).returncode == 2
 
 
 def test_an_output_that_was_closed_gets_nothing_and_all_else_is_done(zoo: Zoo, tmp_path: Path) -> None:
