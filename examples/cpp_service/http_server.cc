@@ -60,9 +60,8 @@ class Connection : public httplib::Stream {
 
   // Whether the client is gone, or sends no more, which looks the same.
   bool Gone() const {
-    char byte = 0;
-    const ssize_t there = ::recv(socket_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    return there == 0 || (there < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+    pollfd left{socket_, POLLRDHUP, 0};  // behind bytes that nobody reads, too
+    return ::poll(&left, 1, 0) > 0;
   }
   // Whether reading ended because the rest of the request was not here in time.
   bool late() const { return late_; }
@@ -144,6 +143,7 @@ void HttpServer::ServeClient(int socket) {
   } catch (const std::exception& error) {  // in the midst of an answer, or for want of memory: the others' service goes on
     std::cerr << "a connection failed: " << error.what() << std::endl;
   }
+  served = nullptr;
   ::close(socket);
 }
 
