@@ -97,7 +97,9 @@ def _steps(blocks: Floats, noise: float, count: int) -> tuple[Floats, Floats, Ma
         multiples[largest[:, 0] == 0] = 0
         off = np.abs(blocks / step - multiples).max(1)
         span = np.maximum(multiples.max(1), 0) - np.minimum(multiples.min(1), 0)
-        fits = (off <= noise) & (span < count)
+        # numbers are rounded by a share of themselves, so of few steps only by few of the noise that half of all levels may have
+        few = np.minimum(1, np.abs(multiples).max(1) / (count // 2))
+        fits = (off <= np.maximum(_EXACT, noise * few)) & (span < count)
         others = ~fits
         step[others] = largest[others] / (count // 2 - 1)
         multiples[others] = np.rint(blocks[others] / step[others])

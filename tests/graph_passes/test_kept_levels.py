@@ -103,6 +103,19 @@ def test_what_lies_on_no_levels_is_left_to_rounding(weight: Floats) -> None:
     assert kept_levels(weight, 4, 32) is None
 
 
+@pytest.mark.parametrize(("zeros", "block"), [(0.9, 32), (0.95, 32), (0.95, 64), (0.98, 64)])
+def test_few_numbers_of_fp16_lie_on_no_levels_by_chance(zeros: float, block: int) -> None:
+    """As pruning leaves them in a block: a step as large as the largest must not take an eighth of it for noise."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((256, 1024)) * (rng.random((256, 1024)) > zeros)
+    weight = weight.astype(np.float16).astype(np.float32)
+    found = kept_levels(weight, 8, block)
+    rows = np.zeros(256, np.bool_) if found is None else found.rows
+    largest = np.abs(weight.reshape(256, -1, block)).max(2)[rows].max(initial=0)
+    off = 0.0 if found is None else np.abs(restored(found) - weight)[rows].max(initial=0)
+    assert off <= largest / 254, "what rounding to nearest may be off"
+
+
 def test_a_few_blocks_on_no_levels_are_rounded_to_nearest_and_the_others_kept() -> None:
     weight = stored(4, 128, symmetric=True)
     weight[3, 32:64] = drawn = np.random.default_rng(5).standard_normal(32).astype(np.float32)
