@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--new-tokens", type=_count, metavar="N", help="of the workload and of --eval (the schedule's span + 1)")
     fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
     fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="repeatable; names below")
-    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is significantly slower")
+    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is significantly slower, by more than a tenth")
     good = parser.add_argument_group("is it good")
     good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
     good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="also at these, of --eval")
@@ -74,12 +73,12 @@ def _validate(options: argparse.Namespace) -> int:
     request = _request(options)
     with _progress(options.quiet) as progress:
         result = validate(request, progress)
-    if options.report is not None:
-        from skipdecode.validation.report import write_report
+    from skipdecode.validation.report import as_json, write_report
 
+    if options.report is not None:
         write_report(result, options.report)
     if options.json:
-        print(json.dumps(result))
+        print(as_json(result))
     elif not options.quiet:
         from skipdecode.validation.terminal import show
 

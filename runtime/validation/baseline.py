@@ -9,6 +9,8 @@ from typing import Any
 
 from skipdecode.errors import CapacityError
 
+_OF_A_PROCESS = 1.1
+
 
 def read_baseline(path: Path) -> dict[str, Any]:
     """What an earlier `--json` wrote.
@@ -39,7 +41,8 @@ def _is_run(data: Any) -> bool:
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """Every latency that both runs have; significant where the medians' 95 % intervals lie apart.
+    """Every latency that both runs have; significant where the medians' 95 % intervals lie apart, and the medians by more than
+    a tenth: so much a process differs from the next one, which its own rounds do not show.
 
     Returns:
         `same_machine`; and `rows`: name, old and new ms, ratio new over old, `verdict` (slower, faster, same).
@@ -49,10 +52,13 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     for name, summary in _latencies(new):
         if name in before:
             was = before[name]
-            verdict = "slower" if summary["low"] > was["high"] else "faster" if summary["high"] < was["low"] else "same"
+            ratio, verdict = summary["median"] / was["median"], "same"
+            if summary["low"] > was["high"] and ratio > _OF_A_PROCESS:
+                verdict = "slower"
+            if summary["high"] < was["low"] and 1 / ratio > _OF_A_PROCESS:
+                verdict = "faster"
             rows.append({
-                "name": name, "old_ms": was["median"], "new_ms": summary["median"],
-                "ratio": summary["median"] / was["median"], "verdict": verdict,
+                "name": name, "old_ms": was["median"], "new_ms": summary["median"], "ratio": ratio, "verdict": verdict,
             })  # fmt: skip
     return {"same_machine": new["machine"]["cpu"] == old["machine"].get("cpu"), "rows": rows}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -61,7 +62,8 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
     rows = []
     for name, schedule in schedules.items():
         row = _compare(generator, schedule, prompts, reference, name)
-        rows.append({"name": name, "holds": row["relative_error"] <= TOLERANCE if exact else None, **row})
+        holds = bool(row["relative_error"] <= TOLERANCE) if exact or not math.isfinite(row["relative_error"]) else None
+        rows.append({"name": name, "holds": holds, **row})
     return rows
 
 

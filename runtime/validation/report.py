@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -22,7 +23,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         title=html.escape(f"{result['bundle']['model']['name']}: skip-validate"),
         style=_asset("report.css"),
         # "</script" would end the element, and "<!--" change what ends it
-        data=json.dumps(_without_texts(result)).replace("<", "\\u003c"),
+        data=as_json(_without_texts(result)).replace("<", "\\u003c"),
         libraries=_asset("d3.min.js") + "\n" + _asset("plot.umd.min.js"),
         script=_asset("report.js"),
     )
@@ -30,6 +31,19 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise CapacityError(f"cannot be written ({error.strerror})", "choose another file", where=f"--report {path}") from error
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """As JSON, which has no NaN and no infinity: those are null."""
+    return json.dumps(_finite(result), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _without_texts(result: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,9 +71,12 @@ def parse_slo(text: str) -> Slo:
     if unit:
         raise CapacityError(f"{text!r}: unit {unit!r} after the number", f"the unit is in the name, {name}", where="--slo")
     try:
-        return Slo(name=name, operator=operator, bound=float(number))
-    except ValueError as error:
-        raise CapacityError(f"{number!r} is no number", 'write for example "p99_token_ms<=30"', where="--slo") from error
+        bound = float(number)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise CapacityError(f"{number!r} is no number", 'write for example "p99_token_ms<=30"', where="--slo")
+    return Slo(name=name, operator=operator, bound=bound)
 
 
 def check_measured(slos: list[Slo], given: set[str]) -> None:
@@ -89,6 +93,7 @@ def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
     for slo in slos:
         values = list(_values(slo.name, target))
         worst = (max if slo.operator.startswith("<") else min)(values)
+        worst = next(filter(math.isnan, values), worst)  # which no bound holds for, and max and min may pass over
         judged.append({"slo": str(slo), "value": worst, "holds": slo.holds(worst)})
     return judged
 

@@ -13,7 +13,7 @@ from rich.text import Text
 def show(result: dict[str, Any]) -> None:
     """Print what was measured, a table a question."""
     console = Console()
-    console.print(_heading(result))
+    console.print(Text(_heading(result)))
     for target in result["targets"]:
         if not target["runs"]:
             console.print(f"target {target['name']} does not run here: {target['why']}", markup=False)

@@ -7,7 +7,9 @@ const depth = data.bundle.model.layers;
 const WIDE = 1040, HALF = 490;
 const BATCH_COLORS = ["var(--accent)", "var(--second)", "var(--third)", "var(--good)", "var(--soft)"];
 
-const number = (value, digits = 2) => value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
+// null: it was measured and is no finite number
+const number = (value, digits = 2) => value == null ? "–" : value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
+const exponential = (value) => value == null ? "–" : value.toExponential(1);
 const percent = (value, digits = 0) => `${number(100 * value, digits)} %`;
 const interval = (value) => `${number(value.value)} [${number(value.low)}, ${number(value.high)}]`;
 const spread = (summary) => `± ${percent((summary.high - summary.low) / 2 / summary.median, 1)}`;
@@ -205,14 +207,14 @@ function parity(target) {
   if (!target.parity) return element("p", {class: "soft"}, "Not compared with the reference: add --reference MODEL.");
   const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // a variant whose layers keep nothing
   return table(["variant", "largest logit error", "mean", "of the largest logit", "first token that differs", "largest KV error", ""],
-    target.parity.map((row) => [row.name, row.max_logit_error.toExponential(1), row.mean_logit_error.toExponential(1),
-      row.relative_error.toExponential(1), row.first_token_that_differs ?? "none", worst(row).toExponential(1), verdict(row.holds)]));
+    target.parity.map((row) => [row.name, exponential(row.max_logit_error), exponential(row.mean_logit_error),
+      exponential(row.relative_error), row.first_token_that_differs ?? "none", exponential(worst(row)), verdict(row.holds)]));
 }
 
 function plans(target) {
   if (!target.plans) return null;
   return table(["engine", "pass", "worst output against ONNX Runtime", "of its largest value", ""],
-    target.plans.map((row) => [row.name, row.pass, row.output, row.relative_error.toExponential(1), verdict(row.holds)]));
+    target.plans.map((row) => [row.name, row.pass, row.output, exponential(row.relative_error), verdict(row.holds)]));
 }
 
 function workloads(target) {
@@ -229,10 +231,10 @@ function figures(target) {
   const own = target.quality && target.quality.find((row) => row.own);
   const entries = [
     [number(load.own.tokens_per_s.median, 1), `tokens/s at batch ${load.batch}; ${number(load.full.tokens_per_s.median, 1)} at full depth`],
-    load.decode_gain && [`${number(load.decode_gain.median)}x`, `decode gain, promised ${number(promised)}x`],
+    load.decode_gain && [`${number(load.decode_gain.median)}x`, promised == null ? "decode gain" : `decode gain, promised ${number(promised)}x`],
     load.own.token_ms && [number(load.own.token_ms.p99), "ms, p99 of a token"],
     [number(load.own.ttft_ms.median, 1), "ms to the first token"],
-    target.parity && [d3.max(target.parity, (row) => row.relative_error).toExponential(1), "largest error against the reference, of the largest logit"],
+    target.parity && [exponential(target.parity.some((row) => row.relative_error == null) ? null : d3.max(target.parity, (row) => row.relative_error)), "largest error against the reference, of the largest logit"],
     own && [number(own.bleu.value, 1), `BLEU with the schedule; ${number(target.quality[0].bleu.value, 1)} at full depth`],
   ];
   return element("div", {class: "figures"}, ...entries.filter(Boolean).map(([value, text]) => element("div", {}, element("b", {}, value), element("span", {class: "soft"}, text))));

@@ -48,6 +48,16 @@ def test_only_medians_whose_intervals_lie_apart_are_slower_or_faster() -> None:
     }
 
 
+def test_what_one_process_differs_from_the_next_by_is_not_significant() -> None:
+    new = copy.deepcopy(RUN)
+    for ratio, verdict in ((1.08, "same"), (1.12, "slower"), (0.95, "same"), (0.89, "faster")):
+        median = 2 * ratio
+        new["targets"][0]["latency"][0]["variants"][0]["ms"] = {"median": median, "low": median, "high": median}
+        old = copy.deepcopy(RUN)
+        old["targets"][0]["latency"][0]["variants"][0]["ms"] = {"median": 2, "low": 2, "high": 2}
+        assert [row["verdict"] for row in compare(new, old)["rows"] if row["name"].endswith("v6")] == [verdict]
+
+
 def test_what_only_one_of_the_runs_measured_is_left_out() -> None:
     new = copy.deepcopy(RUN)
     new["targets"][0]["latency"][0]["context"] = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
 from skipdecode.cli.validate import main
+from skipdecode.validation.report import as_json, write_report
 
 MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 CHARTS = {"staircase", "positions", "latency", "prefill", "roofline", "quality", "memory"}
@@ -95,6 +97,32 @@ def test_what_was_not_measured_is_said_and_the_rest_is_drawn(
     assert set(_charts(browser)) == CHARTS - {"quality", "positions"}
     text = browser.execute_script("return document.body.innerText")
     assert "add --eval FILE.jsonl" in text and "add --reference MODEL" in text
+
+
+def test_a_first_batch_of_one_token_is_drawn_beside_longer_ones(browser: webdriver.Chrome, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "lengths.jsonl").write_text('{"prompt_tokens": 4, "new_tokens": 1}\n{"prompt_tokens": 4, "new_tokens": 5}\n')
+    path, lengths = tmp_path / "report.html", str(tmp_path / "lengths.jsonl")
+    assert main([str(trained), "--batch", "1", "--context", "8", "--workload", lengths, "--report", str(path), "--quiet"]) == 0
+    browser.get(path.as_uri())
+    assert browser.get_log("browser") == []
+    assert set(_charts(browser)) == CHARTS - {"quality", "positions"}
+
+
+def test_numbers_that_are_none_are_drawn_as_such_and_are_null_in_json(
+    browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--batch", "1", "--context", "8", "--new-tokens", "4", "--json"]
+    assert main([str(trained), *sizes, "--reference", str(MODEL)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    broken = result["targets"][0]["parity"][0]
+    broken |= {"holds": False, "relative_error": math.nan, "max_logit_error": math.inf}
+    write_report(result, tmp_path / "report.html")
+    browser.get((tmp_path / "report.html").as_uri())
+    assert browser.get_log("browser") == []
+    assert set(_charts(browser)) == CHARTS - {"quality"}
+    assert "does not hold" in browser.execute_script("return document.body.innerText")
+    strict = json.loads(as_json(result), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert strict["targets"][0]["parity"][0]["relative_error"] is None
 
 
 def _charts(browser: webdriver.Chrome) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ TARGET = {
 def test_the_worst_figure_decides(text: str, value: float, holds: bool) -> None:
     (row,) = judge([parse_slo(text)], TARGET)
     assert (row["value"], row["holds"]) == (value, holds)
+
+
+@pytest.mark.parametrize("errors", [(0.1, math.nan), (math.nan, 0.1)])
+def test_what_is_no_number_is_within_no_bound(errors: tuple[float, ...]) -> None:
+    target = {**TARGET, "parity": [{"max_logit_error": error} for error in errors]}
+    (row,) = judge([parse_slo("max_logit_error<=1")], target)
+    assert math.isnan(row["value"]) and row["holds"] is False
 
 
 def test_every_name_can_be_judged() -> None:
