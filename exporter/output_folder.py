@@ -37,10 +37,12 @@ def check_out(out: Path, force: bool) -> None:
     Raises:
         BundleError: it exists without `force`, or is something else than a bundle.
     """
-    if out.exists() and not force:
+    if not out.exists():
+        return
+    if not _is_bundle(out) and not _is_empty_folder(out):
+        raise BundleError("exists and is not a bundle, so it is not replaced", "choose another --out", where=str(out))
+    if not force:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
-    if out.exists() and not _is_bundle(out) and not _is_empty_folder(out):
-        raise BundleError("exists and is not a bundle, so --force does not replace it", "choose another --out", where=str(out))
 
 
 def _is_bundle(path: Path) -> bool:

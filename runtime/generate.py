@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from numbers import Integral
@@ -27,6 +28,8 @@ from skipdecode.text import Tokenizer
 from skipdecode.trace import Trace
 
 logger = logging.getLogger(__name__)
+
+_PROMPT = "give a text or a list of whole numbers, or a list of these"
 
 
 class Generator:
@@ -193,18 +196,26 @@ class Generator:
         """Token ids of each prompt.
 
         Raises:
-            CapacityError: text, but the bundle has no tokenizer; no prompt at all.
+            CapacityError: neither text nor token ids; text, but the bundle has no tokenizer; no prompt at all.
         """
-        several: Sequence[Any] = (
-            [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)) else prompts
-        )
-        if not len(several):
+        try:
+            one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
+            several: list[Any] = [prompts] if one else list(prompts)
+        except (TypeError, KeyError) as error:
+            raise CapacityError(f"{reprlib.repr(prompts)} is no prompt", _PROMPT) from error
+        if not several:
             raise CapacityError("there is no prompt", "give at least one")
-        if not isinstance(several[0], str):
-            return [[index(token) for token in prompt] for prompt in several]
+        return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(several)]
+
+    def _encode(self, prompt: Any, where: str) -> list[int]:
+        if not isinstance(prompt, str):
+            try:
+                return [index(token) for token in prompt]
+            except TypeError as error:
+                raise CapacityError(f"{reprlib.repr(prompt)} is neither text nor token ids", _PROMPT, where=where) from error
         if self.tokenizer is None:
             raise CapacityError("the bundle has no tokenizer", "give token ids", where=str(self.path))
-        return [self.tokenizer.encode(prompt) for prompt in several]
+        return self.tokenizer.encode(prompt)
 
     def _schedule(self, schedule: Schedule | str | None) -> Schedule:
         if schedule is None:

@@ -35,6 +35,11 @@ def generator(zoo: Zoo) -> Generator:
     [
         ([], 4, "no prompt"),
         ([[5], []], 4, "prompt 1: is empty"),
+        ([[5], 6], 4, "prompt 1: 6 is neither text nor token ids; give a text or a list of whole numbers"),
+        ([[5], [6, "a"]], 4, "prompt 1: .* is neither text nor token ids"),
+        ([[1.5]], 4, "prompt 0: .1.5. is neither text nor token ids"),
+        (None, 4, "None is no prompt; give a text or a list of whole numbers"),
+        ({"a": 5}, 4, "is no prompt"),
         ([VOCABULARY], 4, f"give ids from 0 to {VOCABULARY - 1}"),
         ([-1], 4, "outside the vocabulary"),
         ([5] * 45, 4, f"exceed the bundle's {MAX_LENGTH}"),
@@ -174,11 +179,6 @@ def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
         pass
     with pytest.raises(CapacityError, match="prompt 1: has tokens of an earlier run; make a new Row"):
         next(generator.stream(rows[::-1], max_new_tokens=3, sampling=Sampling()))
-
-
-def test_token_ids_are_whole_numbers(generator: Generator) -> None:
-    with pytest.raises(TypeError, match="float"):
-        generator.generate([[3.7, 2]], max_new_tokens=3)  # type: ignore[list-item]
 
 
 def test_memory_that_the_machine_has_not_is_told_with_how_much(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
