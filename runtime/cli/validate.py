@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--new-tokens", type=_count, metavar="N", help="of the workload and of --eval (the schedule's span + 1)")
     fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
     fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="repeatable; names below")
-    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is significantly slower, by more than a tenth")
+    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is slower, by more than noise")
     good = parser.add_argument_group("is it good")
     good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
     good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="also at these, of --eval")
