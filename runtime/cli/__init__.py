@@ -10,7 +10,7 @@ import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from skipdecode.errors import CapacityError, SkipDecodeError
 
@@ -43,11 +43,11 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         return INTERRUPTED
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
-            _drop_unwritable()
+            _drop_unwritable(sys.stdout)
             return 0
         if debug:
             raise
-        _drop_unwritable()
+        _drop_unwritable(sys.stdout)
         where = os.fsdecode(error.filename) if error.filename else ""
         _complain(SkipDecodeError(f"cannot go on ({error.strerror or error})", _REMEDY, where=where))
         return BAD_INPUT
@@ -61,8 +61,11 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def _complain(error: SkipDecodeError | str) -> None:
+    if sys.stderr is None:  # closed, and arguments are read before `_make_streams_print_anything`
+        return
     with contextlib.suppress(OSError):  # nowhere to say it; the status does
         print(error, file=sys.stderr)
+    _drop_unwritable(sys.stderr)
 
 
 def _make_streams_print_anything() -> None:
@@ -84,9 +87,9 @@ def _reader_left() -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in outputs.poll(0))
 
 
-def _drop_unwritable() -> None:
+def _drop_unwritable(stream: TextIO) -> None:
     """Keep Python from complaining when it flushes at its end what cannot be written."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -111,8 +111,11 @@ def one_step(rank: int, kind: str, checkpoint: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_processes_whose_rows_have_no_prompt_wait_for_no_other(kind: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_processes_whose_rows_have_no_prompt_wait_for_no_other(
+    kind: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They skip layers all the way that another one computes, and gradients are those of one process with all rows."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # which they take over, and import this file by its name
     multiprocessing.spawn(one_step, args=(kind, zoo.checkpoint("llama"), tmp_path), nprocs=len(PROMPTS))
     model = zoo.model("llama").train()
     for row, prompt in enumerate(PROMPTS):
