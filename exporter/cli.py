@@ -185,8 +185,8 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     schedule, longest = manifest.schedule, manifest.limits.max_length
     # the last token is not fed, nor, of a prompt of one, the two before position 0
-    last = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
-    if schedule.layers_at(max(0, last)) > schedule.layers[-1]:
+    fed = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
+    if schedule.layers_at(max(0, fed)) > schedule.layers[-1]:
         yield (
             f"the schedule comes down over {schedule.span} positions, and a row has at most {longest} (--max-length): none gets "
             f"to {schedule.layers[-1]} layers"

@@ -61,7 +61,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
         _check_masks(decoder)
     with ExitStack() as undo:
         undo.callback(block.end)
-        for outer in open_blocks(decoder):
+        for outer in open_blocks(parts.owner):
             outer.enclose(block)
         for index, cap in caps.items():
             undo.callback(cover(parts.layers[index], block, cap, returns_tuple(decoder, parts.layers[index])))

@@ -68,10 +68,10 @@ class SkipBlock:
         return vars(self)
 
 
-def open_blocks(model: torch.nn.Module) -> set[SkipBlock]:
-    """The blocks that `model` is in, by their hooks, which nobody puts anything over."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return {owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), SkipBlock)}
+def open_blocks(owner: torch.nn.Module) -> list[SkipBlock]:
+    """The blocks that the layers of `owner` are in, by their `before_layers` there, which nobody puts anything over."""
+    found = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
+    return [block for block in found if isinstance(block, SkipBlock)]
 
 
 def _check_process(model: torch.nn.Module) -> None:
