@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tensorrt_rtx
 import torch
 import transformers
 from safetensors import safe_open
@@ -19,9 +16,8 @@ from safetensors import safe_open
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect, run, validate
-from skipdecode.cuda import Gpu
 from skipdecode.errors import SkipDecodeError, TargetError
-from skipdecode.exporter import feasible, plan_cache, tensorrt_target
+from skipdecode.exporter import plan_cache, tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
@@ -30,39 +26,25 @@ from skipdecode.model import Keys
 from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
+from tests.exporter.plan_requests import SCHEDULE, longer_checkpoint, plan_request
 from tests.models import MAX_LENGTH
-from tests.standin import package
 from tests.zoo import Zoo
 
 TARGET = "targets/tensorrt-rtx"
-SCHEDULE = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=4, max_variants=2)
-
-
-def _request(zoo: Zoo, name: str, out: Path, **changes: object) -> ExportRequest:
-    given = {"model": str(zoo.checkpoint(name)), "schedule": SCHEDULE, "max_batch": 4, "max_length": MAX_LENGTH}
-    return ExportRequest(out=out, **{**given, "targets": ("tensorrt-rtx:sm89",), **changes})  # type: ignore[arg-type]
-
-
-def _longer(zoo: Zoo, name: str, folder: Path) -> Path:
-    """A checkpoint of the zoo, with positions for long runs."""
-    checkpoint = shutil.copytree(zoo.checkpoint(name), folder / "longer")
-    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 2**21}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    return checkpoint
 
 
 @pytest.fixture(scope="module")
 def both(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A grouped-query model for cpu and for two kinds of GPU."""
     out = tmp_path_factory.mktemp("both") / "bundle"
-    export(_request(zoo, "llama", out, targets=("cpu", "tensorrt-rtx:sm86,sm89")))
+    export(plan_request(zoo, "llama", out, targets=("cpu", "tensorrt-rtx:sm86,sm89")))
     return out
 
 
 @pytest.fixture(scope="module")
 def plans_only(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("plans") / "bundle"
-    export(_request(zoo, "opt", out, slim=True))
+    export(plan_request(zoo, "opt", out, slim=True))
     return out
 
 
@@ -124,7 +106,7 @@ def test_plans_built_with_other_settings_are_not_taken_over(
     bundle = shutil.copytree(plans_only, tmp_path / "bundle")
     keys = json.loads((bundle / TARGET / "keys.json").read_text())
     monkeypatch.setattr(plan_cache, setting, before)
-    export(_request(zoo, "opt", bundle, slim=True, force=True))
+    export(plan_request(zoo, "opt", bundle, slim=True, force=True))
     assert not set(keys.values()) & set(json.loads((bundle / TARGET / "keys.json").read_text()).values())
 
 
@@ -146,14 +128,14 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
     before = inodes()
     damaged = out / TARGET / "head.plan"
     damaged.write_bytes(damaged.read_bytes()[::-1])
-    export(_request(zoo, "opt", out, slim=True, force=True))
+    export(plan_request(zoo, "opt", out, slim=True, force=True))
     changed = {name for name, inode in inodes().items() if inode != before[name]}
     assert changed == {"head.plan"}, "what is damaged is built again"
     before = inodes()
     # another schedule cuts layers 1 and 2 apart: the other segments, the embedding and the head stay
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"layers": [6, 5, 3], "warmup_layers": 1}))
-    export(_request(zoo, "opt", out, slim=True, force=True, schedule=ScheduleRequest(name=f"table:{table}")))
+    export(plan_request(zoo, "opt", out, slim=True, force=True, schedule=ScheduleRequest(name=f"table:{table}")))
     after = inodes()
     assert {before["embed.plan"], before["head.plan"], before["segment_000.plan"]} <= set(after.values())
     assert len(set(after.values()) - set(before.values())) == 2
@@ -170,7 +152,7 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_plans_are_smaller_and_taken_over_likewise(quantize: str, plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
     wanted = {"quantize": quantize, "slim": True}
-    made = export(_request(zoo, "opt", tmp_path / "bundle", **wanted))
+    made = export(plan_request(zoo, "opt", tmp_path / "bundle", **wanted))
     (target,), (wide,) = made.targets, manifests.read(plans_only).targets
     assert (target.weights, target.tied_weight) == (quantize, None)
     share = {"int8": 0.5, "int4": 0.25 * 36 / 32}[quantize]  # of 16 bits; a scale of 16 bits each 32 weights
@@ -178,21 +160,23 @@ def test_quantised_plans_are_smaller_and_taken_over_likewise(quantize: str, plan
         assert share < mine / theirs < share + 0.05, "norms and biases stay"
     assert {path.suffix for path in (tmp_path / "bundle" / TARGET).iterdir()} == {".plan", ".json"}
     before = {path.name: path.stat().st_ino for path in (tmp_path / "bundle" / TARGET).glob("*.plan")}
-    export(_request(zoo, "opt", tmp_path / "bundle", force=True, **wanted))
+    export(plan_request(zoo, "opt", tmp_path / "bundle", force=True, **wanted))
     assert {path.name: path.stat().st_ino for path in (tmp_path / "bundle" / TARGET).glob("*.plan")} == before
 
 
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 def test_what_a_step_of_a_mixture_reads_is_counted_as_it_is_for_cuda(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
     targets, full = ("cuda", "tensorrt-rtx:sm89"), ScheduleRequest(name="full")
-    made = export(_request(zoo, "mixtral", tmp_path / "bundle", targets=targets, dtype="fp16", quantize=quantize, schedule=full))
+    made = export(
+        plan_request(zoo, "mixtral", tmp_path / "bundle", targets=targets, dtype="fp16", quantize=quantize, schedule=full)
+    )
     cuda, plans = (sum(target.segment_weight_bytes) for target in made.targets)
     assert plans == pytest.approx(cuda, rel=0.15 if quantize == "int4" else 0.02), "scales of 32 bits, and of 16"
 
 
 def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path: Path) -> None:
     made = export(
-        _request(
+        plan_request(
             zoo, "llama", tmp_path / "bundle", targets=("cpu", "tensorrt-rtx:sm89"), quantize="int8", quantize_block=64,
             schedule=ScheduleRequest(name="full"),
         )
@@ -251,7 +235,7 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
     zoo: Zoo, tmp_path: Path, name: str, changes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(SkipDecodeError, match=says) as caught:
-        export(_request(zoo, name, tmp_path / "outs" / "bundle", **changes))
+        export(plan_request(zoo, name, tmp_path / "outs" / "bundle", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "outs").exists()
 
@@ -280,19 +264,19 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
 
 def test_more_scores_than_a_tensor_may_have_are_refused_where_attention_is_written_out(zoo: Zoo, tmp_path: Path) -> None:
     """Gemma 2's, whose logits are capped: 4 heads for 512 tokens and 2^20 slots."""
-    changes = {"max_length": 2**20, "max_batch": 1, "model": str(_longer(zoo, "gemma2", tmp_path))}
+    changes = {"max_length": 2**20, "max_batch": 1, "model": str(longer_checkpoint(zoo, "gemma2", tmp_path))}
     says = (
         r"--max-length: the scores of 4 heads for 512 tokens and 1048576 slots are more .*; choose --max-length 1048448 or less"
     )
     with pytest.raises(TargetError, match=says):
-        export(_request(zoo, "gemma2", tmp_path / "outs" / "bundle", **changes))
+        export(plan_request(zoo, "gemma2", tmp_path / "outs" / "bundle", **changes))
     assert not [*(tmp_path / "outs").iterdir()]
 
 
 @pytest.mark.parametrize("max_length", [32, MAX_LENGTH])
 def test_short_buffers_build_in_bf16_too(max_length: int, zoo: Zoo, tmp_path: Path) -> None:
     """TensorRT-RTX 1.7.1 fails on two layers where a prompt's pass has 64 tokens or fewer."""
-    made = export(_request(zoo, "llama", tmp_path / "bundle", dtype="bf16", max_length=max_length))
+    made = export(plan_request(zoo, "llama", tmp_path / "bundle", dtype="bf16", max_length=max_length))
     assert max(map(len, made.segments)) > 1
 
 
@@ -304,99 +288,7 @@ def test_keys_that_were_changed_make_no_plan_another(plans_only: Path, zoo: Zoo,
     keys["segment_000.plan"], keys["head.plan"] = keys["head.plan"], keys["segment_000.plan"]
     for wrong in (json.dumps(keys, indent=1) + "\n", json.dumps({"head.plan": ["x"]}), "[]"):
         path.write_text(wrong)
-        export(_request(zoo, "opt", out, slim=True, force=True))
+        export(plan_request(zoo, "opt", out, slim=True, force=True))
         found = {file.name: file.stat().st_size for file in (out / TARGET).glob("*.plan")}
         assert found == {name: pytest.approx(len(plan), rel=0.02) for name, plan in good.items()}
         assert len({*found.values()}) > 1
-
-
-def _as_tensorrt(patch: pytest.MonkeyPatch) -> None:
-    """TensorRT-RTX in this process as the package `tensorrt`."""
-    named = SimpleNamespace(**{**vars(tensorrt_rtx), "__name__": "tensorrt", "__version__": package.VERSIONS[-1]})
-    patch.setitem(sys.modules, "tensorrt", named)
-
-
-def _at_hand(patch: pytest.MonkeyPatch, name: str = "a GPU", memory_bytes: int = 1 << 30) -> None:
-    for module in (feasible, tensorrt_target):
-        patch.setattr(module, "gpu_at_hand", lambda: Gpu(name=name, capability="sm89", memory_bytes=memory_bytes))
-
-
-@pytest.mark.parametrize("version", package.VERSIONS)
-def test_without_a_gpu_the_tensorrt_target_is_refused_before_anything_is_written(version: str, zoo: Zoo, tmp_path: Path) -> None:
-    out = tmp_path / "outs" / "bundle"
-    done = package.export(package.bindings(version, tmp_path / "package"), zoo.checkpoint("opt"), out)
-    assert (done.returncode, done.stderr) == (2, "tensorrt found no GPU to build on; build with --target tensorrt-rtx:smNN\n")
-    assert not out.parent.exists()
-
-
-def test_bindings_without_their_libraries_say_which_one_is_missing(zoo: Zoo, tmp_path: Path) -> None:
-    environment = package.bindings(package.VERSIONS[-1], tmp_path / "package", libraries=False)
-    done = package.export(environment, zoo.checkpoint("opt"), tmp_path / "outs" / "bundle")
-    says = r"--target: tensorrt cannot be loaded \(lib\S+\.so\.11: cannot open .*\); docs/tensorrt\.md says where it comes from\n"
-    assert done.returncode == 2 and re.fullmatch(says, done.stderr), done.stderr
-    assert not (tmp_path / "outs").exists()
-
-
-@pytest.mark.parametrize("model", ["llama", "lfm2"])
-def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it_can(
-    zoo: Zoo, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _as_tensorrt(monkeypatch)
-    wanted = {"targets": ("tensorrt",), "max_length": 600, "model": str(_longer(zoo, model, tmp_path))}
-    weights, config = 2 * sum(weight.numel() for weight in zoo.model(model).parameters()), zoo.model(model).config
-    kinds = getattr(config, "layer_types", ["full_attention"] * config.num_hidden_layers)
-    head_size = config.hidden_size // config.num_attention_heads
-    slot = 4 * kinds.count("full_attention") * config.num_key_value_heads * head_size
-    states = kinds.count("conv") and 4 * kinds.count("conv") * config.hidden_size * (config.conv_L_cache - 1)
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # what is asked for next
-
-    def refused(slots: int) -> str:
-        _at_hand(monkeypatch, memory_bytes=weights + states + slots * slot)
-        with pytest.raises(SkipDecodeError) as caught:
-            export(_request(zoo, model, tmp_path / "outs" / "bundle", **wanted))
-        return str(caught.value)
-
-    says = r"--max-length: a row of 600 tokens takes \d MiB beside \d MiB of weights, the GPU \(a GPU\) has \d MiB; choose "
-    for slots, remedy in ((599, "512 or less"), (200, "128 or less"), (100, "--quantize int4, or a larger GPU")):
-        assert re.fullmatch(says + remedy, refused(slots))
-    assert "MiB are free, the bundle needs" in refused(600)
-
-
-@pytest.mark.parametrize("version", package.VERSIONS)
-def test_the_tensorrt_target_builds_with_what_each_version_of_the_package_has(version: str, zoo: Zoo, tmp_path: Path) -> None:
-    environment = package.builder(version, tmp_path / "package")
-    done = package.export(
-        environment, zoo.checkpoint("llama"), tmp_path / "bundle", "--slim", "--quantize", "int4", "--workspace", 64
-    )
-    assert done.returncode == 0, done.stderr
-    (target,) = manifests.read(tmp_path / "bundle").targets
-    assert (target.name, target.library, target.library_version) == ("tensorrt", "tensorrt", version)
-    assert (target.machine, target.weights) == ("sm89", "int4"), "the GPU at hand"
-
-
-def test_the_tensorrt_target_keeps_its_timing_cache_and_the_plans_of_the_same_gpu(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TensorRT-RTX stands in for the libraries: no timings in its cache."""
-    environment = package.builder(package.VERSIONS[-1], tmp_path / "package")
-    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])  # for the builders' processes
-    _as_tensorrt(monkeypatch)
-    out = tmp_path / "bundle"
-    cache, plan = (out / "targets" / "tensorrt" / name for name in ("timing.cache", "head.plan"))
-
-    def built(gpu: str, **options: int) -> int:
-        _at_hand(monkeypatch, name=gpu)
-        wanted = {"targets": ("tensorrt",), "slim": True, "force": True, "builder": BuilderOptions(**options)}
-        export(_request(zoo, "opt", out, **wanted))
-        return plan.stat().st_ino
-
-    first, kept = built("one"), cache.read_bytes()
-    assert kept and {file.path for file in manifests.read(out).files if "timing" in file.path} == {
-        "targets/tensorrt/timing.cache"
-    }
-    assert built("one") == first
-    other = built("one", workspace_mib=64, optimization_level=1)
-    assert other != first, "built with other options"
-    assert built("another", workspace_mib=64, optimization_level=1) != other, "built on another GPU"
-    assert cache.read_bytes() == kept
