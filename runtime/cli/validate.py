@@ -77,6 +77,8 @@ def _validate(options: argparse.Namespace) -> int:
 
     if options.report is not None:
         write_report(result, options.report)
+    if result["resumed"] and not options.quiet:
+        print(f"skip-validate: {result['resumed']} measurements are those of a run that was stopped", file=sys.stderr)
     if options.json:
         print(as_json(result))
     elif not options.quiet:

@@ -10,6 +10,7 @@ from typing import Any
 from skipdecode.errors import CapacityError
 
 _OF_A_PROCESS = 1.1
+_SETTINGS_OF_WORKLOAD = ("prompt_tokens", "new_tokens", "workload")
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
@@ -33,8 +34,9 @@ def read_baseline(path: Path) -> dict[str, Any]:
 def _is_run(data: Any) -> bool:
     """Whether `compare` finds in it what it reads."""
     try:
-        summaries = [summary for _, summary in _latencies(data)]
-        data["machine"].get("cpu")
+        summaries = [summary for _, summary in _latencies(data, workloads=True)]
+        dict(_conditions(data))
+        _workload(data)
         return "validation_format" in data and all(summary[key] > 0 for summary in summaries for key in ("median", "low", "high"))
     except (AttributeError, KeyError, TypeError):
         return False
@@ -42,14 +44,21 @@ def _is_run(data: Any) -> bool:
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     """Every latency that both runs have; significant where the medians' 95 % intervals lie apart, and the medians by more than
-    a tenth: so much a process differs from the next one, which its own rounds do not show.
+    a tenth: so much a process differs from the next one, which its own rounds do not show. Workloads of other lengths are not
+    compared.
 
     Returns:
-        `same_machine`; and `rows`: name, old and new ms, ratio new over old, `verdict` (slower, faster, same).
+        `differs`: under what else the earlier run was measured, a line each; and `rows`: name, old and new ms, ratio new over
+        old, `verdict` (slower, faster, same).
     """
-    before = dict(_latencies(old))
+    now, then = dict(_conditions(new)), dict(_conditions(old))
+    differs = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and now[name] != then[name]]
+    same_workload = _workload(new) == _workload(old)
+    if not same_workload:
+        differs.append("the workload, which is left out here")
+    before = dict(_latencies(old, workloads=same_workload))
     rows = []
-    for name, summary in _latencies(new):
+    for name, summary in _latencies(new, workloads=same_workload):
         if name in before:
             was = before[name]
             ratio, verdict = summary["median"] / was["median"], "same"
@@ -60,17 +69,35 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
             rows.append({
                 "name": name, "old_ms": was["median"], "new_ms": summary["median"], "ratio": ratio, "verdict": verdict,
             })  # fmt: skip
-    return {"same_machine": new["machine"]["cpu"] == old["machine"].get("cpu"), "rows": rows}
+    return {"differs": differs, "rows": rows}
 
 
-def _latencies(run: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What latencies depend on beside the code and the libraries, whose versions are what one compares."""
+    machine, bundle = run["machine"], run["bundle"]
+    for fact in ("cpu", "cores", "gpu"):
+        yield fact, machine[fact]
+    yield "model", bundle["model"]["name"]
+    yield "layers", bundle["model"]["layers"]
+    yield "schedule", f"{bundle['schedule']['name']}, {bundle['schedule']['speedup']:.2f}x fewer layers"
+    for target in run["targets"]:
+        if target["runs"]:
+            for fact in ("weights", "threads"):
+                yield f"{target['name']}, {fact}", target[fact]
+
+
+def _workload(run: dict[str, Any]) -> list[Any]:
+    return [run["settings"][name] for name in _SETTINGS_OF_WORKLOAD]
+
+
+def _latencies(run: dict[str, Any], *, workloads: bool) -> Iterator[tuple[str, dict[str, float]]]:
     for target in run["targets"]:
         for cell in target.get("latency", []):
             where = f"{target['name']}, batch {cell['batch']}, context {cell['context']}"
             yield f"{where}: prefill", cell["prefill_ms"]
             for variant in cell["variants"]:
                 yield f"{where}: {variant['name']}", variant["ms"]
-        for load in target.get("workloads", []):
+        for load in target.get("workloads", []) if workloads else ():
             where = f"{target['name']}, workload, batch {load['batch']}"
             yield f"{where}: first token", load["own"]["ttft_ms"]
             if load["own"]["token_ms"]:

@@ -54,7 +54,7 @@ def _read(path: Path) -> list[tuple[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             name, value = json.loads(line)
-        except ValueError:  # torn by the kill
+            entries.append((str(name), value))
+        except (ValueError, TypeError):  # torn by the kill, or nothing of this class's
             continue
-        entries.append((name, value))
     return entries

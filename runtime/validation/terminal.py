@@ -29,13 +29,13 @@ def show(result: dict[str, Any]) -> None:
 
 def _heading(result: dict[str, Any]) -> str:
     bundle, machine, integrity = result["bundle"], result["machine"], result["integrity"]
-    schedule = bundle["schedule"]
+    schedule, gpu = bundle["schedule"], f", {machine['gpu']}" if machine["gpu"] else ""
     whole = f"{integrity['files']} files as the manifest says" if integrity["holds"] else f"damaged: {integrity['what']}"
     return (
         f"{bundle['model']['name']}: {bundle['model']['layers']} layers, schedule {schedule['name']} "
         f"{schedule['layers'][0]} -> {schedule['layers'][-1]} over {len(schedule['layers'])} positions "
         f"({schedule['speedup']:.2f}x fewer layers), {len(bundle['variants'])} variants; {whole}\n"
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}"
     )
 
 
@@ -123,7 +123,7 @@ def _quality(target: dict[str, Any]) -> Table:
 
 
 def _baseline(baseline: dict[str, Any]) -> Table:
-    title = "against the baseline" + ("" if baseline["same_machine"] else " (ANOTHER MACHINE)")
+    title = "against the baseline" + "".join(f"\n  DIFFERS: {line}" for line in baseline["differs"])
     changed = [row for row in baseline["rows"] if row["verdict"] != "same"]
     table = _table(
         f"{title}: {len(changed)} of {len(baseline['rows'])} differ significantly", "", "old ms", "new ms", "ratio", ""

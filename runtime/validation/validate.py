@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from skipdecode import manifest as manifests
 from skipdecode.bundle_facts import facts
 from skipdecode.cpu import usable_cores
+from skipdecode.cuda import CudaDevice, gpu_at_hand
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.generate import Generator
 from skipdecode.memory import DeviceMemory
@@ -65,16 +66,15 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
     request = _filled(request, manifest, min(map(most_context, loaded)))
     _check(request, manifest, loaded[0])
-    machine = machine_facts(_LIBRARIES)
+    machine = {**machine_facts(_LIBRARIES), "gpu": _gpu(loaded)}
     journal = Journal(_identity(request, machine))
-    if journal.resumed:
-        progress(f"going on after {journal.resumed} measurements of a run that was stopped")
     result: dict[str, Any] = {
         "validation_format": FORMAT,
         "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": machine,
         "bundle": facts(manifest),
         "settings": _settings(request),
+        "resumed": journal.resumed,  # measurements of a run that was stopped
         "integrity": _integrity(manifest, request.bundle, progress),  # not from the journal: nothing keeps files from changing
     }
     result["targets"] = [
@@ -89,6 +89,13 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     result["holds"] = result["integrity"]["holds"] and False not in parities and all(judged)
     journal.finish()
     return result
+
+
+def _gpu(loaded: Sequence[Generator]) -> str | None:
+    """The name of the GPU that one of the targets runs on."""
+    memories = [generator.engines.memory for generator in loaded]
+    on_gpu = any(isinstance(memory, DeviceMemory) and memory.device.name == CudaDevice.name for memory in memories)
+    return gpu_at_hand().name if on_gpu else None
 
 
 def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -> ValidateRequest:

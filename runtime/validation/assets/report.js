@@ -262,7 +262,8 @@ function baseline() {
   if (!data.baseline) return [];
   const color = {slower: "bad", faster: "good", same: ""};
   return [element("h2", {}, "Against the baseline"),
-    element("p", {class: "soft"}, data.baseline.same_machine ? "Slower or faster where the 95 % intervals of the medians lie apart." : "Measured on another machine: the ratios tell little."),
+    element("p", {class: "soft"}, "Slower or faster where the 95 % intervals of the medians lie apart, and the medians by more than a tenth."),
+    ...data.baseline.differs.map((line) => element("p", {class: "bad"}, `Differs: ${line}`)),
     table(["", "then, ms", "now, ms", "ratio", ""], data.baseline.rows.map((row) =>
       [row.name, number(row.old_ms), number(row.new_ms), number(row.ratio), color[row.verdict] ? {class: color[row.verdict], text: row.verdict} : row.verdict]))];
 }
@@ -270,7 +271,7 @@ function baseline() {
 function colophon() {
   const machine = data.machine, model = data.bundle.model;
   const rows = [
-    ["machine", `${machine.cpu}, ${machine.cores} cores, ${machine.memory_gib} GiB, ${machine.system}`],
+    ["machine", `${machine.cpu}, ${machine.cores} cores, ${machine.memory_gib} GiB, ${machine.system}${machine.gpu ? `, ${machine.gpu}` : ""}`],
     ["versions", [`Python ${machine.python}`, ...Object.entries(machine.libraries).map(([name, version]) => `${name} ${version}`)].join(", ")],
     ["model", `${model.type}, ${model.layers} layers x ${model.hidden_size}, ${model.heads} heads (${model.kv_heads} key/value) of ${model.head_size}, vocabulary ${model.vocabulary}, ${number(model.parameters / 1e6, 1)} M parameters`],
     ["bundle", `${bytes(data.bundle.bundle_bytes)}, ${data.bundle.segments.length} segments, ${data.bundle.variants.length} variants; ` + (data.integrity.holds ? `${data.integrity.files} files as the manifest says` : `damaged: ${data.integrity.what}`)],

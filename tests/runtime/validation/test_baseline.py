@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,15 @@ def _summary(median: float) -> dict[str, float]:
 
 RUN: dict[str, Any] = {
     "validation_format": 1,
-    "machine": {"cpu": "x"},
+    "machine": {"cpu": "x", "cores": 2, "gpu": None},
+    "bundle": {"model": {"name": "opt", "layers": 6}, "schedule": {"name": "linear", "speedup": 2.0}},
+    "settings": {"prompt_tokens": 64, "new_tokens": 65, "workload": None},
     "targets": [
         {
             "name": "cpu",
+            "runs": True,
+            "weights": "fp32",
+            "threads": 2,
             "latency": [
                 {"batch": 1, "context": 32, "prefill_ms": _summary(9), "variants": [{"name": "v6", "ms": _summary(2)}]},
             ],
@@ -39,7 +46,7 @@ def test_only_medians_whose_intervals_lie_apart_are_slower_or_faster() -> None:
     new["targets"][0]["latency"][0]["prefill_ms"] = _summary(9.9)
     new["targets"][0]["workloads"][0]["own"]["token_ms"] = _summary(0.5)
     compared = compare(new, RUN)
-    assert compared["same_machine"]
+    assert compared["differs"] == []
     assert {row["name"]: row["verdict"] for row in compared["rows"]} == {
         "cpu, batch 1, context 32: prefill": "same",
         "cpu, batch 1, context 32: v6": "slower",
@@ -64,8 +71,30 @@ def test_what_only_one_of_the_runs_measured_is_left_out() -> None:
     assert len(compare(new, RUN)["rows"]) == 2
 
 
-def test_another_machine_is_told() -> None:
-    assert not compare({**RUN, "machine": {"cpu": "y"}}, RUN)["same_machine"]
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("machine", "cpu"), "y", "cpu: x, now y"),
+        (("machine", "gpu"), "NVIDIA H200", "gpu: None, now NVIDIA H200"),
+        (("bundle", "model", "name"), "llama", "model: opt, now llama"),
+        (("bundle", "schedule", "speedup"), 3.0, "schedule: linear, 2.00x fewer layers, now linear, 3.00x fewer layers"),
+        (("targets", 0, "threads"), 1, "cpu, threads: 2, now 1"),
+        (("targets", 0, "weights"), "int8", "cpu, weights: fp32, now int8"),
+    ],
+)
+def test_what_else_the_runs_differ_by_is_told(path: tuple[Any, ...], value: Any, told: str) -> None:
+    new = copy.deepcopy(RUN)
+    *holders, name = path
+    functools.reduce(operator.getitem, holders, new)[name] = value
+    assert compare(new, RUN)["differs"] == [told]
+
+
+def test_workloads_of_other_lengths_are_not_compared() -> None:
+    new = copy.deepcopy(RUN)
+    new["settings"]["new_tokens"] = 2
+    compared = compare(new, RUN)
+    assert compared["differs"] == ["the workload, which is left out here"]
+    assert [row["name"] for row in compared["rows"]] == ["cpu, batch 1, context 32: prefill", "cpu, batch 1, context 32: v6"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +106,8 @@ def test_another_machine_is_told() -> None:
         '{"a": 1}',
         '{"validation_format": 1, "targets": 3}',
         '{"validation_format": 1, "machine": [], "targets": []}',
+        json.dumps({**RUN, "settings": {}}),
+        json.dumps({**RUN, "bundle": None}),
         json.dumps(RUN).replace('"median"', '"mean"'),
         json.dumps(RUN).replace("0.9", '"fast"'),
         json.dumps(RUN).replace('"token_ms": {"median": 1', '"token_ms": {"median": 0'),

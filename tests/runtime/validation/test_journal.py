@@ -33,7 +33,7 @@ def test_a_line_torn_by_the_kill_is_measured_again() -> None:
     journal = Journal({})
     journal.once("x", lambda: 1)
     with journal.path.open("a") as file:
-        file.write('["y", {"ms": 3')
+        file.write('12\n["y", {"ms": 3')
     again = Journal({})
     assert again.resumed == 1
     assert again.once("y", lambda: 4) == 4

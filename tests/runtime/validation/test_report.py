@@ -50,6 +50,8 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = ["--workload", str(folder / "lengths.jsonl"), "--batch", "1,2", "--context", "8,16", "--new-tokens", "24", "--quiet"]
     with (folder / "old.json").open("w") as out, contextlib.redirect_stdout(out):
         assert main([str(trained), *sizes, "--json"]) == 0
+    old = (folder / "old.json").read_text()
+    (folder / "old.json").write_text(json.dumps({**json.loads(old), "machine": {**json.loads(old)["machine"], "cores": 99}}))
     options = ["--reference", str(MODEL), "--eval", str(examples), "--slo", "bleu>=101", "--baseline", str(folder / "old.json")]
     assert main([str(trained), *sizes, *options, "--report", str(path)]) == 1
     return path
@@ -76,6 +78,7 @@ def test_the_page_says_what_does_not_hold_and_compares_with_the_baseline(browser
     text = browser.execute_script("return document.body.innerText")
     for words in ("does not hold", "bleu>=101", "Against the baseline", "Is it right?", "v24", "first token that differs"):
         assert words in text, words
+    assert "Differs: cores: 99, now" in text
     assert "undefined" not in text and "NaN" not in text
 
 

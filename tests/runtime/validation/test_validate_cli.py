@@ -81,7 +81,7 @@ def test_an_earlier_run_is_compared(trained: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "old.json").write_text(capsys.readouterr().out)
     assert main([str(trained), *QUICK, "--baseline", str(tmp_path / "old.json"), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)["baseline"]
-    assert compared["same_machine"] and len(compared["rows"]) == 7  # prefill, four variants, first token, token
+    assert compared["differs"] == [] and len(compared["rows"]) == 7  # prefill, four variants, first token, token
 
 
 def test_a_killed_run_goes_on_where_it_was(
@@ -95,7 +95,9 @@ def test_a_killed_run_goes_on_where_it_was(
         assert main([str(trained), *QUICK]) == 130
     with monkeypatch.context() as patch:
         patch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured again"))
+        capsys.readouterr()
         assert main([str(trained), *QUICK, "--slo", "decode_gain>0"]) == 0  # a gate may be added
+    assert "skip-validate: 3 measurements are those of a run that was stopped" in capsys.readouterr().err
 
 
 def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
