@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 from skipdecode.errors import CapacityError
@@ -59,13 +60,16 @@ Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
 def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> None:
-    """Raises CapacityError where the bundle cannot run them: too many, too long, empty, an unknown id, or used before."""
+    """Raises CapacityError where the bundle cannot run them: too many, too long, empty, an unknown id, or used before or
+    twice."""
     limits, vocabulary = manifest.limits, manifest.model.vocab_size
     if len(rows) > limits.max_batch:
         raise CapacityError(
             f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch"
         )
-    if max_new_tokens < 1:
+    if len(set(map(id, rows))) < len(rows):
+        raise CapacityError("a Row is given twice", "make one for each place", where="rows")
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
     for index, row in enumerate(rows):
         where, length = f"prompt {index}", len(row.prompt_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -30,10 +31,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.do_sample:
             return
+        heat, k, p, seed = self.temperature, self.top_k, self.top_p, self.seed
         checks = (
-            (self.temperature > 0, "--temperature", self.temperature, "choose a number above 0"),
-            (self.top_k >= 0, "--top-k", self.top_k, "choose 0 (all) or more"),
-            (0 < self.top_p <= 1, "--top-p", self.top_p, "choose a number in (0, 1]"),
+            (isinstance(heat, Real) and heat > 0, "--temperature", heat, "choose a number above 0"),
+            (isinstance(k, Integral) and k >= 0, "--top-k", k, "choose 0 (all) or more"),
+            (isinstance(p, Real) and 0 < p <= 1, "--top-p", p, "choose a number in (0, 1]"),
+            (isinstance(seed, Integral), "--seed", seed, "choose a whole number"),
         )
         for holds, where, value, remedy in checks:
             if not holds:
@@ -54,7 +57,7 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
     if not sampling.do_sample:
         likeliest: IntArray = logits.argmax(axis=1)
         return likeliest
-    draws = (uniform(sampling.seed, int(row), step) for row in rows)
+    draws = (uniform(int(sampling.seed), int(row), step) for row in rows)
     return np.array([_choose(line, sampling, draw) for line, draw in zip(logits, draws, strict=True)], dtype=np.int64)
 
 

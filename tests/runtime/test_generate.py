@@ -45,11 +45,13 @@ def generator(zoo: Zoo) -> Generator:
         ([5] * 45, 4, f"exceed the bundle's {MAX_LENGTH}"),
         ([[5]] * 5, 4, "the bundle takes 4"),
         ([5], 0, "choose 1 or more"),
+        ([5], None, "None is not a positive count"),
+        ([5], 2.5, "2.5 is not a positive count"),
         ("text", 4, "no tokenizer"),
     ],
 )
 def test_a_bad_request_is_one_line_and_the_generator_stays_usable(
-    generator: Generator, prompts: object, new: int, says: str
+    generator: Generator, prompts: object, new: Any, says: str
 ) -> None:
     before = generator.generate(PROMPT, max_new_tokens=6).sequences
     with pytest.raises(CapacityError, match=says) as caught:
@@ -67,6 +69,8 @@ def test_ids_may_be_numpys(generator: Generator) -> None:
     wanted = generator.generate(PROMPT, max_new_tokens=4).sequences
     assert generator.generate([np.int64(PROMPT[0]), *PROMPT[1:]], max_new_tokens=4).sequences == wanted
     assert generator.generate(np.array([PROMPT]), max_new_tokens=4).sequences == wanted  # type: ignore[arg-type]
+    one, other = (generator.generate(PROMPT, max_new_tokens=kind(4), do_sample=True, seed=kind(7)) for kind in (int, np.int64))
+    assert one.sequences == other.sequences
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1 << 16])
@@ -179,6 +183,8 @@ def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
         pass
     with pytest.raises(CapacityError, match="prompt 1: has tokens of an earlier run; make a new Row"):
         next(generator.stream(rows[::-1], max_new_tokens=3, sampling=Sampling()))
+    with pytest.raises(CapacityError, match="rows: a Row is given twice; make one for each place"):
+        next(generator.stream([rows[1]] * 2, max_new_tokens=3, sampling=Sampling()))
 
 
 def test_memory_that_the_machine_has_not_is_told_with_how_much(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -100,9 +102,13 @@ def test_the_generator_gives_the_documented_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}]
-)
-def test_values_out_of_range_are_refused_in_one_line(bad: dict[str, float]) -> None:
+    "bad",
+    [
+        {"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")},
+        {"temperature": None}, {"top_k": 2.5}, {"top_p": "0.9"}, {"seed": 1.5}, {"seed": None},
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_in_one_line(bad: dict[str, Any]) -> None:
     with pytest.raises(CapacityError, match="choose"):
         Sampling(do_sample=True, **bad)
     Sampling(**bad)  # greedy reads none of them
