@@ -121,6 +121,8 @@ class Manifest:
         for variant in self.variants:
             self._check_variant(variant)
         known = {file.path for file in self.files}
+        if len(known) < len(self.files):
+            raise MalformedError("files: one is there twice")
         used = [path for t in self.targets for path in (t.embed, *t.segments, t.head, t.tied_weight) if path]
         used += [v.graph for v in self.variants if v.graph]
         for path in [*known, *used]:

@@ -190,6 +190,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "target_lacking_an_engine": (lambda d: d["targets"][0]["segments"].pop(), "lack an engine"),
     "tied_weight_that_is_no_file": (lambda d: d["targets"][0].update(tied_weight="../tied.bin"), "outside the bundle"),
     "engine_that_is_no_file": (lambda d: d["targets"][0].update(head="other.onnx"), "not among its files"),
+    "file_that_is_there_twice": (lambda d: d["files"].append(d["files"][0]), "files: one is there twice"),
     "absolute_path": (lambda d: d["files"][0].update(path="/etc/passwd"), "outside the bundle"),
     "path_that_climbs_out": (lambda d: d["files"][0].update(path="../x"), "outside the bundle"),
     "backslash_path": (lambda d: d["files"][0].update(path="..\\x"), "outside the bundle"),

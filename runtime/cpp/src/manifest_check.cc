@@ -139,7 +139,9 @@ void CheckTargets(const Manifest& manifest) {
 
 void CheckPaths(const Manifest& manifest) {
   std::set<std::string> known;
-  for (const File& file : manifest.files) known.insert(file.path);
+  for (const File& file : manifest.files) {
+    if (!known.insert(file.path).second) throw Malformed("files:", "one is there twice");
+  }
   std::vector<std::string> paths(known.begin(), known.end());
   for (const Target& target : manifest.targets) {
     paths.push_back(target.embed);
