@@ -95,10 +95,8 @@ def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, k
     from skipdecode.schedule_builders import ScheduleRequest
 
     schedule = ScheduleRequest(name="full") if speedup is None else ScheduleRequest(name="linear", speedup=speedup, span=span)
-    quantize = "none" if kind == "fp32" else kind
-    made = export(
-        ExportRequest(model=str(checkpoint), out=out, schedule=schedule, quantize=quantize, quantize_block=block, slim=True)
-    )
+    quantized = {} if kind == "fp32" else {"quantize": kind, "quantize_block": block}
+    made = export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, slim=True, **quantized))
     (target,) = made.targets
     return StepBytes(manifest=made, target=target)
 

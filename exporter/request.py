@@ -18,6 +18,7 @@ from skipdecode.schedule_builders import ScheduleRequest
 
 _MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
 _MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits
+DEFAULT_METHOD, DEFAULT_BLOCK = "rtn", 32
 QUANTIZED_BITS = {"none": None, "int8": 8, "int4": 4}  # --quantize -> bits a weight
 
 
@@ -33,8 +34,8 @@ class ExportRequest:
     targets: tuple[str, ...] = ("cpu",)  # as --target takes them: tensorrt-rtx:sm89
     dtype: str = "auto"  # auto, fp32, fp16, bf16
     quantize: str = "none"  # none, int8, int4: weight-only
-    quantize_method: str = "rtn"  # rtn, k-quant
-    quantize_block: int = 32  # inputs that share one scale: 32, 64, 128
+    quantize_method: str = DEFAULT_METHOD  # rtn, k-quant
+    quantize_block: int = DEFAULT_BLOCK  # inputs that share one scale: 32, 64, 128
     builder: BuilderOptions = field(default_factory=BuilderOptions)  # of TensorRT's targets
     random_weights: bool = False
     segment_bytes: int | None = None  # most compiled weights of a segment; None: what suits the targets
@@ -88,3 +89,6 @@ def _check_quantization(request: ExportRequest) -> None:
     if request.quantize_block not in BLOCK_SIZES:
         choices = f"choose one of {', '.join(map(str, BLOCK_SIZES))}"
         raise TargetError(f"{request.quantize_block} is unknown", choices, where="--quantize-block")
+    if request.quantize == "none" and (request.quantize_method, request.quantize_block) != (DEFAULT_METHOD, DEFAULT_BLOCK):
+        where = "--quantize-method" if request.quantize_method != DEFAULT_METHOD else "--quantize-block"
+        raise TargetError("no weight is quantised", "add --quantize int8 or int4, or leave it out", where=where)

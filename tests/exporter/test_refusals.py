@@ -82,6 +82,8 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
         ({"quantize": "int4", "quantize_method": "guess"}, TargetError, "choose one of rtn, k-quant"),
         ({"quantize": "int4", "quantize_block": 48}, TargetError, "choose one of 32, 64, 128"),
         ({"quantize": "int4", "quantize_block": 128}, TargetError, "no multiple of 128"),
+        ({"quantize_block": 64}, TargetError, "--quantize-block: no weight is quantised; add --quantize int8 or int4"),
+        ({"quantize_method": "k-quant"}, TargetError, "--quantize-method: no weight is quantised"),
         ({"max_batch": 0}, TargetError, r"choose 1\.\.2147483647"),
         ({"max_batch": 10**23}, TargetError, "--max-batch: 10{23} is out of range"),
         ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
