@@ -7,6 +7,7 @@ add up to the whole model.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,7 +24,9 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.conversions import converted
 from skipdecode.exporter.dequantize import dequantised
 from skipdecode.exporter.graphs import Skeleton
-from skipdecode.exporter.weights import IR_TYPES, TensorSource
+from skipdecode.exporter.weights import IR_TYPES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,50 +36,65 @@ class _Format:
     read: Callable[[Path, str], torch.Tensor]
 
 
-def checkpoint_source(checkpoint: Path, skeleton: Skeleton) -> TensorSource:
+class CheckpointSource:
     """Tensors of a local checkpoint folder, read when asked for; of tied ones that are there, and of those in several
     shards, all must be the same.
 
     Raises:
         ModelNotSupportedError: no weights, an unreadable file, or a parameter that is missing, of another shape or quantised.
     """
-    form, files = _files(checkpoint)
-    where: dict[str, list[Path]] = defaultdict(list)
-    for file in files:
-        for name in form.names(file):
-            where[name].append(file)
-    stored = dequantised({name: partial(_read, form, holders, name) for name, holders in where.items()}, skeleton.config)
-    read = converted(stored, skeleton.config, skeleton.shapes) | stored
-    base = skeleton.parts.prefix.split(".")[0]
 
-    def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tied = [parameter for parameter, kept in skeleton.canonical.items() if kept == name]
-        spelled = (next((key for key in _spellings(parameter, base) if key in read), None) for parameter in tied)
+    def __init__(self, checkpoint: Path, skeleton: Skeleton) -> None:
+        self._checkpoint, self._skeleton = checkpoint, skeleton
+        self._form, files = _files(checkpoint)
+        self._where: dict[str, list[Path]] = defaultdict(list)
+        for file in files:
+            for name in self._form.names(file):
+                self._where[name].append(file)
+        self._unread = set(self._where)
+        stored = dequantised({name: partial(self._stored, name) for name in self._where}, skeleton.config)
+        self._read = converted(stored, skeleton.config, skeleton.shapes) | stored
+        self._base = skeleton.parts.prefix.split(".")[0]
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Parameter `name`, in the dtype that the file has."""
+        read = self._read
+        tied = [parameter for parameter, kept in self._skeleton.canonical.items() if kept == name]
+        spelled = (next((key for key in _spellings(parameter, self._base) if key in read), None) for parameter in tied)
         found = [key for key in spelled if key is not None]
+        where = str(self._checkpoint)
         if not found:
-            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=str(checkpoint))
-        value = _checked(read[found[0]](), found[0], shape, where.get(found[0], [checkpoint])[0])
+            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=where)
+        value = _checked(read[found[0]](), found[0], shape, self._where.get(found[0], [self._checkpoint])[0])
         for other in found[1:]:
             if not torch.equal(value, read[other]()):
                 raise ModelNotSupportedError(
                     f"{other} differs from {found[0]}, though config.json ties them",
                     "set tie_word_embeddings to false there, which is what transformers makes of it",
-                    where=str(checkpoint),
+                    where=where,
                 )
         return value
 
-    return tensor
+    def warn_of_unread(self) -> None:
+        """Tell, once all parameters are read, of weights and biases of layers that none was: a model is made without them."""
+        ours = tuple(_spellings(self._skeleton.parts.prefix, self._base))
+        left = [name for name in self._unread if name.startswith(ours) and name.endswith((".weight", ".bias"))]
+        left = sorted(name for name in left if not self._skeleton.ignores(name))
+        if left:
+            said = "%s: config.json describes a model without %d of the layers' tensors there, %s the first: they are left out"
+            logger.warning(said, self._checkpoint, len(left), left[0])
 
-
-def _read(form: _Format, holders: list[Path], name: str) -> torch.Tensor:
-    """A tensor that more than one shard may hold."""
-    value = form.read(holders[0], name)
-    for other in holders[1:]:
-        if not torch.equal(value, form.read(other, name)):
-            raise ModelNotSupportedError(
-                f"{name} differs from the one in {holders[0].name}", "download the checkpoint again", where=str(other)
-            )
-    return value
+    def _stored(self, name: str) -> torch.Tensor:
+        """A tensor that more than one shard may hold."""
+        self._unread.discard(name)
+        first, *others = self._where[name]
+        value = self._form.read(first, name)
+        for other in others:
+            if not torch.equal(value, self._form.read(other, name)):
+                raise ModelNotSupportedError(
+                    f"{name} differs from the one in {first.name}", "download the checkpoint again", where=str(other)
+                )
+        return value
 
 
 def lacks_head(checkpoint: Path) -> bool:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.exporter.architectures import key_sources
-from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.dry_run import check_runs
@@ -137,7 +137,7 @@ def _part_of(report: Report, start: float, share: float) -> Report:
 def _store_weights(job: Job, partial: Path, report: Report) -> WeightFile:
     report("reading weights", 0.0)
     skeleton, folder = job.skeleton, job.checkpoint
-    source = random_source() if job.request.random_weights or folder is None else checkpoint_source(folder, skeleton)
+    source = random_source() if job.request.random_weights or folder is None else CheckpointSource(folder, skeleton)
     done = 0
 
     def advance(count: int) -> None:
@@ -146,7 +146,10 @@ def _store_weights(job: Job, partial: Path, report: Report) -> WeightFile:
         report("writing weights", 0.4 * done / (skeleton.dtype.itemsize * skeleton.num_parameters))
 
     (partial / GRAPHS).mkdir()
-    return write_weights(partial / GRAPHS, skeleton.shapes, skeleton.dtype, source, advance, where=str(folder))
+    weights = write_weights(partial / GRAPHS, skeleton.shapes, skeleton.dtype, source, advance, where=str(folder))
+    if isinstance(source, CheckpointSource):
+        source.warn_of_unread()
+    return weights
 
 
 def _write_graphs(job: Job, partial: Path, weights: WeightFile, report: Report) -> tuple[StandardGraphs, dict[int, str | None]]:

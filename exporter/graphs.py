@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -50,6 +51,7 @@ class Skeleton:
     parts: DecoderParts  # of the model on the meta device
     shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once, and every buffer that checkpoints store
     canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
+    ignored: tuple[str, ...]  # patterns of what checkpoints hold beside them, to no effect
     hidden_size: int  # between layers
     keys: Keys  # of layer 0's keys and values
     state_layers: tuple[StateLayers, ...]
@@ -59,6 +61,10 @@ class Skeleton:
     def num_parameters(self) -> int:
         """Numbers in `shapes`."""
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor that no parameter is made of is of no concern."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
 
     @property
     def first_keeping_none(self) -> int:
@@ -119,6 +125,7 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
+    beside = (*(model._keys_to_ignore_on_load_unexpected or ()), *(f"{re.escape(name)}$" for name, _ in model.named_buffers()))
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     parts = decoder_parts(model)
     return Skeleton(
@@ -127,6 +134,7 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         parts=parts,
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
         canonical=canonical | {name: name for name in buffers},
+        ignored=beside,
         hidden_size=hidden_width(config),
         keys=layer_keys(config, 0),
         state_layers=state_layers(config, parts.layers),

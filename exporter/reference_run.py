@@ -26,7 +26,7 @@ from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
 from skipdecode.exporter.attention import CACHE, widened
-from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
@@ -92,7 +92,7 @@ def _dequantised(folder: Path, config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
     skeleton = build_skeleton(load_config(str(folder))[0])  # which gives a configuration the exporter's own attention
-    source = checkpoint_source(folder, skeleton)
+    source = CheckpointSource(folder, skeleton)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if name in skeleton.shapes:
             tensor.copy_(source(name, skeleton.shapes[name]))

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import reference_run
-from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
-from tests.models import CONFIGS
+from tests.models import CONFIGS, RELATIVES, VARIATIONS
 from tests.zoo import Zoo
 
 State = dict[str, torch.Tensor]
@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 def _source(folder: Path) -> TensorSource:
     """Of a folder whose configuration is a supported model's, or has one as its text part."""
-    return checkpoint_source(folder, build_skeleton(load_config(str(folder))[0]))
+    return CheckpointSource(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
@@ -51,6 +51,42 @@ def _in_either_form(model: Any, folder: Path) -> Iterator[tuple[Path, TensorSour
         file = _folder(model.config, folder / name) / name
         save(dict(model.state_dict()), file)
         yield file, _source(file.parent)
+
+
+def _read_all(folder: Path, config: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is warned of once every parameter is read."""
+    skeleton = build_skeleton(config)
+    source = CheckpointSource(folder, skeleton)
+    for name, shape in skeleton.shapes.items():
+        source(name, shape)
+    caplog.clear()
+    source.warn_of_unread()
+    return caplog.messages
+
+
+@pytest.mark.parametrize("name", CONFIGS | RELATIVES | VARIATIONS)
+def test_of_what_transformers_saves_nothing_is_left_out(name: str, zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    folder = zoo.checkpoint(name)
+    assert _read_all(folder, load_config(str(folder))[0], caplog) == []
+
+
+def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
+    zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _folder(CONFIGS["llama"](), tmp_path)
+    state = load_file(zoo.checkpoint("llama") / "model.safetensors")
+    beside = {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+    }
+    for spelled in ("", "language_model."):  # the text part of a model that also sees
+        save_file({f"{spelled}{key}": value for key, value in (state | beside).items()}, folder / "model.safetensors")
+        (told,) = _read_all(folder, CONFIGS["llama"](), caplog)
+        assert f"without 1 of the layers' tensors there, {spelled}model.layers.0.self_attn.q_proj.bias the first" in told
+    shallower = CONFIGS["llama"]()
+    shallower.num_hidden_layers -= 1
+    (told,) = _read_all(zoo.checkpoint("llama"), shallower, caplog)
+    assert f"without 9 of the layers' tensors there, model.layers.{shallower.num_hidden_layers}." in told
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gpt_neox"])
@@ -129,7 +165,7 @@ def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(o
     skeleton = build_skeleton(load_config(str(folder))[0])
     assert ("lm_head.weight" in skeleton.shapes) is own_head
     name = skeleton.canonical["lm_head.weight"]
-    torch.testing.assert_close(checkpoint_source(folder, skeleton)(name, tuple(head.shape)), head + own_head, rtol=0, atol=0)
+    torch.testing.assert_close(CheckpointSource(folder, skeleton)(name, tuple(head.shape)), head + own_head, rtol=0, atol=0)
 
 
 def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import TensorSource
 from tests.models import RELATIVES
@@ -20,7 +20,7 @@ UP = "model.layers.3.block_sparse_moe.experts.1.w3.weight"
 
 
 def _source(folder: Path) -> TensorSource:
-    return checkpoint_source(folder, build_skeleton(transformers.AutoConfig.from_pretrained(folder)))
+    return CheckpointSource(folder, build_skeleton(transformers.AutoConfig.from_pretrained(folder)))
 
 
 CONVERTED = ["mixtral", "qwen3_moe", "phimoe", "granitemoe", "ernie4_5_moe", "minimax_m2", "deepseek_v3"]
@@ -33,7 +33,7 @@ def test_every_parameter_is_read_as_transformers_loads_it(name: str, zoo: Zoo) -
     expected = zoo.model(name).state_dict()
     assert not stored >= expected.keys()  # else there is nothing to convert
     skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)))
-    source = checkpoint_source(zoo.checkpoint(name), skeleton)
+    source = CheckpointSource(zoo.checkpoint(name), skeleton)
     for parameter, shape in skeleton.shapes.items():
         assert torch.equal(source(parameter, shape), expected[parameter]), parameter
 

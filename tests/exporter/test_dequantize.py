@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import cli, command, reference_run
-from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.layout import Report
@@ -36,7 +36,7 @@ KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
 
 
 def _source(folder: Path) -> TensorSource:
-    return checkpoint_source(folder, build_skeleton(load_config(str(folder))[0]))
+    return CheckpointSource(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def _by_transformers(folder: Path) -> Any:
@@ -48,7 +48,7 @@ def _by_transformers(folder: Path) -> Any:
 
 def _assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: float = 0) -> None:
     skeleton = build_skeleton(load_config(str(folder))[0])
-    source = checkpoint_source(folder, skeleton)
+    source = CheckpointSource(folder, skeleton)
     for parameter, shape in skeleton.shapes.items():
         torch.testing.assert_close(source(parameter, shape).float(), expected[parameter], rtol=rounding, atol=0)
 

@@ -20,7 +20,7 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
 from skipdecode.exporter.attention import OPSET
-from skipdecode.exporter.checkpoint import checkpoint_source
+from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import write_weights
 from skipdecode.graph_passes import compile_tensorrt
@@ -67,7 +67,7 @@ def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
     @functools.cache
     def made(name: str, what: str | tuple[int, ...] = (0,), dtype: torch.dtype = torch.float16) -> ir.Model:
         skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(zoo.checkpoint(name)), dtype)
-        source = checkpoint_source(zoo.checkpoint(name), skeleton)
+        source = CheckpointSource(zoo.checkpoint(name), skeleton)
         weights = write_weights(tmp_path_factory.mktemp(name), skeleton.shapes, dtype, source, lambda count: None)
         if isinstance(what, tuple):
             layers = export.layer_graphs(skeleton, weights)
