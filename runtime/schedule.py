@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 from skipdecode.errors import ScheduleError
 
@@ -24,7 +25,7 @@ class Schedule:
     """`t -> k(t)`: how many layers position `t` computes; never increasing, so active layers are nested.
 
     Raises:
-        ScheduleError: the counts rise, or leave `least_layers(...) .. num_layers`.
+        ScheduleError: the counts rise, are no whole numbers or leave `least_layers(...) .. num_layers`; an unknown anchor.
     """
 
     name: str  # full, linear, power, step or table: how it was made, for people
@@ -34,6 +35,10 @@ class Schedule:
     anchor: Anchor = Anchor.GENERATED
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "anchor", Anchor(self.anchor))  # its value is as good
+        except ValueError as error:
+            raise ScheduleError(f"the anchor is {self.anchor!r}", f"choose {' or '.join(Anchor)}") from error
         if not 0 <= self.warmup_layers <= self.num_layers:
             raise ScheduleError(
                 f"warmup_layers {self.warmup_layers}: the model has {self.num_layers} layers",
@@ -43,7 +48,7 @@ class Schedule:
             raise ScheduleError("the table of layer counts is empty", "give one count a position")
         least = least_layers(self.num_layers, self.warmup_layers)
         for t, count in enumerate(self.layers):
-            if not least <= count <= self.num_layers:
+            if not isinstance(count, Integral) or not least <= count <= self.num_layers:
                 raise ScheduleError(
                     f"{count} layers at position {t}: the model has {self.num_layers} and {self.warmup_layers} warm-up layers",
                     f"choose counts from {least} to {self.num_layers}",

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule import Schedule, full_depth, least_layers
+from skipdecode.schedule import Anchor, Schedule, full_depth, least_layers
 
 
 @st.composite
@@ -80,3 +80,16 @@ def test_a_schedule_that_breaks_a_promise_cannot_be_constructed(layers: tuple[in
     with pytest.raises(ScheduleError, match=says) as caught:
         Schedule(name="table", num_layers=6, warmup_layers=warmup, layers=layers)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("anchor", Anchor)
+def test_an_anchor_may_be_given_by_its_value(anchor: Anchor) -> None:
+    made = Schedule(name="table", num_layers=4, warmup_layers=1, layers=(4, 2), anchor=anchor.value)  # type: ignore[arg-type]
+    assert made.anchor is anchor
+
+
+def test_an_unknown_anchor_and_counts_that_are_no_whole_numbers_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="the anchor is 'prompt'; choose generated or absolute"):
+        Schedule(name="table", num_layers=4, warmup_layers=1, layers=(4, 2), anchor="prompt")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"3.5 layers at position 1.*; choose counts from 2 to 4"):
+        Schedule(name="table", num_layers=4, warmup_layers=1, layers=(4, 3.5))  # type: ignore[arg-type]
