@@ -8,6 +8,7 @@ import io
 import os
 import select
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -35,9 +36,7 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         sys.stdout.flush()  # a reader that went away must show here, not when Python shuts down
         return status
     except SkipDecodeError as error:
-        if debug:
-            raise
-        _complain(error)
+        _complain(traceback.format_exc() if debug else error)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -45,9 +44,10 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         if isinstance(error, BrokenPipeError) and _reader_left():
             _drop_unwritable(sys.stdout)
             return 0
-        if debug:
-            raise
         _drop_unwritable(sys.stdout)
+        if debug:
+            _complain(traceback.format_exc())
+            return BAD_INPUT
         where = os.fsdecode(error.filename) if error.filename else ""
         _complain(SkipDecodeError(f"cannot go on ({error.strerror or error})", _REMEDY, where=where))
         return BAD_INPUT

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from skipdecode.cli import guarded
+from skipdecode.cli.run import main as run_main
 from tests.zoo import Zoo
 
 BIN = Path(sys.executable).parent
@@ -67,8 +68,13 @@ def test_a_file_that_the_system_does_not_give_is_one_line_that_names_it(capsys: 
 
     assert guarded(fails, debug=False) == 2
     assert capsys.readouterr().err.startswith("/var/cache/x: cannot go on (Permission denied); free space, check permissions")
-    with pytest.raises(PermissionError):
-        guarded(fails, debug=True)
+    assert guarded(fails, debug=True) == 2
+    assert "Traceback" in (told := capsys.readouterr().err) and "PermissionError: [Errno 13]" in told
+
+
+def test_a_traceback_changes_no_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(["nowhere", "--prompt", "x", "--debug"]) == 2
+    assert "Traceback" in (told := capsys.readouterr().err) and "there is no bundle.json here" in told
 
 
 def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_went_away(capsys: pytest.CaptureFixture[str]) -> None:
