@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -209,6 +211,8 @@ def _check_size(bundle: Path, file: File) -> None:
     path = bundle / file.path
     try:
         size = path.stat().st_size if path.is_file() else None
+        if size is not None and not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:  # a name too long, a folder that may not be entered
         raise _unreadable(path, error) from error
     if size is None:

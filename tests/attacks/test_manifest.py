@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from skipdecode.errors import BundleError, SkipDecodeError
 from skipdecode.graph_passes.plan import plan_variants
 from skipdecode.model import Model
 from skipdecode.schedule import Schedule
+from tests.unprivileged import UNPRIVILEGED
 
 DEPTH = 6
 
@@ -83,6 +85,17 @@ def _refused(bundle: Path, says: str) -> None:
         manifests.read(bundle)
     assert str(caught.value).startswith(str(bundle)) and "\n" not in str(caught.value)
     assert ";" in str(caught.value), "ends in what to do"
+
+
+def test_a_file_that_may_not_be_read_is_named_with_what_to_do(bundle: Path) -> None:
+    file, inspect = bundle / "head.onnx", "import sys; from skipdecode.cli.inspect import main; sys.exit(main(sys.argv[1:]))"
+    file.chmod(0)
+    ended = subprocess.run(
+        [*UNPRIVILEGED, sys.executable, "-c", inspect, str(bundle)], capture_output=True, text=True, check=False
+    )
+    file.chmod(0o644)
+    said = f"{file}: cannot be read (Permission denied); check its name and permissions\n"
+    assert (ended.returncode, ended.stderr, ended.stdout) == (2, said, "")
 
 
 def test_the_untouched_bundle_is_read(bundle: Path) -> None:

@@ -29,9 +29,9 @@ LENGTHS = {"ragged": [2, 7, 1, 3], "long": [3, LONG]}  # of prompts
 class Driver:
     """tests/cpp/driver.cc: a request a line, an answer a line."""
 
-    def __init__(self, **environment: str) -> None:
-        program, pipe = BUILD / "release" / "tests" / "skd_driver", subprocess.PIPE
-        self._process = subprocess.Popen([program], stdin=pipe, stdout=pipe, text=True, env={**os.environ, **environment})
+    def __init__(self, *started_by: str, **environment: str) -> None:
+        command, pipe = [*started_by, BUILD / "release" / "tests" / "skd_driver"], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **environment})
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

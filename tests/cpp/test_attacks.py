@@ -17,6 +17,7 @@ from skipdecode.schedule import Schedule
 from tests.attacks.test_manifest import CHANGES, DEPTH, LEVELS, make_manifest
 from tests.cpp.conftest import BUILD, LIBRARIES, Driver
 from tests.cpp.test_native import environment
+from tests.unprivileged import UNPRIVILEGED
 
 SKD_ERROR_BUNDLE, SKD_ERROR_TARGET = 1, 2
 CORPUS = Path(__file__).parent / "corpus.zip"  # kept by `make fuzz`
@@ -89,6 +90,15 @@ def test_missing_and_truncated_files_are_named(bundle: Path, driver: Driver) -> 
     engine.unlink()
     assert "segment_0.onnx: is missing" in driver.ask(command="load", bundle=bundle)["error"]
     engine.write_bytes(whole)
+
+
+def test_a_file_that_may_not_be_read_is_named_with_what_to_do(bundle: Path) -> None:
+    file, driver = bundle / "segment_0.onnx", Driver(*UNPRIVILEGED)
+    file.chmod(0)
+    line = driver.ask(command="load", bundle=bundle)["error"]
+    file.chmod(0o644)
+    driver.close()
+    assert line == f"{file}: cannot be read (Permission denied); check its name and permissions"
 
 
 def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path) -> None:

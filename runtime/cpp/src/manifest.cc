@@ -1,5 +1,7 @@
 #include "manifest.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
@@ -127,6 +129,7 @@ bool IsFile(const std::filesystem::path& path) {
 void CheckFile(const std::filesystem::path& bundle, const File& file) {
   const std::filesystem::path path = bundle / file.path;
   if (!IsFile(path)) throw BundleError("is missing", path.string());
+  if (access(path.c_str(), R_OK) != 0) throw Unreadable(path, std::generic_category().message(errno));
   std::error_code error;
   const uintmax_t size = std::filesystem::file_size(path, error);
   if (error || static_cast<int64_t>(size) != file.size) {
