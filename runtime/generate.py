@@ -196,15 +196,13 @@ class Generator:
         """Token ids of each prompt.
 
         Raises:
-            CapacityError: neither text nor token ids; text, but the bundle has no tokenizer; no prompt at all.
+            CapacityError: neither text nor token ids; text, but the bundle has no tokenizer.
         """
         try:
-            one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral))
+            one = isinstance(prompts, str) or (len(prompts) and _is_number(prompts[0]))
             several: list[Any] = [prompts] if one else list(prompts)
         except (TypeError, KeyError) as error:
             raise CapacityError(f"{reprlib.repr(prompts)} is no prompt", _PROMPT) from error
-        if not several:
-            raise CapacityError("there is no prompt", "give at least one")
         return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(several)]
 
     def _encode(self, prompt: Any, where: str) -> list[int]:
@@ -269,6 +267,11 @@ def load(
         Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk,
         cuda_graphs=cuda_graphs, trace=trace,
     )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    """Also of numpy's and torch's, in which a row of ids is no number."""
+    return isinstance(value, Integral) or getattr(value, "ndim", None) == 0
 
 
 def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> bool:

@@ -63,6 +63,8 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
     """Raises CapacityError where the bundle cannot run them: too many, too long, empty, an unknown id, or used before or
     twice."""
     limits, vocabulary = manifest.limits, manifest.model.vocab_size
+    if not rows:
+        raise CapacityError("there is no prompt", "give at least one")
     if len(rows) > limits.max_batch:
         raise CapacityError(
             f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch"

@@ -35,6 +35,7 @@ def generator(zoo: Zoo) -> Generator:
     [
         ([], 4, "no prompt"),
         ([[5], []], 4, "prompt 1: is empty"),
+        (np.array([5.5]), 4, "prompt 0: .* is neither text nor token ids"),
         ([[5], 6], 4, "prompt 1: 6 is neither text nor token ids; give a text or a list of whole numbers"),
         ([[5], [6, "a"]], 4, "prompt 1: .* is neither text nor token ids"),
         ([[1.5]], 4, "prompt 0: .1.5. is neither text nor token ids"),
@@ -69,6 +70,7 @@ def test_ids_may_be_numpys(generator: Generator) -> None:
     wanted = generator.generate(PROMPT, max_new_tokens=4).sequences
     assert generator.generate([np.int64(PROMPT[0]), *PROMPT[1:]], max_new_tokens=4).sequences == wanted
     assert generator.generate(np.array([PROMPT]), max_new_tokens=4).sequences == wanted  # type: ignore[arg-type]
+    assert generator.generate(np.array(PROMPT), max_new_tokens=4).sequences == wanted  # type: ignore[arg-type]
     one, other = (generator.generate(PROMPT, max_new_tokens=kind(4), do_sample=True, seed=kind(7)) for kind in (int, np.int64))
     assert one.sequences == other.sequences
 
@@ -183,6 +185,8 @@ def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
         pass
     with pytest.raises(CapacityError, match="prompt 1: has tokens of an earlier run; make a new Row"):
         next(generator.stream(rows[::-1], max_new_tokens=3, sampling=Sampling()))
+    with pytest.raises(CapacityError, match="there is no prompt; give at least one"):
+        next(generator.stream([], max_new_tokens=3, sampling=Sampling()))
     with pytest.raises(CapacityError, match="rows: a Row is given twice; make one for each place"):
         next(generator.stream([rows[1]] * 2, max_new_tokens=3, sampling=Sampling()))
 
