@@ -108,16 +108,12 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 def check_known(config: Any) -> None:
     """Raises ModelNotSupportedError where an architecture is not in `SUPPORTED`."""
     if config.model_type not in _PARTS:
-        raise unsupported(config, "is not among the architectures that are tested")
+        raise unsupported(config, "is not among the architectures that are tested", f"supported are {', '.join(SUPPORTED)}")
 
 
-def unsupported(config: Any, why: str) -> ModelNotSupportedError:
+def unsupported(config: Any, why: str, remedy: str = "docs/limits.md says what is exported") -> ModelNotSupportedError:
     """The refusal of a configuration; `why` goes on where its model type was named."""
-    return ModelNotSupportedError(
-        f"{config.model_type} {why}",
-        f"supported are {', '.join(SUPPORTED)}",
-        where=place(config),
-    )
+    return ModelNotSupportedError(f"{config.model_type} {why}", remedy, where=place(config))
 
 
 def layer_config(config: Any, layer: int) -> Any:

@@ -46,7 +46,7 @@ class CheckpointSource:
 
     def __init__(self, checkpoint: Path, skeleton: Skeleton) -> None:
         self._checkpoint, self._skeleton = checkpoint, skeleton
-        self._form, files = _files(checkpoint)
+        self._form, files = weight_files(checkpoint)
         self._where: dict[str, list[Path]] = defaultdict(list)
         for file in files:
             for name in self._form.names(file):
@@ -100,7 +100,7 @@ class CheckpointSource:
 def lacks_head(checkpoint: Path) -> bool:
     """Whether a folder holds weights, and none for the head."""
     try:
-        form, files = _files(checkpoint)
+        form, files = weight_files(checkpoint)
         return not any(name.endswith("lm_head.weight") for file in files for name in form.names(file))
     except ModelNotSupportedError:  # no weights, as `--random-weights` asks, or unreadable ones, which is told when they are read
         return False
@@ -128,8 +128,12 @@ def _checked(value: torch.Tensor, name: str, shape: tuple[int, ...], file: Path)
     return value
 
 
-def _files(checkpoint: Path) -> tuple[_Format, list[Path]]:
-    """The files that hold weights, in the order in which transformers looks for them."""
+def weight_files(checkpoint: Path) -> tuple[_Format, list[Path]]:
+    """The files that hold weights, in the order in which transformers looks for them.
+
+    Raises:
+        ModelNotSupportedError: none, or not all shards.
+    """
     for form in _FORMATS:
         whole, index = checkpoint / form.file, checkpoint / f"{form.file}.index.json"
         if whole.is_file():
@@ -166,6 +170,7 @@ def _read_safetensors(file: Path, name: str) -> torch.Tensor:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
+        file.open("rb").close()  # safetensors says of a file that may not be read that there is none
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError) as error:

@@ -21,6 +21,7 @@ _OPT_SIZES = {
 # The text parts of models that also see, which transformers has no language model of -> the decoder that computes the same.
 # They rotate queries and keys by three positions of a token, in time, height and width, which are one and the same for text.
 _DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_NAME = "name a checkpoint folder, a hub id or opt-SIZE"
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
 
@@ -32,6 +33,8 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         ModelNotSupportedError: no such folder or hub id, a path that is no UTF-8, a config.json that cannot be read, needs remote
             code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them; an adapter.
     """
+    if not model:  # a path would take it for the folder one is in
+        raise ModelNotSupportedError("is empty", _NAME, where="MODEL")
     size = _short_opt(model)
     folder = Path(model)
     if not is_utf8(folder):
@@ -45,7 +48,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     if not folder.is_dir() and (
         folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
     ):
-        raise ModelNotSupportedError("is not a folder", "name a checkpoint folder, a hub id or opt-SIZE", where=model)
+        raise ModelNotSupportedError("is not a folder", _NAME, where=model)
     return _read_config(model), folder if folder.is_dir() else None
 
 

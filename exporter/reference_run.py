@@ -26,7 +26,7 @@ from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
 from skipdecode.exporter.attention import CACHE, widened
-from skipdecode.exporter.checkpoint import CheckpointSource
+from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
@@ -48,6 +48,8 @@ def answer(request: dict[str, Any], out: Path) -> int:
     """Compare the dimensions, run every schedule on every prompt, write OUT; returns the exit status, 0."""
     config, folder = load_config(request["model"])
     _check_dimensions(config, request["dimensions"], request["model"])
+    if folder is not None:
+        weight_files(folder)  # raises where there are none
     if request.get("check"):
         return 0
     model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))

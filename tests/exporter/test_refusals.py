@@ -71,6 +71,7 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
     (folder / "config.json").write_text("{")
     _refused(folder, out, ModelNotSupportedError, "cannot be read")
     _refused(tmp_path / "nowhere", out, ModelNotSupportedError, "is not a folder")
+    _refused("", out, ModelNotSupportedError, "^MODEL: is empty; name a checkpoint folder, a hub id or opt-SIZE$")
 
 
 @pytest.mark.parametrize(
