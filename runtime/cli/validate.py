@@ -100,6 +100,10 @@ def _request(options: argparse.Namespace) -> ValidateRequest:
     check_measured(list(slos), {name for name, there in given.items() if there})
     if options.speedup and options.eval is None:
         raise CapacityError("says at which speedups --eval scores", "add --eval FILE.jsonl", where="--speedup")
+    if requests and options.prompt_tokens is not None:
+        raise CapacityError("has no effect beside --workload", "leave one of them out", where="--prompt-tokens")
+    if requests and options.new_tokens is not None and options.eval is None:
+        raise CapacityError("has no effect beside --workload without --eval", "leave one of them out", where="--new-tokens")
     if options.eval is not None:
         _require("sacrebleu", "--eval")
         _require("rouge_score", "--eval")

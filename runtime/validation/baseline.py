@@ -10,7 +10,6 @@ from typing import Any
 from skipdecode.errors import CapacityError
 
 _OF_A_PROCESS = 1.1
-_SETTINGS_OF_WORKLOAD = ("prompt_tokens", "new_tokens", "workload")
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What latencies depend on beside the code and the libraries, whose versions are what one compares."""
     machine, bundle = run["machine"], run["bundle"]
     for fact in ("cpu", "cores", "gpu"):
-        yield fact, machine[fact]
+        yield fact, machine.get(fact)
     yield "model", bundle["model"]["name"]
     yield "layers", bundle["model"]["layers"]
     yield "schedule", f"{bundle['schedule']['name']}, {bundle['schedule']['speedup']:.2f}x fewer layers"
@@ -86,8 +85,9 @@ def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"{target['name']}, {fact}", target[fact]
 
 
-def _workload(run: dict[str, Any]) -> list[Any]:
-    return [run["settings"][name] for name in _SETTINGS_OF_WORKLOAD]
+def _workload(run: dict[str, Any]) -> Any:
+    settings = run["settings"]
+    return settings["workload"] or (settings["prompt_tokens"], settings["new_tokens"])
 
 
 def _latencies(run: dict[str, Any], *, workloads: bool) -> Iterator[tuple[str, dict[str, float]]]:

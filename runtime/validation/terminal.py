@@ -122,12 +122,13 @@ def _quality(target: dict[str, Any]) -> Table:
     return table
 
 
-def _baseline(baseline: dict[str, Any]) -> Table:
-    title = "against the baseline" + "".join(f"\n  DIFFERS: {line}" for line in baseline["differs"])
+def _baseline(baseline: dict[str, Any]) -> Table | Text:
     changed = [row for row in baseline["rows"] if row["verdict"] != "same"]
-    table = _table(
-        f"{title}: {len(changed)} of {len(baseline['rows'])} differ significantly", "", "old ms", "new ms", "ratio", ""
-    )
+    title = f"against the baseline: {len(changed)} of {len(baseline['rows'])} differ significantly"
+    title = "\n  DIFFERS: ".join([title, *baseline["differs"]])
+    if not changed:
+        return Text(title)
+    table = _table(title, "", "old ms", "new ms", "ratio", "")
     for row in changed:
         table.add_row(row["name"], f"{row['old_ms']:.2f}", f"{row['new_ms']:.2f}", f"{row['ratio']:.2f}", row["verdict"])
     return table

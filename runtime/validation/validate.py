@@ -62,21 +62,17 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
         SkipDecodeError: bad input, before anything long starts.
     """
     manifest = manifests.read(request.bundle)
-    generators, resident = _load(request, manifest)
+    try:
+        generators, resident = _load(request, manifest)
+    except BundleError as error:  # what the hashes show of it is more than what stopped the library that read it
+        return _damaged(request, manifest, error, progress)
     loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
     request = _filled(request, manifest, min(map(most_context, loaded)))
     _check(request, manifest, loaded[0])
     machine = {**machine_facts(_LIBRARIES), "gpu": _gpu(loaded)}
     journal = Journal(_identity(request, machine))
-    result: dict[str, Any] = {
-        "validation_format": FORMAT,
-        "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "machine": machine,
-        "bundle": facts(manifest),
-        "settings": _settings(request),
-        "resumed": journal.resumed,  # measurements of a run that was stopped
-        "integrity": _integrity(manifest, request.bundle, progress),  # not from the journal: nothing keeps files from changing
-    }
+    integrity = _integrity(manifest, request.bundle, progress)  # not from the journal: nothing keeps files from changing
+    result = _head(request, manifest, machine, integrity, journal.resumed)
     result["targets"] = [
         _measure_target(name, generator, resident.get(name, 0), request, journal, progress)
         for name, generator in generators.items()
@@ -86,9 +82,29 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     result["baseline"] = compare(result, request.baseline) if request.baseline else None
     parities = [row["holds"] for target in ran for row in (*(target["parity"] or ()), *(target["plans"] or ()))]
     judged = [row["holds"] for row in result["slo"]]
-    result["holds"] = result["integrity"]["holds"] and False not in parities and all(judged)
+    result["holds"] = integrity["holds"] and False not in parities and all(judged)
     journal.finish()
     return result
+
+
+def _damaged(request: ValidateRequest, manifest: manifests.Manifest, error: BundleError, progress: Progress) -> dict[str, Any]:
+    """The result for a bundle that cannot be loaded, where a file is not what the manifest says; else raises `error`."""
+    integrity = _integrity(manifest, request.bundle, progress)
+    if integrity["holds"]:
+        raise error
+    head = _head(request, manifest, {**machine_facts(_LIBRARIES), "gpu": None}, integrity, 0)
+    targets = [{"name": target.name, "runs": False, "why": str(error)} for target in manifest.targets]
+    return {**head, "targets": targets, "slo": [], "baseline": None, "holds": False}
+
+
+def _head(
+    request: ValidateRequest, manifest: manifests.Manifest, machine: dict[str, Any], integrity: dict[str, Any], resumed: int
+) -> dict[str, Any]:
+    """What a result says beside its measurements, of which `resumed` are those of a run that was stopped."""
+    return {
+        "validation_format": FORMAT, "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": machine,
+        "bundle": facts(manifest), "settings": _settings(request), "resumed": resumed, "integrity": integrity,
+    }  # fmt: skip
 
 
 def _gpu(loaded: Sequence[Generator]) -> str | None:

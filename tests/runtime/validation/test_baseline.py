@@ -89,6 +89,12 @@ def test_what_else_the_runs_differ_by_is_told(path: tuple[Any, ...], value: Any,
     assert compare(new, RUN)["differs"] == [told]
 
 
+def test_a_run_from_before_the_gpu_was_named_is_compared() -> None:
+    old = copy.deepcopy(RUN)
+    del old["machine"]["gpu"]
+    assert compare(RUN, old)["differs"] == []
+
+
 def test_workloads_of_other_lengths_are_not_compared() -> None:
     new = copy.deepcopy(RUN)
     new["settings"]["new_tokens"] = 2

@@ -47,12 +47,23 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"prompt": "name[The Mill] =>", "references": ["</script><!--<script><b>The Mill", "A mill."]})
     )
     (folder / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
-    sizes = ["--workload", str(folder / "lengths.jsonl"), "--batch", "1,2", "--context", "8,16", "--new-tokens", "24", "--quiet"]
+    sizes = ["--workload", str(folder / "lengths.jsonl"), "--batch", "1,2", "--context", "8,16", "--quiet"]
     with (folder / "old.json").open("w") as out, contextlib.redirect_stdout(out):
         assert main([str(trained), *sizes, "--json"]) == 0
     old = (folder / "old.json").read_text()
     (folder / "old.json").write_text(json.dumps({**json.loads(old), "machine": {**json.loads(old)["machine"], "cores": 99}}))
-    options = ["--reference", str(MODEL), "--eval", str(examples), "--slo", "bleu>=101", "--baseline", str(folder / "old.json")]
+    options = [
+        "--reference",
+        str(MODEL),
+        "--eval",
+        str(examples),
+        "--new-tokens",
+        "24",
+        "--slo",
+        "bleu>=101",
+        "--baseline",
+        str(folder / "old.json"),
+    ]
     assert main([str(trained), *sizes, *options, "--report", str(path)]) == 1
     return path
 

@@ -84,6 +84,23 @@ def test_an_earlier_run_is_compared(trained: Path, tmp_path: Path, capsys: pytes
     assert compared["differs"] == [] and len(compared["rows"]) == 7  # prefill, four variants, first token, token
 
 
+@pytest.mark.parametrize("file", ["segment_001.bin", "head.onnx"])
+def test_a_damaged_file_does_not_hold_also_where_nothing_can_be_measured_with_it(
+    file: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = shutil.copytree(trained, tmp_path / "engines")
+    path = bundle / "targets" / "cpu" / file
+    path.write_bytes(bytes(path.stat().st_size))
+    assert main([str(bundle), *QUICK, "--json", "--report", str(tmp_path / "report.html")]) == 1
+    said, told = capsys.readouterr()
+    result = json.loads(said)
+    assert not result["holds"] and result["integrity"]["what"].endswith("its contents are not what the manifest says")
+    assert str(path) in result["integrity"]["what"]
+    assert told.splitlines()[-1] == f"does not hold: {result['integrity']['what']}"
+    if not result["targets"][0]["runs"]:
+        assert file.partition(".")[0] in result["targets"][0]["why"]
+
+
 def test_a_killed_run_goes_on_where_it_was(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +188,26 @@ def test_bad_input_is_one_line_and_exit_2_before_any_long_work(
         status = int(stopped.code or 0)
     (line,) = capsys.readouterr().err.splitlines()
     assert status == 2 and says in line
+
+
+def test_lengths_that_a_workload_leaves_no_use_for_are_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"prompt_tokens": 8, "new_tokens": 6}')
+    for option, says in (("--prompt-tokens", "beside --workload;"), ("--new-tokens", "beside --workload without --eval;")):
+        assert main([str(trained), "--workload", str(lengths), option, "8"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"{option}: has no effect {says} leave one of them out"
+
+
+def test_a_reference_without_weights_is_refused_at_once(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path)
+    assert main([str(trained), "--reference", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}: holds no model.safetensors or pytorch_model.bin; name a checkpoint folder")
 
 
 def test_a_bundle_too_short_to_measure_its_variants_is_told_so(
