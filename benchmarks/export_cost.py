@@ -8,6 +8,7 @@ no more than a config.json.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -74,7 +75,10 @@ def _tree_mib(pid: int) -> tuple[float, float]:
 
 
 def _main() -> None:
-    model, options = sys.argv[1], sys.argv[2:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="opt-6.7b, or a folder")
+    given, options = parser.parse_known_args()  # the others are skip-export's
+    model = given.model
     folder = os.environ.get("TMPDIR", tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="skipdecode-export-", dir=folder) as temporary:
         figures = measure_export(model, Path(temporary) / "bundle", options)

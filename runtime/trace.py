@@ -55,7 +55,7 @@ class Trace:
         finally:
             self._add(name, kind, began / 1e3, (time.time_ns() - began) / 1e3, facts)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Write the trace (Trace Event Format, JSON; times in microseconds) and end the engines' profiles.
 
         Raises:
@@ -73,7 +73,7 @@ class Trace:
         self._sessions.clear()
         self._folder.cleanup()
         try:
-            path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"}), encoding="utf-8")
         except OSError as error:
             raise CapacityError(
                 f"cannot be written ({error.strerror})", "name another file", where=f"--profile {path}"

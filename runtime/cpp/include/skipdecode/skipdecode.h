@@ -126,7 +126,8 @@ SKD_API const char* skd_status_message(const skd_status* status);
 SKD_API void skd_status_destroy(skd_status* status);
 
 SKD_API skd_load_options skd_load_options_default(void);
-/* Load a bundle's folder. Weights are mapped and shared by all sessions. Errors: BUNDLE, TARGET, CAPACITY. */
+/* Load a bundle's folder. Weights are mapped and shared by all sessions. options: may be NULL. Errors: BUNDLE, TARGET,
+ * CAPACITY. */
 SKD_API skd_status* skd_bundle_load(const char* path, const skd_load_options* options, skd_bundle** bundle);
 /* Fill `info`, whose struct_size the caller has set. Errors: INTERNAL. */
 SKD_API skd_status* skd_bundle_get_info(const skd_bundle* bundle, skd_bundle_info* info);
