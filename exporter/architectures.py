@@ -176,7 +176,7 @@ def attention_window(config: Any, layer: int) -> int | None:
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
     window: int | None = declared(config, "sliding_window")
-    if window is None or declared(config, "use_sliding_window") is False:
+    if window is None or (window == 0 and declared(config, "use_sliding_window") is False):  # Qwen2 MoE's 0 is for none
         return None
     return window if layer_kind(config, layer) in (None, "sliding_attention") else None
 

@@ -70,7 +70,7 @@ class CheckpointSource:
             if not torch.equal(value, read[other]()):
                 raise ModelNotSupportedError(
                     f"{other} differs from {found[0]}, though config.json ties them",
-                    "set tie_word_embeddings to false there, which is what transformers makes of it",
+                    "set tie_word_embeddings to false there (in text_config, where it has one), as transformers takes it",
                     where=where,
                 )
         return value

@@ -116,6 +116,13 @@ def test_models_of_one_kind_may_share_keys_and_values_among_all_heads_or_none(
     _assert_agrees(config, tmp_path)
 
 
+def test_smollm3s_windows_are_those_of_its_layers_whatever_use_sliding_window_says(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    for used in (False, True):
+        config = RELATIVES["smollm3"](num_hidden_layers=2, use_sliding_window=used, sliding_window=5, layer_types=kinds)
+        _assert_agrees(config, tmp_path / str(used))
+
+
 def test_granite_4_may_have_no_experts_and_no_positions_and_mamba_in_the_place_of_attention(tmp_path: Path) -> None:
     dense = {"num_local_experts": 0, "position_embedding_type": None, "embedding_multiplier": 3.0, "attention_multiplier": 0.1}
     mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "time_step_limit": (0.4, 0.8)}  # which some steps are outside of

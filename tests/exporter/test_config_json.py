@@ -52,6 +52,8 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
         ("deepseek_v3", {"n_group": 3}, "n_group is 3 in its config.json; write a divisor of 8"),
         ("deepseek_v3", {"n_group": 0}, "n_group is 0 in its config.json; write a divisor of 8"),
         ("deepseek_v3", {"topk_group": 9}, "topk_group is 9 in its config.json; write 1 to 4"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5 in its config.json; write 1 to 4, the experts of"),
+        ("nemotron_h", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5 in its config.json; write 1 to 4, the experts of"),
         ("qwen2", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
         ("glm", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
         ("nemotron", {"num_key_value_heads": None}, "NoneType.*, in `self.num_key_value_groups = "),
