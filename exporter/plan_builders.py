@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from skipdecode.control_group import free_memory
 from skipdecode.cpu import usable_cores
 from skipdecode.exporter.layout import Report, remove_lowered
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, build_in_process
@@ -22,6 +23,8 @@ def num_builders(target: str, most_weights: int) -> int:
     """
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    left = free_memory()
+    free = free if left is None else min(free, left)
     held = max(1, min(usable_cores(), free // (_BUILDER_BYTES + _BUILDER_FACTOR * most_weights)))
     return 1 if target == "tensorrt" else held
 

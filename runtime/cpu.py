@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from skipdecode.control_group import cpu_quota
+
 # those that choose another matrix kernel in ONNX Runtime's MLAS
 _KERNELS = (
     "avx",
@@ -24,8 +26,13 @@ _KERNELS = (
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use: those that it may run on, and no more than a container's quota pays for.
+
+    Threads of a pool that wait for one another are all stopped once the quota is spent: two on one core's take 1.7x the time
+    of one (docs/limits.md).
+    """
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cpu_features() -> tuple[str, ...]:

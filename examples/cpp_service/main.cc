@@ -27,7 +27,7 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --timeout-s N          of a request that is here, waiting included (60)
   --arrival-s N          of a whole request, from its connection to the last byte (10)
   --target T             cpu or cuda (cpu, or cuda where the bundle has no cpu engines)
-  --threads N            one a core
+  --threads N            one for each usable core
   --onnxruntime-library F  libonnxruntime.so; for cuda onnxruntime-gpu's
   --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
 

@@ -42,6 +42,9 @@ class Driver:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def num_threads(self) -> int:
+        return len(list(Path(f"/proc/{self._process.pid}/task").iterdir()))
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()

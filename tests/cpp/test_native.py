@@ -13,8 +13,9 @@ import pytest
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.cpp.conftest import BUILD, LIBRARIES
+from tests.cpp.conftest import BUILD, LIBRARIES, Driver
 from tests.models import LAYERS, MAX_LENGTH
+from tests.one_core import one_core
 from tests.standin import driver as standin
 from tests.zoo import Zoo
 
@@ -125,6 +126,20 @@ def test_on_the_real_cuda_provider_runs_of_engines_become_graphs(zoo: Zoo, tmp_p
     assert done.returncode == 0, done.stderr
     launches = json.loads(done.stdout)["full"]["graph_launches_per_step"]
     assert launches > len(made.segments), "segments, embedding and head, but in the first step"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, so that a quota of one leaves fewer")
+def test_a_process_whose_quota_is_one_core_has_no_pool_of_more(conformance_bundle: Callable[[str], Path]) -> None:
+    def num_threads(started_by: list[str]) -> int:
+        driver = Driver(*started_by)
+        driver.ask(command="load", bundle=conformance_bundle("opt"))
+        count = driver.num_threads()
+        driver.close()
+        return count
+
+    with one_core() as started_by:
+        within = num_threads(started_by)
+    assert within == num_threads([]) - len(os.sched_getaffinity(0)) + 1
 
 
 def test_the_header_is_c(conformance_bundle: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "cores.h"
 #include "cpu_features.h"
 #include "error.h"
 #include "process_memory.h"
@@ -69,7 +70,7 @@ std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files,
     for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled, cuda_graphs);
   };
   std::vector<std::future<void>> workers;
-  for (size_t i = 0; i < std::min(files.size(), static_cast<size_t>(CoresOfThisProcess())); ++i) {
+  for (size_t i = 0; i < std::min(files.size(), static_cast<size_t>(UsableCores())); ++i) {
     workers.push_back(std::async(std::launch::async, work));
   }
   for (std::future<void>& worker : workers) worker.wait();  // all, before one of them throws

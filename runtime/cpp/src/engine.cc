@@ -1,13 +1,13 @@
 #include "engine.h"
 
 #include <dlfcn.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <memory>
 #include <mutex>
 #include <utility>
 
+#include "cores.h"
 #include "engine_failure.h"
 #include "error.h"
 #include "library.h"
@@ -81,12 +81,6 @@ void UseCuda(Ort::SessionOptions& options) {
 
 }  // namespace
 
-int CoresOfThisProcess() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
-
 void UseOnnxRuntime(const std::string& library, uint32_t threads) {
   constexpr uint32_t kMostThreads = 1024;  // ONNX Runtime hangs where the system has no more
   if (threads > kMostThreads) {
@@ -98,7 +92,7 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads) {
   LoadApi(library);
   try {
     Ort::ThreadingOptions pool;
-    pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : CoresOfThisProcess());
+    pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : UsableCores());
     pool.SetGlobalInterOpNumThreads(1);
     auto made = std::make_unique<Ort::Env>(pool, ORT_LOGGING_LEVEL_ERROR, "skipdecode");
     made->DisableTelemetryEvents();  // of models as they are loaded; of the process: docs/cpp.md

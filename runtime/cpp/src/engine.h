@@ -17,11 +17,8 @@
 
 namespace skd {
 
-// Cores that this process may use.
-int CoresOfThisProcess();
-
 // Load ONNX Runtime and make the process's one thread pool; the first call decides both.
-// `library`: its path, empty: found as the system finds libraries. `threads`: 0: one a core.
+// `library`: its path, empty: found as the system finds libraries. `threads`: 0: one for each usable core.
 // Throws SKD_ERROR_TARGET: no library, or one that is too old; SKD_ERROR_CAPACITY: more threads than any machine has.
 void UseOnnxRuntime(const std::string& library, uint32_t threads);
 

@@ -55,7 +55,7 @@ typedef enum skd_finish {
 typedef struct skd_load_options {
   size_t struct_size;
   const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
-  uint32_t threads;   /* of the process's one pool, decided by the first load; up to 1024, 0: one a core */
+  uint32_t threads;   /* of the process's one pool, decided by the first load; up to 1024, 0: one for each usable core */
   const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this.
                                     * The process has one, decided by the first load; later ones do not read this */
   uint32_t no_cuda_graphs;         /* not 0: on a GPU every run of an engine is a call, none the launch of a CUDA graph (0) */
