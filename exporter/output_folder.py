@@ -12,7 +12,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from skipdecode import manifest
@@ -69,38 +69,54 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
     partial = _name_beside(out, "partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_behind(out)
+        _clear_up(out)
+        check_out(out, force)  # that may be there again
         partial.mkdir()
-        lock = os.open(partial, os.O_RDONLY)
     except OSError as error:
         raise _unwritable(out, error) from error
     try:
-        _locked(lock)  # as long as this process lives: see `_remove_left_behind`
-        yield partial
-        check_out(out, force)  # an export takes minutes
-        _replace(out, partial)
+        with _held(partial):
+            yield partial
+            check_out(out, force)  # an export takes minutes
+            _replace(out, partial)
     except OSError as error:
         if not _concerns((partial, out), error):
             raise
         raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
 
 
-def _remove_left_behind(out: Path) -> None:
-    """What exports to `out` left that were killed, tens of GB each; the ones that run hold a lock on theirs."""
-    for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-????????"):
+def _clear_up(out: Path) -> None:
+    """Remove what exports to `out` left that were killed, tens of GB each; what they had taken from its place goes back there."""
+    name = f".{glob.escape(out.name)}"
+    for folder in (*out.parent.glob(f"{name}.old-????????"), *out.parent.glob(f"{name}.partial-????????")):
         try:
             lock = os.open(folder, os.O_RDONLY)
         except OSError:  # gone meanwhile
             continue
         try:
-            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK and _locked(lock):
+            if time.time() - folder.stat().st_mtime <= _SECONDS_TO_LOCK or not _locked(lock):
+                continue  # of an export that runs
+            if ".old-" in folder.name and not out.exists():
+                folder.rename(out)
+                logger.warning("%s is there again, which an export that was killed had put aside", out)
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
                 logger.warning("%s is removed, which an export left that was killed", folder)
         finally:
             os.close(lock)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Inside, the folder is in use, whatever its name is by then, as long as this process lives: see `_clear_up`."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        _locked(lock)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _locked(lock: int) -> bool:
@@ -131,11 +147,12 @@ def _unwritable(out: Path, error: OSError) -> BundleError:
 
 def _replace(out: Path, partial: Path) -> None:
     old = _name_beside(out, "old")
-    try:
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-    finally:  # also where the user stops it
-        if old.exists() and not out.exists():
-            old.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
+    with _held(out) if out.exists() else nullcontext():
+        try:
+            if out.exists():
+                out.rename(old)
+            partial.rename(out)
+        finally:  # also where the user stops it
+            if old.exists() and not out.exists():
+                old.rename(out)
+            shutil.rmtree(old, ignore_errors=True)

@@ -13,7 +13,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], None]]:
-    """Inside, these signals unwind the stack by SystemExit; where torch is at work, at the next check.
+    """Inside, the first of these signals unwinds the stack by SystemExit; where torch is at work, at the next check. Later ones
+    change nothing: what is left behind is being removed.
 
     Torch calls Python from C++, which makes another error of an exception or ends the process by it, and from finalizers, in
     which Python drops it.
@@ -29,7 +30,7 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if not _in_torch(frame):
+        if len(received) == 1 and not _in_torch(frame):
             check()
 
     wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
@@ -42,7 +43,7 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
     finally:
         sys.unraisablehook = tell
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if received else handler)  # the process ends, which torch takes a second for
         check()  # also where a library, whose call it interrupted, made another error of it
 
 

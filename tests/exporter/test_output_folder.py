@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,46 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_a_running
         with_one_that_runs()
     (said,) = caplog.messages
     assert said == f"{left} is removed, which an export left that was killed"
+
+
+def test_what_a_killed_export_had_put_aside_is_there_again_where_nothing_has_taken_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, old = tmp_path / "bundle", tmp_path / ".bundle.old-0123abcd"
+    _write(old, OLD)
+    os.utime(old, (1, 1))
+    with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
+        pytest.fail("and an export to it begins")
+    assert (out / manifests.MANIFEST).read_text() == OLD
+    assert list(tmp_path.iterdir()) == [out]
+    _write(old, OLD)
+    os.utime(old, (1, 1))
+    _write(out, NEW)
+    assert list(tmp_path.iterdir()) == [out]
+    assert caplog.messages == [
+        f"{out} is there again, which an export that was killed had put aside",
+        f"{old} is removed, which an export left that was killed",
+    ]
+
+
+def test_what_a_running_export_replaces_is_not_cleared_up_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, found = tmp_path / "bundle", []
+    _write(out, OLD)
+    os.utime(out, (1, 1))
+    rmtree = shutil.rmtree
+
+    def slow(folder: Path, **options: bool) -> None:
+        if ".old-" in folder.name and not found:
+            found.append(folder)
+            os.utime(folder, (1, 1))
+            with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
+                pass
+            assert (folder / manifests.MANIFEST).read_text() == OLD
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    _write(out, NEW)
+    assert found and list(tmp_path.iterdir()) == [out]
 
 
 def test_a_bundle_that_another_export_has_put_in_place_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,33 @@ import pytest
 from skipdecode.exporter import cli, command
 from skipdecode.exporter.signals import ending_on_signals
 from tests.zoo import Zoo
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Put back: a process that one of these ends ignores them from then on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_who_presses_ctrl_c_again_and_again_does_not_keep_it_from_clearing_up() -> None:
+    cleared = []
+
+    def interrupted() -> None:
+        with ending_on_signals():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+                cleared.append(True)
+
+    with pytest.raises(SystemExit) as caught:
+        interrupted()
+    signal.raise_signal(signal.SIGINT)
+    assert (caught.value.code, cleared) == (130, [True])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -113,8 +140,13 @@ def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monk
             raise RuntimeError("import failed") from error
 
     monkeypatch.setattr(cli, "export", interrupted)
-    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
         command.main(["opt-125m", "--out", "bundle"])
     assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "while Python ends"
+
+
+def test_an_export_that_ends_by_itself_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert command.main([str(Path("nowhere").absolute()), "--out", "bundle"]) == 2
     assert signal.getsignal(signal.SIGTERM) is before
