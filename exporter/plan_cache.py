@@ -45,12 +45,15 @@ def known_plans(bundle: Path, folder: str) -> dict[str, Path]:
         return {}
 
 
-def link_or_copy(plan: Path, path: Path) -> None:
-    """Let `path` be the known `plan`, which its own bundle may lose."""
+def link_or_copy(plan: Path, path: Path) -> bool:
+    """Let `path` be the known `plan`, which its own bundle may lose; whether it had not yet."""
     try:
         os.link(plan, path)
+    except FileNotFoundError:  # another export has replaced the bundle meanwhile
+        return False
     except OSError:  # a file system without hard links
         shutil.copyfile(plan, path)
+    return True
 
 
 def keep_timings(replaced: Path, partial: Path, folder: str) -> str:

@@ -181,8 +181,7 @@ class _Requests:
             )  # fmt: skip
             self.sizes[path] = weight_bytes(lowered.graph)
             self.keys[Path(path).name] = key = content_key(request, lowered, version, self.gpus)
-            if key in self._known:
-                link_or_copy(self._known[key], self._partial / path)
+            if key in self._known and link_or_copy(self._known[key], self._partial / path):
                 remove_lowered(source)
                 yield None
             else:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def cache_folder(purpose: str) -> Path:
     """The user's cache folder for this purpose; it may not be there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipdecode" / purpose
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user that the system does not know, as a container's may be
+        caches = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return caches / "skipdecode" / purpose

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import secrets
 import weakref
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class _File:
         kernels = bytes(cache.serialize())
         if kernels == self._known:
             return
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        partial = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # containers share process ids
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(kernels)

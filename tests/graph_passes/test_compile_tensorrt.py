@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -323,6 +326,37 @@ def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monk
     stop.set()
     with pytest.raises(TargetError, match="the tensorrt-rtx builder was killed"):
         build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), stop)
+
+
+def test_a_builder_ends_with_an_exporter_that_is_killed(part: Part, tmp_path: Path) -> None:
+    source, plan = tmp_path / "x.onnx", tmp_path / "x.plan"
+    lowered = part("opt", "head").clone()
+    DropUnusedInputsPass()(lowered)
+    ir.save(lowered, source, external_data="x.bin")
+    os.mkfifo(plan)  # which nobody reads: it takes for ever to write
+    code = f"""
+import threading
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process
+profile = Profile(batch={DECODE.batch}, tokens={DECODE.tokens})
+request = PlanRequest(
+    target="tensorrt-rtx", source="{source}", plan="{plan}", profiles=(profile,), capabilities=("sm89",)
+)
+build_in_process(request, threading.Event())
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as exporter:
+        children = Path(f"/proc/{exporter.pid}/task/{exporter.pid}/children")
+        assert _within(60, lambda: bool(children.read_text()))
+        builder = Path(f"/proc/{children.read_text().strip()}")
+        assert _within(60, lambda: "wait_for_partner" in (builder / "wchan").read_text()), "it has built"
+        exporter.kill()
+    assert _within(60, lambda: not builder.exists() or "State:\tZ" in (builder / "status").read_text())
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return found
 
 
 @pytest.mark.parametrize(
