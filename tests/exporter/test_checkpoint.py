@@ -79,6 +79,7 @@ def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
         "model.layers.0.self_attn.q_proj.bias": torch.ones(3),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
     }
+    beside["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(3)  # as AutoGPTQ writes one for each matrix
     for spelled in ("", "language_model."):  # the text part of a model that also sees
         save_file({f"{spelled}{key}": value for key, value in (state | beside).items()}, folder / "model.safetensors")
         (told,) = _read_all(folder, CONFIGS["llama"](), caplog)
