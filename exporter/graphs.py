@@ -41,6 +41,8 @@ from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
 from skipdecode.model import Keys, StateLayers, kept
 
+_CAUSAL_MASKS = r"(attn|attention)\.(masked_)?bias$"  # GPT-2's and its relatives', from when checkpoints held them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
@@ -125,7 +127,6 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
-    beside = (*(model._keys_to_ignore_on_load_unexpected or ()), *(f"{re.escape(name)}$" for name, _ in model.named_buffers()))
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     parts = decoder_parts(model)
     return Skeleton(
@@ -134,12 +135,18 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         parts=parts,
         shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
         canonical=canonical | {name: name for name in buffers},
-        ignored=beside,
+        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), _CAUSAL_MASKS, *_predicting_ahead(config)),
         hidden_size=hidden_width(config),
         keys=layer_keys(config, 0),
         state_layers=state_layers(config, parts.layers),
         vocab_size=model.get_output_embeddings().weight.shape[0],
     )
+
+
+def _predicting_ahead(config: Any) -> list[str]:
+    """Layers behind the last one, which guess the token after the next: transformers has patterns for some models' alone."""
+    first = config.num_hidden_layers
+    return [rf"layers\.{first + more}\." for more in range(getattr(config, "num_nextn_predict_layers", None) or 0)]
 
 
 def layer_graphs(skeleton: Skeleton, weights: WeightFile) -> list[ir.Model]:

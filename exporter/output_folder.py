@@ -17,10 +17,12 @@ from pathlib import Path
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError
+from skipdecode.exporter.signals import uninterrupted
 
 # Of writing to a file that is open, whose error names none: the disk is full or read-only, or the file too large for it.
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
+_PARTIAL, _REPLACED = "partial", "replaced"  # folders beside `--out`: unfinished or half removed; whole, and for a moment only
 _SECONDS_TO_LOCK = 10  # more than an export takes from making its folder to locking it
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
         BundleError: it cannot be written, or something that `check_out` refuses has appeared at `out` meanwhile.
         OSError: what failed inside has nothing to do with the folder.
     """
-    partial = _name_beside(out, "partial")
+    partial = _name_beside(out, _PARTIAL)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _clear_up(out)
@@ -84,28 +86,29 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
             raise
         raise _unwritable(out, error) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with uninterrupted():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _clear_up(out: Path) -> None:
     """Remove what exports to `out` left that were killed, tens of GB each; what they had taken from its place goes back there."""
-    name = f".{glob.escape(out.name)}"
-    for folder in (*out.parent.glob(f"{name}.old-????????"), *out.parent.glob(f"{name}.partial-????????")):
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-        except OSError:  # gone meanwhile
-            continue
-        try:
-            if time.time() - folder.stat().st_mtime <= _SECONDS_TO_LOCK or not _locked(lock):
-                continue  # of an export that runs
-            if ".old-" in folder.name and not out.exists():
-                folder.rename(out)
-                logger.warning("%s is there again, which an export that was killed had put aside", out)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-                logger.warning("%s is removed, which an export left that was killed", folder)
-        finally:
-            os.close(lock)
+    for kind in (_REPLACED, _PARTIAL):
+        for folder in out.parent.glob(f".{glob.escape(out.name)}.{kind}-{8 * '[0-9a-f]'}"):
+            try:
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except OSError:  # gone meanwhile, or no folder of ours
+                continue
+            try:
+                if time.time() - os.fstat(lock).st_mtime <= _SECONDS_TO_LOCK or not _locked(lock):
+                    continue  # of an export that runs
+                if kind == _REPLACED and not out.exists():
+                    folder.rename(out)
+                    logger.warning("%s is there again, which an export that was killed had put aside", out)
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    logger.warning("%s is removed, which an export left that was killed", folder)
+            finally:
+                os.close(lock)
 
 
 @contextmanager
@@ -146,13 +149,15 @@ def _unwritable(out: Path, error: OSError) -> BundleError:
 
 
 def _replace(out: Path, partial: Path) -> None:
-    old = _name_beside(out, "old")
-    with _held(out) if out.exists() else nullcontext():
+    old, rest = _name_beside(out, _REPLACED), _name_beside(out, _PARTIAL)
+    with uninterrupted(), _held(out) if out.exists() else nullcontext():
         try:
             if out.exists():
                 out.rename(old)
             partial.rename(out)
-        finally:  # also where the user stops it
+        finally:
             if old.exists() and not out.exists():
                 old.rename(out)
-            shutil.rmtree(old, ignore_errors=True)
+            elif old.exists():
+                old.rename(rest)  # so that what has the other name is whole, whenever this process is killed
+                shutil.rmtree(rest, ignore_errors=True)

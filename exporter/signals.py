@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_clearing_up: list[bool] = []  # one for each `uninterrupted` that the main thread is in
 
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], None]]:
-    """Inside, the first of these signals unwinds the stack by SystemExit; where torch is at work, at the next check. Later ones
-    change nothing: what is left behind is being removed.
+    """Inside, these signals unwind the stack by SystemExit; where torch is at work, at the next check; never what clears up.
 
     Torch calls Python from C++, which makes another error of an exception or ends the process by it, and from finalizers, in
     which Python drops it.
@@ -30,7 +30,7 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) == 1 and not _in_torch(frame):
+        if not _clearing_up and not _in_torch(frame):
             check()
 
     wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
@@ -45,6 +45,19 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if received else handler)  # the process ends, which torch takes a second for
         check()  # also where a library, whose call it interrupted, made another error of it
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, these signals wait for the next check: somebody who presses Ctrl-C again must not leave tens of GB behind.
+
+    Masked they would be taken by another thread of the process, and Python would run their handler all the same.
+    """
+    _clearing_up.append(True)
+    try:
+        yield
+    finally:
+        _clearing_up.pop()
 
 
 def _in_torch(frame: FrameType | None) -> bool:

@@ -237,7 +237,7 @@ def _end_with(parent: int) -> None:
     """Be killed when the exporter is, rather than build for minutes what nobody waits for."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread ends that made this process: it waits for it
     if os.getppid() != parent:
-        sys.exit(1)
+        sys.exit(f"process {parent}, which asked for the plan, is gone")
 
 
 def _main() -> int:

@@ -30,8 +30,8 @@ def free_memory() -> int | None:
 def _groups(controller: str) -> Iterator[Path]:
     """The process's group, and those that it is part of; `controller`: of version 1, empty for version 2's only hierarchy."""
     for line in _lines(_MEMBERSHIP):
-        _, controllers, path = line.split(":", 2)
-        if controller not in controllers.split(","):
+        _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
+        if not path or controller not in controllers.split(","):
             continue
         top = _HIERARCHIES / controller
         group = top / path.lstrip("/")
@@ -40,14 +40,14 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _quota(quota: str = "max", period: str = "0") -> float | None:
-    return None if quota == "max" or int(quota) < 0 else int(quota) / int(period)
+    return None if quota == "max" or int(quota) < 0 or not int(period) else int(quota) / int(period)
 
 
 def _left(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
     most, used = _words(folder / limit), _words(folder / usage)
     if not used or most in ([], ["max"]):
         return None
-    counts = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
+    counts = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if line)
     files = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
     return max(0, int(most[0]) - int(used[0]) + files)
 
@@ -58,6 +58,6 @@ def _words(file: Path) -> list[str]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        return file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")  # a group's name may be any bytes
     except OSError:  # another version, or another system
         return []

@@ -37,7 +37,7 @@ def _is_run(data: Any) -> bool:
         dict(_conditions(data))
         _workload(data)
         return "validation_format" in data and all(summary[key] > 0 for summary in summaries for key in ("median", "low", "high"))
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False
 
 
@@ -75,7 +75,8 @@ def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What latencies depend on beside the code and the libraries, whose versions are what one compares."""
     machine, bundle = run["machine"], run["bundle"]
     for fact in ("cpu", "cores", "gpu"):
-        yield fact, machine.get(fact)
+        if fact in machine:  # the GPU was not named from the start
+            yield fact, machine[fact]
     yield "model", bundle["model"]["name"]
     yield "layers", bundle["model"]["layers"]
     yield "schedule", f"{bundle['schedule']['name']}, {bundle['schedule']['speedup']:.2f}x fewer layers"

@@ -90,6 +90,27 @@ def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
     assert f"without 9 of the layers' tensors there, model.layers.{shallower.num_hidden_layers}." in told
 
 
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("gpt2", "h.0.attn.bias"),
+        ("gpt_neo", "transformer.h.0.attn.attention.bias"),
+        ("gpt_bigcode", "transformer.h.0.attn.bias"),
+        ("deepseek_v3", "model.layers.6.eh_proj.weight"),
+        ("glm4_moe", "model.layers.6.eh_proj.weight"),
+    ],
+)
+def test_masks_and_layers_that_predict_ahead_are_left_out_without_a_word(
+    name: str, beside: str, zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = (CONFIGS | RELATIVES)[name]()
+    if "eh_proj" in beside:
+        config.num_nextn_predict_layers = 1
+    state = load_file(zoo.checkpoint(name) / "model.safetensors")
+    save_file({**state, beside: torch.ones(3)}, _folder(config, tmp_path) / "model.safetensors")
+    assert _read_all(tmp_path, config, caplog) == []
+
+
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("form", ["bin", "bin in shards", "safetensors in shards", "base model's names"])
 def test_a_checkpoint_is_read_in_every_form_that_hugging_face_writes(name: str, form: str, zoo: Zoo, tmp_path: Path) -> None:

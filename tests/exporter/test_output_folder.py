@@ -121,7 +121,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_a_running
 def test_what_a_killed_export_had_put_aside_is_there_again_where_nothing_has_taken_its_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out, old = tmp_path / "bundle", tmp_path / ".bundle.old-0123abcd"
+    out, old = tmp_path / "bundle", tmp_path / ".bundle.replaced-0123abcd"
     _write(old, OLD)
     os.utime(old, (1, 1))
     with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
@@ -145,7 +145,8 @@ def test_what_a_running_export_replaces_is_not_cleared_up_by_another(tmp_path: P
     rmtree = shutil.rmtree
 
     def slow(folder: Path, **options: bool) -> None:
-        if ".old-" in folder.name and not found:
+        if not found:
+            assert ".partial-" in folder.name, "half of it must not be taken for what was put aside"
             found.append(folder)
             os.utime(folder, (1, 1))
             with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):

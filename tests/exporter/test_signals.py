@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skipdecode.exporter import cli, command
-from skipdecode.exporter.signals import ending_on_signals
+from skipdecode.exporter.signals import ending_on_signals, uninterrupted
 from tests.zoo import Zoo
 
 
@@ -23,6 +23,7 @@ from tests.zoo import Zoo
 def handlers() -> Iterator[None]:
     """Put back: a process that one of these ends ignores them from then on."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background has it ignore
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -36,9 +37,10 @@ def test_who_presses_ctrl_c_again_and_again_does_not_keep_it_from_clearing_up() 
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGTERM)
-                cleared.append(True)
+                with uninterrupted():
+                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(signal.SIGTERM)
+                    cleared.append(True)
 
     with pytest.raises(SystemExit) as caught:
         interrupted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -344,19 +345,36 @@ request = PlanRequest(
 build_in_process(request, threading.Event())
 """
     with subprocess.Popen([sys.executable, "-c", code]) as exporter:
-        children = Path(f"/proc/{exporter.pid}/task/{exporter.pid}/children")
-        assert _within(60, lambda: bool(children.read_text()))
-        builder = Path(f"/proc/{children.read_text().strip()}")
-        assert _within(60, lambda: "wait_for_partner" in (builder / "wchan").read_text()), "it has built"
-        exporter.kill()
-    assert _within(60, lambda: not builder.exists() or "State:\tZ" in (builder / "status").read_text())
+        try:
+            assert _within(60, lambda: _children(exporter.pid))
+            (builder,) = _children(exporter.pid)
+            assert _within(60, lambda: _text(builder, "wchan") in ("wait_for_partner", "0")), (
+                "it has built, where the kernel says"
+            )
+        finally:
+            exporter.kill()
+    ended = _within(60, lambda: "State:\tZ" in (status := _text(builder, "status")) or not status)
+    if not ended:
+        os.kill(builder, signal.SIGKILL)
+    assert ended
 
 
-def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+def _children(process: int) -> list[int]:
+    return [int(word) for word in _text(process, f"task/{process}/children").split()]
+
+
+def _text(process: int, file: str) -> str:
+    try:
+        return Path(f"/proc/{process}/{file}").read_text()
+    except OSError:  # it is gone
+        return ""
+
+
+def _within(seconds: float, holds: Callable[[], object]) -> bool:
     ends = time.monotonic() + seconds
     while not (found := holds()) and time.monotonic() < ends:
         time.sleep(0.05)
-    return found
+    return bool(found)
 
 
 @pytest.mark.parametrize(

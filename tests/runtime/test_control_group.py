@@ -68,6 +68,17 @@ def test_a_container_may_see_its_group_as_the_top_one(write: Write) -> None:
     assert (cpu_quota(), free_memory()) == (1.0, 999)
 
 
+def test_a_group_may_have_any_name(write: Write, tmp_path: Path) -> None:
+    write("0::/a\u2028b\x0cc", cpu_dot_max="100000 100000")
+    assert cpu_quota() == 1.0
+    (tmp_path / "membership").write_bytes(b"0::/\xff\n")
+    assert cpu_quota() == 1.0
+    write("what", cpu_dot_max="100000 100000")
+    assert cpu_quota() is None
+    write("1:cpu:/", cpu__cpu_dot_cfs_quota_us="100000")
+    assert cpu_quota() is None, "there is no period"
+
+
 def test_a_system_without_groups_limits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_group, "_MEMBERSHIP", tmp_path / "nowhere")
     assert (cpu_quota(), free_memory()) == (None, None)

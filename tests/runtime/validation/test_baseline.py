@@ -92,7 +92,9 @@ def test_what_else_the_runs_differ_by_is_told(path: tuple[Any, ...], value: Any,
 def test_a_run_from_before_the_gpu_was_named_is_compared() -> None:
     old = copy.deepcopy(RUN)
     del old["machine"]["gpu"]
-    assert compare(RUN, old)["differs"] == []
+    new = copy.deepcopy(RUN)
+    new["machine"]["gpu"] = "NVIDIA H200"
+    assert compare(new, old)["differs"] == []
 
 
 def test_workloads_of_other_lengths_are_not_compared() -> None:
@@ -114,6 +116,7 @@ def test_workloads_of_other_lengths_are_not_compared() -> None:
         '{"validation_format": 1, "machine": [], "targets": []}',
         json.dumps({**RUN, "settings": {}}),
         json.dumps({**RUN, "bundle": None}),
+        json.dumps(RUN).replace('"speedup": 2.0', '"speedup": "2x"'),
         json.dumps(RUN).replace('"median"', '"mean"'),
         json.dumps(RUN).replace("0.9", '"fast"'),
         json.dumps(RUN).replace('"token_ms": {"median": 1', '"token_ms": {"median": 0'),
