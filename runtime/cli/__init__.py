@@ -36,7 +36,7 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         sys.stdout.flush()  # a reader that went away must show here, not when Python shuts down
         return status
     except SkipDecodeError as error:
-        _complain(traceback.format_exc() if debug else error)
+        _complain(traceback.format_exc().rstrip() if debug else error)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -46,7 +46,7 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
             return 0
         _drop_unwritable(sys.stdout)
         if debug:
-            _complain(traceback.format_exc())
+            _complain(traceback.format_exc().rstrip())
             return BAD_INPUT
         where = os.fsdecode(error.filename) if error.filename else ""
         _complain(SkipDecodeError(f"cannot go on ({error.strerror or error})", _REMEDY, where=where))

@@ -15,7 +15,6 @@ import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
-from skipdecode.errors import BundleError
 from skipdecode.model import Keys, State, StateLayers
 from skipdecode.schedule import Schedule, full_depth
 from tests.attacks.test_manifest import make_manifest
@@ -145,9 +144,10 @@ def test_a_folder_that_is_no_bundle_is_one_line_and_exit_2(tmp_path: Path, capsy
     assert out == "" and err.count("\n") == 1
 
 
-def test_debug_gives_the_traceback(tmp_path: Path) -> None:
-    with pytest.raises(BundleError):
-        main([str(tmp_path), "--debug"])
+def test_debug_gives_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--debug"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("Traceback") and "BundleError" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["a", "--nothing\nlike it"]])
