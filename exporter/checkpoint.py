@@ -6,8 +6,10 @@ add up to the whole model.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -174,11 +176,12 @@ def _read_safetensors(file: Path, name: str) -> torch.Tensor:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        file.open("rb").close()  # safetensors says of a file that may not be read that there is none
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError) as error:
-        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error
+        # safetensors says of a file that may not be read that there is none
+        reason = error if os.access(file, os.R_OK) else os.strerror(errno.EACCES)
+        raise ModelNotSupportedError(f"cannot be read ({reason})", "download the checkpoint again", where=str(file)) from error
 
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:

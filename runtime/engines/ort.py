@@ -71,13 +71,14 @@ def use_threads(threads: int | None) -> None:
             logger.warning("%s threads: this process's first load has made a pool of %s, which stays", threads, _pool_threads)
     else:
         ort.set_default_logger_severity(3)
+        pool_threads = threads or usable_cores()
         try:
-            ort.set_global_thread_pool_sizes(threads or usable_cores(), 1)
+            ort.set_global_thread_pool_sizes(pool_threads, 1)
         except Exception as error:  # somebody else has made the environment
             raise _too_late() from error
         host = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(host, None)
-        _pool_threads = threads or usable_cores()
+        _pool_threads = pool_threads
 
 
 class OrtEngine:

@@ -69,10 +69,8 @@ std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files,
   const auto work = [&] {
     for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled, cuda_graphs);
   };
-  std::vector<std::future<void>> workers;
-  for (size_t i = 0; i < std::min(files.size(), static_cast<size_t>(UsableCores())); ++i) {
-    workers.push_back(std::async(std::launch::async, work));
-  }
+  std::vector<std::future<void>> workers(std::min(files.size(), static_cast<size_t>(UsableCores())));
+  for (std::future<void>& worker : workers) worker = std::async(std::launch::async, work);
   for (std::future<void>& worker : workers) worker.wait();  // all, before one of them throws
   for (std::future<void>& worker : workers) worker.get();
   std::vector<Engine> engines;
