@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +27,6 @@ from skipdecode.graph_passes.compile_tensorrt import (
     EngineLayer,
     PlanRequest,
     Profile,
-    build_in_process,
     build_plan,
 )
 from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
@@ -290,128 +283,3 @@ def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: P
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="could not build it"):
         build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)
-
-
-@pytest.mark.parametrize(
-    ("status", "says"),
-    [
-        (1, r"x\.plan: the tensorrt-rtx builder failed \(MemoryError: 3 GiB\); export for cuda, which needs no builder$"),
-        (2, r"^x\.plan: the parser refused it$"),
-        (4, r"x\.plan: the tensorrt-rtx builder failed \(it said nothing\); export for cuda, .*"),
-    ],
-)
-def test_of_what_a_failed_process_says_the_last_line_is_told(
-    status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = {
-        1: "Traceback (most recent call last):\n  File x\nMemoryError: 3 GiB\n",
-        2: "a warning\nx.plan: the parser refused it",
-    }
-    (tmp_path / "said").write_text(said.get(status, ""))
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\ncat > {tmp_path}/asked; cat {tmp_path}/said >&2; exit {status}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(TargetError, match=says):
-        build_in_process(
-            PlanRequest(target="tensorrt-rtx", source="", plan=str(tmp_path / "x.plan"), profiles=(DECODE,)), threading.Event()
-        )
-
-
-def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexec sleep 600\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(TargetError, match="the tensorrt-rtx builder was killed"):
-        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), stop)
-
-
-def test_a_builder_ends_with_an_exporter_that_is_killed(part: Part, tmp_path: Path) -> None:
-    source, plan = tmp_path / "x.onnx", tmp_path / "x.plan"
-    lowered = part("opt", "head").clone()
-    DropUnusedInputsPass()(lowered)
-    ir.save(lowered, source, external_data="x.bin")
-    os.mkfifo(plan)  # which nobody reads: it takes for ever to write
-    code = f"""
-import threading
-from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process
-profile = Profile(batch={DECODE.batch}, tokens={DECODE.tokens})
-request = PlanRequest(
-    target="tensorrt-rtx", source="{source}", plan="{plan}", profiles=(profile,), capabilities=("sm89",)
-)
-build_in_process(request, threading.Event())
-"""
-    with subprocess.Popen([sys.executable, "-c", code]) as exporter:
-        try:
-            assert _within(60, lambda: _children(exporter.pid))
-            (builder,) = _children(exporter.pid)
-            assert _within(60, lambda: _text(builder, "wchan") in ("wait_for_partner", "0")), (
-                "it has built, where the kernel says"
-            )
-        finally:
-            exporter.kill()
-    ended = _within(60, lambda: "State:\tZ" in (status := _text(builder, "status")) or not status)
-    if not ended:
-        os.kill(builder, signal.SIGKILL)
-    assert ended
-
-
-def _children(process: int) -> list[int]:
-    return [int(word) for word in _text(process, f"task/{process}/children").split()]
-
-
-def _text(process: int, file: str) -> str:
-    try:
-        return Path(f"/proc/{process}/{file}").read_text()
-    except OSError:  # it is gone
-        return ""
-
-
-def _within(seconds: float, holds: Callable[[], object]) -> bool:
-    ends = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < ends:
-        time.sleep(0.05)
-    return bool(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("SEGV", "ended by signal 11"), ("KILL", "was killed, probably for want of memory; free some")]
-)
-def test_a_builder_that_ends_by_a_signal_says_by_which(
-    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nkill -{name} $$\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(TargetError, match=rf"x\.plan: the tensorrt-rtx builder {says}"):
-        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), threading.Event())
-
-
-def test_a_plan_that_the_disk_does_not_hold_is_an_error_of_the_system(part: Part, tmp_path: Path) -> None:
-    lowered = part("opt", "head").clone()
-    DropUnusedInputsPass()(lowered)
-    ir.save(lowered, tmp_path / "x.onnx", external_data="x.bin")
-    request = PlanRequest(
-        target="tensorrt-rtx", source=str(tmp_path / "x.onnx"), plan="/dev/full", profiles=(DECODE,), capabilities=("sm89",)
-    )
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        build_in_process(request, threading.Event())
-
-
-def test_a_file_of_the_users_folder_is_not_taken_for_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "json.py").write_text("raise RuntimeError('the user has a json.py')\n")
-    monkeypatch.chdir(tmp_path)
-    test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path)
-
-
-def test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path: Path) -> None:
-    request = PlanRequest(
-        target="tensorrt-rtx", source=str(tmp_path / "none.onnx"), plan=str(tmp_path / "x.plan"), profiles=(DECODE,)
-    )
-    with pytest.raises(TargetError, match=r"x\.plan: tensorrt-rtx's parser refused it") as caught:
-        build_in_process(request, threading.Event())
-    assert "\n" not in str(caught.value)

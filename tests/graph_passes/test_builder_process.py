@@ -1,0 +1,145 @@
+"""The process that each builder has of its own: what it says when it fails, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from skipdecode.errors import TargetError
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process
+
+DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
+
+
+def _graph(folder: Path) -> Path:
+    """The least that a plan can be built from."""
+    text = """<ir_version: 10, opset_import: ["" : 24]> g (float16[B,S,64] x) => (float16[B,S,64] y) { y = Add (x, x) }"""
+    ir.save(ir.from_onnx_text(text), folder / "x.onnx")
+    return folder / "x.onnx"
+
+
+def _in_its_place(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a builder's process be a shell's."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (1, r"x\.plan: the tensorrt-rtx builder failed \(MemoryError: 3 GiB\); export for cuda, which needs no builder$"),
+        (2, r"^x\.plan: the parser refused it$"),
+        (4, r"x\.plan: the tensorrt-rtx builder failed \(it said nothing\); export for cuda, .*"),
+    ],
+)
+def test_of_what_a_failed_process_says_the_last_line_is_told(
+    status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        1: "Traceback (most recent call last):\n  File x\nMemoryError: 3 GiB\n",
+        2: "a warning\nx.plan: the parser refused it",
+    }
+    (tmp_path / "said").write_text(said.get(status, ""))
+    _in_its_place(f"cat > {tmp_path}/asked; cat {tmp_path}/said >&2; exit {status}", tmp_path, monkeypatch)
+    with pytest.raises(TargetError, match=says):
+        build_in_process(
+            PlanRequest(target="tensorrt-rtx", source="", plan=str(tmp_path / "x.plan"), profiles=(DECODE,)), threading.Event()
+        )
+
+
+def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_its_place("exec sleep 600", tmp_path, monkeypatch)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(TargetError, match="the tensorrt-rtx builder was killed"):
+        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), stop)
+
+
+def test_a_builder_ends_with_an_exporter_that_is_killed(tmp_path: Path) -> None:
+    source, plan = _graph(tmp_path), tmp_path / "x.plan"
+    os.mkfifo(plan)  # which nobody reads: it takes for ever to write
+    code = f"""
+import threading
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process
+profile = Profile(batch={DECODE.batch}, tokens={DECODE.tokens})
+request = PlanRequest(
+    target="tensorrt-rtx", source="{source}", plan="{plan}", profiles=(profile,), capabilities=("sm89",)
+)
+build_in_process(request, threading.Event())
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as exporter:
+        try:
+            assert _within(60, lambda: _children(exporter.pid))
+            (builder,) = _children(exporter.pid)
+            assert _within(60, lambda: _text(builder, "wchan") in ("wait_for_partner", "0")), (
+                "it has built, where the kernel says"
+            )
+        finally:
+            exporter.kill()
+    ended = _within(60, lambda: "State:\tZ" in (status := _text(builder, "status")) or not status)
+    if not ended:
+        os.kill(builder, signal.SIGKILL)
+    assert ended
+
+
+def _children(process: int) -> list[int]:
+    return [int(word) for word in _text(process, f"task/{process}/children").split()]
+
+
+def _text(process: int, file: str) -> str:
+    try:
+        return Path(f"/proc/{process}/{file}").read_text()
+    except OSError:  # it is gone
+        return ""
+
+
+def _within(seconds: float, holds: Callable[[], object]) -> bool:
+    ends = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return bool(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("SEGV", "ended by signal 11"), ("KILL", "was killed, probably for want of memory; free some")]
+)
+def test_a_builder_that_ends_by_a_signal_says_by_which(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_its_place(f"kill -{name} $$", tmp_path, monkeypatch)
+    with pytest.raises(TargetError, match=rf"x\.plan: the tensorrt-rtx builder {says}"):
+        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), threading.Event())
+
+
+def test_a_plan_that_the_disk_does_not_hold_is_an_error_of_the_system(tmp_path: Path) -> None:
+    request = PlanRequest(
+        target="tensorrt-rtx", source=str(_graph(tmp_path)), plan="/dev/full", profiles=(DECODE,), capabilities=("sm89",)
+    )
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        build_in_process(request, threading.Event())
+
+
+def test_a_file_of_the_users_folder_is_not_taken_for_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('the user has a json.py')\n")
+    monkeypatch.chdir(tmp_path)
+    test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path)
+
+
+def test_a_process_of_its_own_gives_the_same_error_in_one_line(tmp_path: Path) -> None:
+    request = PlanRequest(
+        target="tensorrt-rtx", source=str(tmp_path / "none.onnx"), plan=str(tmp_path / "x.plan"), profiles=(DECODE,)
+    )
+    with pytest.raises(TargetError, match=r"x\.plan: tensorrt-rtx's parser refused it") as caught:
+        build_in_process(request, threading.Event())
+    assert "\n" not in str(caught.value)
