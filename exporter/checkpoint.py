@@ -6,10 +6,8 @@ add up to the whole model.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import check_permitted
 from skipdecode.exporter.conversions import converted
 from skipdecode.exporter.dequantize import dequantised
 from skipdecode.exporter.graphs import Skeleton
@@ -138,19 +137,21 @@ def weight_files(checkpoint: Path) -> tuple[_Format, list[Path]]:
     """The files that hold weights, in the order in which transformers looks for them.
 
     Raises:
-        ModelNotSupportedError: none, or not all shards.
+        ModelNotSupportedError: none, not all shards, or one that may not be read.
     """
     for form in _FORMATS:
         whole, index = checkpoint / form.file, checkpoint / f"{form.file}.index.json"
-        if whole.is_file():
-            return form, [whole]
-        if index.is_file():
-            return form, _shards(checkpoint, index)
+        if whole.is_file() or index.is_file():
+            files = [whole] if whole.is_file() else _shards(checkpoint, index)
+            for file in files:
+                check_permitted(file)
+            return form, files
     names = " or ".join(form.file for form in _FORMATS)
     raise ModelNotSupportedError(f"holds no {names}", "name a checkpoint folder, or use --random-weights", where=str(checkpoint))
 
 
 def _shards(checkpoint: Path, index: Path) -> list[Path]:
+    check_permitted(index)
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [checkpoint / name for name in names]
@@ -179,9 +180,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except (SafetensorError, OSError) as error:
-        # safetensors says of a file that may not be read that there is none
-        reason = error if os.access(file, os.R_OK) else os.strerror(errno.EACCES)
-        raise ModelNotSupportedError(f"cannot be read ({reason})", "download the checkpoint again", where=str(file)) from error
+        raise ModelNotSupportedError(f"cannot be read ({error})", "download the checkpoint again", where=str(file)) from error
 
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:

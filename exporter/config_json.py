@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import linecache
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,12 +35,19 @@ def taking_config(where: str) -> Iterator[None]:
         ) from error
 
 
+def check_permitted(path: Path) -> None:
+    """Raises ModelNotSupportedError where this user may not read a checkpoint's file, which libraries say as of a damaged one."""
+    if not os.access(path, os.R_OK):
+        raise ModelNotSupportedError(f"cannot be read ({os.strerror(errno.EACCES)})", "check its permissions", where=str(path))
+
+
 def read_bytes(path: Path) -> bytes:
     """A checkpoint's file.
 
     Raises:
         ModelNotSupportedError: it cannot be read.
     """
+    check_permitted(path)
     try:
         return path.read_bytes()
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import lacks_head
-from skipdecode.exporter.config_json import reason, taking_config
+from skipdecode.exporter.config_json import check_permitted, reason, taking_config
 from skipdecode.exporter.quantization_config import check_quantised
 from skipdecode.exporter.supported import check_single_stack
 
@@ -45,6 +45,8 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         _check_no_adapter(model)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
+    if folder.is_dir():
+        check_permitted(folder / "config.json")
     if not folder.is_dir() and (
         folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
     ):

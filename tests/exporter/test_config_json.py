@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
+from tests.unprivileged import UNPRIVILEGED
 from tests.zoo import Zoo
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
@@ -77,6 +80,28 @@ def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(
     assert "config.json" in line
     assert "\n" not in line
     assert "network" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+_EXPORTS = """
+import sys
+from pathlib import Path
+from skipdecode.exporter.cli import run
+folder, out, *names = sys.argv[1:]
+for name in names:
+    Path(folder, name).chmod(0)
+    assert run([folder, "--out", out, "--quiet"], lambda: None) == 2
+    Path(folder, name).chmod(0o644)
+"""
+
+
+def test_a_file_that_may_not_be_read_is_named_for_that_and_not_as_damaged(zoo: Zoo, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    command = [*UNPRIVILEGED, sys.executable, "-c", _EXPORTS, folder, tmp_path / "out", *names]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = [f"{folder / name}: cannot be read (Permission denied); check its permissions" for name in names]
+    assert (ended.returncode, ended.stderr.splitlines()) == (0, said)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
