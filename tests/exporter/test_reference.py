@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleErr
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
+from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, VOCABULARY
 from tests.zoo import Zoo
 
@@ -192,6 +194,13 @@ def test_gradients_reach_every_layer_that_was_computed_and_no_other(zoo: Zoo) ->
         model(IDS, labels=IDS, use_cache=False).loss.backward()
     reached = [layer.fc1.weight.grad is not None for layer in decoder_layers(model)]
     assert reached == [SCHEDULE.cap(layer) != 0 for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("schedule", ["full", ScheduleRequest(speedup=2)])
+def test_a_name_or_a_request_is_no_schedule_to_train_with(zoo: Zoo, schedule: Any) -> None:
+    block = skip_schedule(zoo.model("opt"), schedule)
+    with pytest.raises(ScheduleError, match="is no Schedule; make one with build_schedule"):
+        block.__enter__()
 
 
 def test_a_schedule_of_another_depth_and_an_empty_prompt_are_refused(zoo: Zoo) -> None:
