@@ -155,9 +155,8 @@ def _check_experts(config: Any) -> None:
     And what its experts are, which is one operator's.
     """
     name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
+    _check_each(config, (name,), needed=(name,))
     experts = getattr(config, name)
-    if experts is None or experts < 1:
-        raise _no_count(config, name, experts)
     chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
     each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
     if not all(isinstance(count, int) and 1 <= count <= experts for count in each):

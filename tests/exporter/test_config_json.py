@@ -50,6 +50,7 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
         ("bloom", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x' in its config.json"),
         ("axk1", {"qk_head_dim": None}, "qk_head_dim is None in its config.json"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0 in its config.json"),
+        ("qwen3_moe", {"num_local_experts": "x"}, "num_local_experts is 'x' in its config.json; write a whole number from 1 on"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 in its config.json; write 1 to 5"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 0, 3, 3, 3]}, "moe_topk is .3, 3, 0, 3, 3, 3. in its config.json; write 1 to 5"),
         ("deepseek_v3", {"n_group": 3}, "n_group is 3 in its config.json; write a divisor of 8"),
