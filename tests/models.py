@@ -19,6 +19,8 @@ _SIZES = {
 _GATED = {**_SIZES, "intermediate_size": 96}
 _GROUPED = {**_GATED, "num_key_value_heads": 2}
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+# scores and logits of such models reach the caps
+_CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}
 _OPT = {**_SIZES, **_IDS, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -32,7 +34,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**_GROUPED, **_IDS, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS, tie_word_embeddings=True),  # as the small ones are
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, **_IDS, head_dim=32),
-    "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, **_IDS, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, **_IDS, **_CAPPED),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16, sliding_window=7),  # but in the last layer
     "phi3": lambda: transformers.Phi3Config(**_GROUPED, **_IDS),
 }
@@ -212,7 +214,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16, "sliding_window": 5},
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
-    "mpt": {},
+    "mpt": {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.7}},
     "nanochat": {},
     "nemotron": {"head_dim": 32},
     "nemotron_h": {
@@ -247,7 +249,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "solar_open": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16},
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
-    "vaultgemma": {"head_dim": 16, "sliding_window": 5},
+    "vaultgemma": {**_CAPPED, "sliding_window": 5},
     "youtu": {**_LATENT, "rope_interleave": False},
 }
 RELATIVES: dict[str, Callable[[], Any]] = {

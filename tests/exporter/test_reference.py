@@ -102,8 +102,11 @@ def test_labels_say_where_prompts_end(zoo: Zoo) -> None:
     labels[1, 6] = -100  # not learned, and no prompt: it stands behind a token that is
     mask[3, :3] = 0
     with torch.no_grad():
-        with skip_schedule(model, FALLING, prompt_length=torch.tensor([2, 5, 7, 4])):
+        counts = torch.tensor([2, 5, 7, 4])
+        with skip_schedule(model, FALLING, prompt_length=counts):
             counted = model(ids, attention_mask=mask, use_cache=False).logits
+        with skip_schedule(model, FALLING, prompt_length=counts.to(torch.int32)):
+            torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits, counted, rtol=0, atol=0)
         with skip_schedule(model, FALLING, prompt_length="labels"):
             for rows in (slice(0, 1), slice(0, 4)):  # of each pass anew
                 read = model(ids[rows], attention_mask=mask[rows], labels=labels[rows], use_cache=False).logits
@@ -153,6 +156,9 @@ def test_a_loss_that_balances_experts_is_refused_beside_a_mask(zoo: Zoo) -> None
         assert model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss > 0
         with pytest.raises(ScheduleError, match="set output_router_logits=False"):
             model(IDS, attention_mask=mask, labels=IDS, output_router_logits=True, use_cache=False)
+        model.config.output_router_logits = True
+        with pytest.raises(ScheduleError, match="set output_router_logits=False"):
+            model(IDS, attention_mask=mask, labels=IDS, use_cache=False)
 
 
 def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:
@@ -175,6 +181,16 @@ def test_a_prompt_anchored_at_the_generated_tokens_runs_at_full_depth(zoo: Zoo) 
             skipped = model(IDS, use_cache=False).logits
     torch.testing.assert_close(skipped[:, :4], plain[:, :4])
     assert not torch.allclose(skipped[:, 4:], plain[:, 4:])
+
+
+@pytest.mark.parametrize("given", [5, [5], "labels"])
+def test_an_absolute_anchor_ignores_where_prompts_end(given: int | list[int] | str, zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    with torch.no_grad():
+        with skip_schedule(model, SCHEDULE):
+            wanted = model(IDS, use_cache=False).logits
+        with skip_schedule(model, SCHEDULE, prompt_length=given):  # type: ignore[arg-type]
+            torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "bloom", "mpt"])  # arguments of three kinds; BLOOM's has its heads first

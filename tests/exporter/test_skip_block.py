@@ -95,6 +95,8 @@ def test_a_deep_copy_has_its_own_weights_and_skips_until_the_block_ends(zoo: Zoo
                 weight.mul_(1.5)
         torch.testing.assert_close(logits(best), wanted, rtol=0, atol=0)
         assert not torch.allclose(logits(model), wanted)
+        with skip_schedule(best, full_depth(LAYERS)):
+            torch.testing.assert_close(logits(copy.deepcopy(best)), plain, rtol=0, atol=0)
     torch.testing.assert_close(logits(best), plain, rtol=0, atol=0)
     with skip_schedule(best, FALLING, prompt_length="labels"):
         torch.testing.assert_close(logits(best), wanted, rtol=0, atol=0)

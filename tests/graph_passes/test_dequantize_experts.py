@@ -11,6 +11,7 @@ from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.quantize_weights import METHODS, Quantization
 from tests.graph_passes.running import Array, run_model, with_parameters
+from tests.graph_passes.test_kept_levels import stored
 from tests.graph_passes.test_quantize_weights import quantisable
 
 EXPERTS, OUTPUTS, INPUTS = 3, 24, 64
@@ -44,6 +45,15 @@ def test_each_experts_matrix_is_what_it_would_be_by_itself(how: Quantization) ->
         (expected,) = run_model(alone, {"x": np.eye(INPUTS, dtype=np.float32)[None]})
         np.testing.assert_allclose(of_a_step[expert], expected[0].T, atol=1e-5)
     assert not DequantizeExpertsPass(how)(model).modified
+
+
+def test_experts_on_levels_keep_them_where_the_zeros_of_some_are_others() -> None:
+    weight = np.stack(
+        [stored(4, 64, symmetric=expert < 2, seed=expert, rows=OUTPUTS, inputs=INPUTS) for expert in range(EXPERTS)]
+    )
+    model = with_parameters(TEXT, {"weight": weight})
+    assert DequantizeExpertsPass(Quantization(bits=4))(model).modified
+    np.testing.assert_allclose(_looked_up(model)[0], weight, atol=1e-5)
 
 
 def test_levels_are_stored_once_and_scales_in_fp32_whatever_the_weights_are() -> None:

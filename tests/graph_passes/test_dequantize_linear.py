@@ -83,6 +83,15 @@ def test_levels_of_8_bits_that_an_output_lies_on_are_kept() -> None:
     np.testing.assert_allclose(_linear(weight, 8)[1], weight, atol=1e-6)
 
 
+def test_levels_of_8_bits_whose_zero_is_another_are_rounded_and_not_taken_for_theirs() -> None:
+    rng = np.random.default_rng(0)
+    levels = rng.integers(0, 256, (24, 64))
+    levels[:, :2] = 0, 255
+    weight = ((levels - 100) * rng.uniform(0.01, 0.02, (24, 1))).astype(np.float32)
+    half_a_level = np.abs(weight).max(1, keepdims=True) / 127 / 2
+    assert (np.abs(_linear(weight, 8)[1] - weight) <= 1.01 * half_a_level).all()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_of_zeros_stays_one(bits: int) -> None:
     weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)

@@ -31,6 +31,7 @@ OTHERS = {
     "sigmoids": "scores = Sigmoid (logits)  best, chosen = TopK (scores, last)  weights = Identity (best)",
     "chosen by others": BEST.replace("(scores,", "(biased,").replace("best,", "biased = Add (scores, none)  best,")
     + "weights = GatherElements <axis = 1> (scores, chosen)",
+    "divided by the largest": BEST + "largest = ReduceMax <keepdims = 1> (best, second)  weights = Div (best, largest)",
     "the smallest": BEST.replace("TopK", "TopK <largest = 0>") + "weights = Identity (best)",
 }
 

@@ -86,6 +86,13 @@ def test_levels_that_were_stored_in_a_narrow_dtype_come_back_within_its_rounding
     assert error(restored(kept_levels(narrow, 4, 32)), weight) < rounding
 
 
+def _far_from_zero() -> Floats:
+    """Blocks of one sign, whose zero lies below all of 16 levels."""
+    levels = np.random.default_rng(0).integers(5, 19, (ROWS, INPUTS))
+    levels[:, ::32], levels[:, 1::32] = 5, 18
+    return (levels * 0.01).astype(np.float32)
+
+
 @pytest.mark.parametrize(
     "weight",
     [
@@ -93,11 +100,12 @@ def test_levels_that_were_stored_in_a_narrow_dtype_come_back_within_its_rounding
         np.random.default_rng(0).standard_normal((ROWS, INPUTS)).astype(ml_dtypes.bfloat16).astype(np.float32),
         np.full((ROWS, INPUTS), np.nan, np.float32),
         np.full((ROWS, INPUTS), np.inf, np.float32),
+        _far_from_zero(),
         stored(8, 128, symmetric=True),  # too many for 4 bits
         stored(4, 16, symmetric=True),  # two groups a block
         stored(4, 128, symmetric=True)[:, np.random.default_rng(0).permutation(INPUTS)],  # groups by activation
     ],
-    ids=["normal", "normal in bf16", "nan", "infinite", "8 bits", "smaller groups", "inputs in another order"],
+    ids=["normal", "normal in bf16", "nan", "infinite", "far from zero", "8 bits", "smaller groups", "inputs in another order"],
 )
 def test_what_lies_on_no_levels_is_left_to_rounding(weight: Floats) -> None:
     assert kept_levels(weight, 4, 32) is None

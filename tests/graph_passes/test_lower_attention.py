@@ -245,6 +245,7 @@ def test_tables_that_query_and_key_compute_apart_from_the_same_angles_are_the_sa
 FORMS = {
     "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "keys rotated otherwise": KEYS_DIFFER,
     "keys rotated in other pairs": PAIRS_DIFFER, "rotated backward": BACKWARD, "sinks": _beside_sinks(BEFORE),
+    "capped": BEFORE.replace("scale = 0.25", "scale = 0.25, softcap = 0.5"),
     "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED), "biases": ALIBI,
     "read of the layer below": READ_BELOW, "read of another engine": READ,
 }  # fmt: skip

@@ -15,7 +15,7 @@ layer (float[B,S,32] x, float[B,2,C,16] past_key, float[B,2,C,16] past_value, in
        float[96,32] w, float[96] b)
     => (float[B,S,32] y, float[B,2,C,16] present_key, float[B,2,C,16] present_value)
 <int64[5] heads = {0, 0, 2, 3, 16}, int64[3] flat = {0, 0, 32}, int64[3] sizes = {32, 32, 32},
- int64 zero = {0}, int64 one = {1}, int64 two = {2}>
+ float half = {0.5}, int64 zero = {0}, int64 one = {1}, int64 two = {2}>
 {
     t = Transpose <perm = [1, 0]> (w)
     product = MatMul (x, t)
@@ -38,6 +38,10 @@ CHANGED = A_HEAD_AT_A_TIME.replace("k = Reshape (k0, flat)", "k1 = Relu (k0)  k 
 ROWS_MIXED = A_HEAD_AT_A_TIME.replace("Reshape (rows, heads)", "Reshape (mixed, heads)").replace(
     "split =", "mixed = Transpose <perm = [1, 0, 2]> (rows)  split =", 1
 )
+# what is made of all of them, too
+SCALED = A_HEAD_AT_A_TIME.replace("Reshape (rows, heads)", "Reshape (scaled, heads)").replace(
+    "split =", "scaled = Mul (rows, half)  split =", 1
+)
 
 
 def _model(body: str) -> ir.Model:
@@ -46,6 +50,9 @@ def _model(body: str) -> ir.Model:
     model = with_parameters(HEAD.replace("BODY", body), {name: array.astype(np.float32) for name, array in arrays.items()})
     rows = next(node.outputs[0] for node in model.graph if node.op_type == "Add")
     rows.shape = ir.Shape(["B", "S", 96])
+    for node in model.graph:
+        if node.op_type == "Mul":
+            node.outputs[0].shape = rows.shape
     return model
 
 
@@ -81,7 +88,9 @@ def test_a_split_of_rows_in_order_goes_whatever_they_are_made_of() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("body", [A_PART_TWICE, CHANGED, ROWS_MIXED], ids=["a part twice", "changed", "rows mixed"])
+@pytest.mark.parametrize(
+    "body", [A_PART_TWICE, CHANGED, ROWS_MIXED, SCALED], ids=["a part twice", "changed", "rows mixed", "scaled"]
+)
 def test_it_declines_where_the_three_are_not_all_of_the_rows_as_they_are(body: str) -> None:
     model = _model(body)
     count = len(model.graph)

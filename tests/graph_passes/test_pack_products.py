@@ -45,3 +45,12 @@ def test_products_of_different_rows_are_left_alone() -> None:
     { inner = MatMul (x, up)  y = MatMul (inner, down) }"""
     model = with_parameters(text, {name: np.ones((16, 16), np.float32) for name in ("up", "down")})
     assert not PackProductsPass()(model).modified
+
+
+def test_a_router_stays_by_itself_as_it_is_not_quantised_with_what_has_its_rows() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    layer (float[T,16] x, float[16,4] router, float[16,8] up) => (float[T,2] best, int64[T,2] chosen, float[T,8] y)
+    <int64[1] two = {2}>
+    { scores = MatMul (x, router)  best, chosen = TopK (scores, two)  y = MatMul (x, up) }"""
+    model = with_parameters(text, {"router": np.ones((16, 4), np.float32), "up": np.ones((16, 8), np.float32)})
+    assert not PackProductsPass()(model).modified

@@ -34,6 +34,7 @@ BIASED = """mq = MatMul (x, tq)
  v = Add (bv, mv)"""
 OTHER_ROWS = "z = Add (x, x)\n q = MatMul (x, tq)\n k = MatMul (z, tk)\n v = MatMul (x, tv)"
 ONE_BIAS = "mq = MatMul (x, tq)\n q = Add (mq, bq)\n k = MatMul (x, tk)\n v = MatMul (x, tv)"
+SCALED_KEY = PLAIN.replace("k = MatMul (x, tk)", "mk = MatMul (x, tk)\n k = Mul (mk, eighth)")
 NORMED = "q = MatMul (x, tq)\n mk = MatMul (x, tk)\n k = Relu (mk)\n v = MatMul (x, tv)"
 
 
@@ -75,7 +76,9 @@ def test_a_factor_on_the_query_becomes_the_attentions_scale() -> None:
     assert model.graph[-1].attributes["scale"].as_float() == 0.5 * 0.125
 
 
-@pytest.mark.parametrize("body", [OTHER_ROWS, ONE_BIAS, NORMED], ids=["other rows", "one bias", "something between"])
+@pytest.mark.parametrize(
+    "body", [OTHER_ROWS, ONE_BIAS, SCALED_KEY, NORMED], ids=["other rows", "one bias", "a scaled key", "something between"]
+)
 def test_it_declines_where_the_three_are_not_alike(body: str) -> None:
     model = _model(body)
     count = len(model.graph)

@@ -54,6 +54,14 @@ def test_the_layers_themselves_are_left_as_they_were() -> None:
     assert [ir.to_onnx_text(layer) for layer in layers] == texts
 
 
+def test_the_newest_operators_of_any_layer_are_asked_for() -> None:
+    for versions in ((27, 24), (24, 27)):
+        layers = _layers(2)
+        for layer, version in zip(layers, versions, strict=True):
+            layer.graph.opset_imports[""] = version
+        assert stitch(layers, name="segment").graph.opset_imports[""] == 27
+
+
 def test_parameters_of_the_same_name_become_one() -> None:
     layers = _layers(2)
     for layer in layers:

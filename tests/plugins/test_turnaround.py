@@ -82,6 +82,15 @@ def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int
         assert batch.tokens[step].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_of_logits_that_are_no_numbers_it_takes_the_first_whatever_the_sampling(bad: float, host: ctypes.CDLL) -> None:
+    logits = np.full((1, 9), 0.5, np.float32)
+    logits[0, 8] = bad
+    sampling = Sampling(do_sample=True, top_k=3, top_p=0.9)
+    assert choose_tokens(logits, sampling, np.zeros(1, np.int64), 0).tolist() == [8]
+    assert Batch(1, 9, kept_steps=1).turn(host, sampling, logits).tolist() == [8]
+
+
 def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
     assert [SkdSampling.of(Sampling(do_sample=True, top_k=top_k)).top_k for top_k in (5, 2**31, 2**32 + 1)] == [
         5, 2**31 - 1, 2**31 - 1,
