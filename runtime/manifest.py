@@ -125,8 +125,8 @@ class Manifest:
         known = {file.path for file in self.files}
         if len(known) < len(self.files):
             raise MalformedError("files: one is there twice")
-        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head, t.tied_weight) if path]
-        used += [v.graph for v in self.variants if v.graph]
+        used = [path for t in self.targets for path in (t.embed, *t.segments, t.head, t.tied_weight) if path is not None]
+        used += [v.graph for v in self.variants if v.graph is not None]
         for path in [*known, *used]:
             pure = PurePosixPath(path)
             if pure.is_absolute() or ".." in pure.parts or "\\" in path or path not in known:

@@ -14,7 +14,8 @@ import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.schedule import Schedule
-from tests.attacks.test_manifest import CHANGES, DEPTH, LEVELS, make_manifest
+from tests.attacks.manifest_changes import CHANGES, DEPTH, LEVELS
+from tests.attacks.test_manifest import make_manifest
 from tests.cpp.conftest import BUILD, LIBRARIES, Driver
 from tests.cpp.test_native import environment
 from tests.unprivileged import UNPRIVILEGED
