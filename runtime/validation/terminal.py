@@ -12,11 +12,11 @@ from rich.text import Text
 
 def show(result: dict[str, Any]) -> None:
     """Print what was measured, a table a question."""
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names are anybody's
     console.print(Text(_heading(result)))
     for target in result["targets"]:
         if not target["runs"]:
-            console.print(f"target {target['name']} does not run here: {target['why']}", markup=False)
+            console.print(f"target {target['name']} does not run here: {target['why']}")
             continue
         for table in _tables(target):
             console.print(table)
