@@ -25,7 +25,7 @@ RAGGED = [[5, 6], [9, 8, 7, 6, 5, 4, 3, 17, 23], [11], [4, 50, 6, 70]]
 
 def _schedules(tmp_path: Path) -> list[Schedule]:
     table = tmp_path / "table.json"
-    table.write_text(json.dumps({"layers": [6, 6, 4, 4, 3, 3, 2], "warmup_layers": 1}))
+    table.write_text(json.dumps({"layers": [6, 6, 4, 4, 3, 3, 1], "warmup_layers": 0}))
     requests = [
         ScheduleRequest(name=name, max_layers=top, min_layers=2, span=9, anchor=anchor)
         for name, top in (("linear", 5), ("step", 6), (f"table:{table}", None))
