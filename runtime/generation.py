@@ -85,8 +85,8 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
                 "shorten the prompt, ask for fewer, or export with a larger --max-length",
                 where=where,
             )
-        outside = next((token for token in row.prompt_ids if not 0 <= token < vocabulary), None)
-        if outside is not None:
+        outside = [token for token in row.prompt_ids if not isinstance(token, Integral) or not 0 <= token < vocabulary]
+        if outside:
             raise CapacityError(
-                f"token id {outside} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where
+                f"token id {outside[0]} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where
             )

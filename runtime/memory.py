@@ -179,7 +179,7 @@ Memory = HostMemory | DeviceMemory
 def _zeros(shape: tuple[int, ...], dtype: Any) -> HostArray:
     try:
         return np.zeros(shape, dtype)
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address can say
         wanted = math.prod(shape) * np.dtype(dtype).itemsize
         remedy = "send fewer rows or shorter prompts, or ask for fewer tokens"
         raise CapacityError(f"no memory is left for {-(-wanted >> 20)} MiB", remedy) from error

@@ -57,7 +57,8 @@ def _inspect(options: argparse.Namespace) -> int:
 def picture(schedule: Schedule) -> list[str]:
     """Layers (top layer first) against positions, a character a position or a few of them."""
     width = min(_COLUMNS, schedule.span)
-    columns = [schedule.active(i * schedule.span // width) for i in range(width)]
+    last = max(1, width - 1)
+    columns = [schedule.active(i * (schedule.span - 1) // last) for i in range(width)]
     rows = []
     for layer in reversed(range(schedule.num_layers)):
         active = _WARM_UP if layer < schedule.warmup_layers < schedule.num_layers else _ACTIVE
@@ -107,7 +108,7 @@ def _states_line(group: StateLayers) -> str:
 
 def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
     lines = [
-        "target {name}: {weights}, {library} {library_version}, {machine} ".format(**target) + " ".join(target["cpu_features"])
+        " ".join(["target {name}: {weights}, {library} {library_version}, {machine}".format(**target), *target["cpu_features"]])
     ]
     for index, (layers, size) in enumerate(zip(manifest.segments, target["segment_bytes"], strict=True)):
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

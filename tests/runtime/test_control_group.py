@@ -84,6 +84,15 @@ def test_a_system_without_groups_limits_nothing(tmp_path: Path, monkeypatch: pyt
     assert (cpu_quota(), free_memory()) == (None, None)
 
 
+@pytest.mark.parametrize(("quota", "cores"), [(None, 4), (0.5, 1), (1.5, 1), (3.9, 3), (9.0, 4)])
+def test_cores_are_those_that_a_quota_pays_for_in_full_and_at_least_one(
+    quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("skipdecode.cpu.cpu_quota", lambda: quota)
+    assert usable_cores() == cores
+
+
 def test_a_process_whose_quota_is_one_core_uses_one() -> None:
     ask = "from skipdecode.cpu import usable_cores; print(usable_cores())"
     with one_core() as started_by:

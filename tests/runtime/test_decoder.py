@@ -51,3 +51,13 @@ def test_steps_beyond_those_there_is_room_for_are_refused(zoo: Zoo) -> None:
     decoder._room += 1  # what ONNX Runtime says where nobody asked before
     with pytest.raises(TargetError, match=r"^ONNX Runtime stopped \(.*GroupQueryAttention.*\); see with --debug where it was$"):
         decoder.decode_step([8, 9])
+
+
+def test_the_room_for_steps_is_that_of_the_longest_row_that_is_left(zoo: Zoo) -> None:
+    decoder = skipdecode.load(zoo.bundle("llama")).decoder([2, 1], 2)
+    decoder.prefill([[5, 6], [7]])
+    decoder.keep([1])
+    for _ in range(3):
+        decoder.decode_step([9])
+    with pytest.raises(CapacityError, match="the KV buffer's 4 slots are full"):
+        decoder.decode_step([9])

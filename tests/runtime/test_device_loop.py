@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from skipdecode.device import Call, HostDevice
-from skipdecode.device_loop import AHEAD
+from skipdecode.device_loop import AHEAD, DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
 from skipdecode.generation import Generation, Row, Step
@@ -140,6 +141,24 @@ def test_buffers_and_graphs_are_kept_for_requests_that_they_hold(load: Load) -> 
     assert fewer_rows is not kept
     generator.generate(PROMPTS[:2], max_new_tokens=NEW + 1, schedule="full")
     assert loop() is not fewer_rows
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_more_tokens_than_the_kept_loop_has_room_for_take_a_new_one_in_its_place(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV buffer has, of longer prompts."""
+    expected, generator = _ids(load(False).generate(PROMPTS[::2], max_new_tokens=NEW, ignore_eos=True)), load(True)
+    generator.generate([[7] * (NEW + 2)] * 2, max_new_tokens=2)
+    kept, make, left = weakref.ref(generator._kept_loop), generator.device_loop, []
+
+    def made(*given: Any) -> DeviceLoop:
+        left.append(kept())
+        return make(*given)
+
+    monkeypatch.setattr(generator, "device_loop", made)
+    assert _ids(generator.generate(PROMPTS[::2], max_new_tokens=NEW, ignore_eos=True)) == expected
+    assert left == [None], "its memory is free before more is taken"
 
 
 def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(load: Load) -> None:

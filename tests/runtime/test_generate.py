@@ -6,19 +6,24 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import skipdecode
+from skipdecode import manifest as manifests
 from skipdecode.decoder import Decoder
 from skipdecode.engines import ort
-from skipdecode.errors import CapacityError, TargetError
+from skipdecode.errors import BundleError, CapacityError, ScheduleError, TargetError
 from skipdecode.generate import Generator
-from skipdecode.generation import Row
+from skipdecode.generation import Row, Step
+from skipdecode.model import StateLayers
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Schedule, full_depth
+from tests.attacks.test_manifest import make_manifest
 from tests.models import LAYERS, MAX_LENGTH, VOCABULARY
 from tests.zoo import Zoo
 
@@ -61,6 +66,13 @@ def test_a_bad_request_is_one_line_and_the_generator_stays_usable(
     assert generator.generate(PROMPT, max_new_tokens=6).sequences == before
 
 
+def test_a_row_may_fill_the_bundles_length_and_64_tokens_are_made_unasked(generator: Generator) -> None:
+    (row,) = generator.generate([5] * (MAX_LENGTH - 3), max_new_tokens=3, ignore_eos=True).sequences
+    assert len(row.token_ids) == 3
+    with pytest.raises(CapacityError, match=f"4 tokens and 64 new ones exceed the bundle's {MAX_LENGTH}"):
+        generator.generate(PROMPT)
+
+
 def test_a_target_that_the_bundle_lacks_is_refused_with_what_it_has(zoo: Zoo) -> None:
     with pytest.raises(TargetError, match="choose from cpu"):
         skipdecode.load(zoo.bundle("llama"), target="cuda")
@@ -96,6 +108,14 @@ def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: 
             assert (row.token_ids, row.finish_reason) == (whole.token_ids[: whole.token_ids.index(stop) + 1], "stop")
         else:
             assert (row.token_ids, row.finish_reason) == (whole.token_ids, "length")
+
+
+def test_a_stop_token_in_the_last_place_is_the_reason_to_stop(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = generator.generate(PROMPT, max_new_tokens=6, ignore_eos=True).sequences[0].token_ids
+    count = free.index(free[5]) + 1
+    _end_at(generator, monkeypatch, free[5])
+    (row,) = generator.generate(PROMPT, max_new_tokens=count).sequences
+    assert (row.token_ids, row.finish_reason) == (free[:count], "stop")
 
 
 def test_rows_go_on_alone_when_half_of_them_have_ended(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +179,24 @@ def test_a_schedule_that_cuts_through_a_segment_is_refused(zoo: Zoo, tmp_path_fa
         skipdecode.load(out).generate(PROMPT, schedule=full_depth(12))
 
 
+def test_a_schedule_that_skips_a_layer_whose_keys_others_read_is_refused(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = StateLayers(layers=(5,), keys=None, keys_of=0, states=())
+    model = dataclasses.replace(generator.manifest.model, state_layers=(reading,))
+    monkeypatch.setattr(generator, "manifest", dataclasses.replace(generator.manifest, model=model))
+    skipping = Schedule(name="table", num_layers=LAYERS, warmup_layers=0, layers=(6, 3))
+    with pytest.raises(ScheduleError, match="skips layer 0, whose keys and values later layers read"):
+        generator.generate(PROMPT, max_new_tokens=3, schedule=skipping)
+
+
+@pytest.mark.parametrize("ignored", [{"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
 def test_options_of_sampling_without_sampling_are_told_to_have_no_effect(
-    generator: Generator, caplog: pytest.LogCaptureFixture
+    ignored: dict[str, Any], generator: Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     greedy = generator.generate(PROMPT, max_new_tokens=4, seed=3).sequences
     assert caplog.messages == []
-    assert generator.generate(PROMPT, max_new_tokens=4, temperature=0.8).sequences == greedy
+    assert generator.generate(PROMPT, max_new_tokens=4, **ignored).sequences == greedy
     assert caplog.messages == ["temperature, top_k and top_p have no effect: do_sample is False, so the likeliest token is taken"]
 
 
@@ -179,8 +211,50 @@ def test_a_second_load_that_wants_another_pool_is_told_that_it_has_the_first_one
     assert caplog.messages == ["1 threads: this process's first load has made a pool of 7, which stays"]
 
 
-def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
+def test_seconds_of_the_prompt_and_of_the_steps_are_told_apart(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def stream(rows: list[Row], **_: Any) -> Iterator[Step]:
+        nonlocal now
+        for seconds, layers in ((1.0, None), (3.0, 6), (4.0, 5)):
+            now += seconds
+            for row in rows:
+                row.token_ids.append(5)
+            yield Step((5, 5), layers)
+
+    monkeypatch.setattr(generator, "stream", stream)
+    monkeypatch.setattr("skipdecode.generate.time.perf_counter", lambda: now)
+    timings = generator.generate([PROMPT, [9]]).timings
+    assert (timings.prefill_s, timings.decode_s, timings.tokens_per_s) == (1, 7, 6 / 8)
+
+
+def test_a_long_prompt_runs_in_pieces_of_the_chunk_that_was_asked_for(generator: Generator) -> None:
+    asked, seen = skipdecode.load(generator.path, prefill_chunk=3), []
+
+    class Watched:
+        def bind(self, inputs: Any, outputs: Any) -> Any:
+            seen.append(inputs["input_ids"].shape)
+            return generator.engines.embed.bind(inputs, outputs)
+
+    asked.engines = dataclasses.replace(asked.engines, embed=Watched())
+    prompt = [*PROMPT, 8, 9, 11]
+    assert asked.generate(prompt, max_new_tokens=2).sequences == generator.generate(prompt, max_new_tokens=2).sequences
+    assert seen == [(1, 1), (1, 3), (1, 3), (1, 1)], "the step's, then the prompt's"
+
+
+def test_a_changed_byte_is_found_only_when_hashes_are_checked(tmp_path: Path) -> None:
+    manifests.write(make_manifest(full_depth(LAYERS), tmp_path), tmp_path)
+    (tmp_path / "head.onnx").write_bytes(b"HEAD.onnx")
+    with pytest.raises(BundleError, match=r"head\.onnx: its contents are not what the manifest says"):
+        skipdecode.load(tmp_path, check_hashes=True)
+    with pytest.raises(TargetError, match="the engines were compiled by"):
+        skipdecode.load(tmp_path)
+
+
+def test_a_row_that_has_run_or_holds_no_ids_is_not_run(generator: Generator) -> None:
     rows = [Row(prompt_ids=PROMPT), Row(prompt_ids=PROMPT)]
+    with pytest.raises(CapacityError, match=r"prompt 1: token id 5\.5 is outside the vocabulary"):
+        next(generator.stream([rows[0], Row(prompt_ids=[5.5])], max_new_tokens=3, sampling=Sampling()))  # type: ignore[list-item]
     for _ in generator.stream(rows[:1], max_new_tokens=3, sampling=Sampling()):
         pass
     with pytest.raises(CapacityError, match="prompt 1: has tokens of an earlier run; make a new Row"):
@@ -191,11 +265,14 @@ def test_a_row_that_has_run_is_not_run_again(generator: Generator) -> None:
         next(generator.stream([rows[1]] * 2, max_new_tokens=3, sampling=Sampling()))
 
 
-def test_memory_that_the_machine_has_not_is_told_with_how_much(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [1 << 40, 1 << 62])  # than there is; than an address says
+def test_memory_that_the_machine_has_not_is_told_with_how_much(
+    more: int, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zeros = np.zeros
 
     def none_left(shape: Any, dtype: Any = float) -> Any:
-        return zeros((1 << 40, *shape) if dtype == np.float32 else shape, dtype)
+        return zeros((more, *shape) if dtype == np.float32 else shape, dtype)
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "zeros", none_left)

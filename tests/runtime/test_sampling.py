@@ -36,6 +36,11 @@ def test_top_k_and_top_p_keep_the_likeliest_only() -> None:
     assert set(_draw(Sampling(do_sample=True, top_p=0.4))) == {0}
 
 
+def test_top_p_is_reached_by_exactly_that_mass() -> None:
+    equal = np.zeros((50, 2), dtype=np.float32)
+    assert {*choose_tokens(equal, Sampling(do_sample=True, top_p=0.5), np.arange(50), 0).tolist()} == {0}
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 7, 49, 50, 90])
 def test_top_k_among_equals_keeps_the_lower_ids(top_k: int) -> None:
     logits = np.random.default_rng(top_k).integers(0, 4, (200, 50)).astype(np.float32)

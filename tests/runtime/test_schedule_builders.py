@@ -12,6 +12,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from skipdecode.errors import ScheduleError
+from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule, disagreements
 
 SHAPES = st.sampled_from(["linear", "step", "power"])
@@ -71,14 +72,53 @@ def test_what_is_given_is_kept() -> None:
     assert build_schedule(ScheduleRequest(speedup=2, min_layers=4), 24).layers[0] == 20
 
 
+def test_few_variants_change_neither_warm_up_layers_nor_anchor() -> None:
+    asked = ScheduleRequest(max_layers=24, min_layers=4, span=8, max_variants=2, warmup_layers=3, anchor=Anchor.ABSOLUTE)
+    schedule = build_schedule(asked, 24)
+    assert schedule.layers == (24,) * 4 + (13,) * 4
+    assert (schedule.warmup_layers, schedule.anchor) == (3, Anchor.ABSOLUTE)
+
+
+def test_nothing_asked_is_half_the_layers_over_128_positions() -> None:
+    schedule = build_schedule(ScheduleRequest(), 24)
+    assert (schedule.mean_layers, schedule.span, schedule.anchor) == (12, 128, Anchor.GENERATED)
+
+
+@pytest.mark.parametrize("name", ["linear", "power", "step"])
+def test_equal_ends_are_one_count(name: str) -> None:
+    assert build_schedule(ScheduleRequest(name=name, max_layers=12, min_layers=12, span=3), 24).layers == (12, 12, 12)
+
+
+def test_the_longest_span_is_built_and_one_more_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipdecode.schedule_builders._MOST_POSITIONS", 8)
+    assert build_schedule(ScheduleRequest(span=8), 6).span == 8
+    _refused(ScheduleRequest(span=9), "choose --span 8 or less")
+
+
+def test_half_a_layer_beyond_what_the_ends_reach_is_rounding() -> None:
+    schedule = build_schedule(ScheduleRequest(speedup=2, max_layers=18, warmup_layers=6), 24)
+    assert (schedule.layers[0], schedule.layers[-1], schedule.mean_layers) == (18, 7, 12.5)
+
+
 def test_power_decays_by_alpha() -> None:
     schedule = build_schedule(ScheduleRequest(name="power", alpha=0.5, max_layers=16, min_layers=3, span=6), 24)
     assert schedule.layers == (16, 8, 4, 3, 3, 3)
+    assert build_schedule(ScheduleRequest(name="power", alpha=1, max_layers=16, span=3), 24).layers == (16, 16, 16)
+
+
+def test_power_between_two_ends_takes_the_whole_span() -> None:
+    assert build_schedule(ScheduleRequest(name="power", max_layers=16, min_layers=2, span=4), 24).layers == (16, 8, 4, 2)
+
+
+def test_powers_floor_leaves_a_decay_room() -> None:
+    schedule = build_schedule(ScheduleRequest(name="power", speedup=1.2), 24)
+    assert (schedule.variants, schedule.mean_layers) == ((24, 23, 22, 21, 20, 19, 18, 17), 20)
 
 
 def test_step_has_equal_stairs() -> None:
     schedule = build_schedule(ScheduleRequest(name="step", max_layers=8, min_layers=2, span=8, max_variants=4), 8)
     assert schedule.layers == (8, 8, 6, 6, 4, 4, 2, 2)
+    assert build_schedule(ScheduleRequest(name="step", speedup=2, span=3), 24).layers == (18, 12, 6), "a stair a position"
 
 
 def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -86,8 +126,15 @@ def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
     path.write_text(json.dumps({"layers": [6, 5, 3], "warmup_layers": 2}))
     schedule = build_schedule(ScheduleRequest(name=f"table:{path}"), 6)
     assert (schedule.layers, schedule.warmup_layers) == ((6, 5, 3), 2)
-    path.write_text("[6, 4]")
+    path.write_text("[6, 4]", encoding="utf-8-sig")  # as Windows' editors write it
     assert build_schedule(ScheduleRequest(name=f"table:{path}"), 6).layers == (6, 4)
+
+
+def test_anchor_and_most_variants_are_also_a_tables(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("[6, 5, 4, 3]")
+    schedule = build_schedule(ScheduleRequest(name=f"table:{path}", max_variants=2, anchor=Anchor.ABSOLUTE), 6)
+    assert (schedule.layers, schedule.anchor) == ((6, 6, 4, 4), Anchor.ABSOLUTE)
 
 
 def test_what_is_asked_and_does_not_hold_of_a_table_is_told(tmp_path: Path) -> None:

@@ -70,3 +70,13 @@ def test_a_piece_comes_when_its_characters_are_whole(tokens: list[str], pieces: 
 def test_text_that_is_not_utf_8_is_refused_in_one_line() -> None:
     with pytest.raises(CapacityError, match=r"^prompt: 'a.udcff' is not UTF-8; write it in UTF-8$"):
         BYTE_LEVEL.encode("a\udcff")
+
+
+def test_what_the_file_cuts_off_or_pads_is_encoded_as_it_was_given() -> None:
+    backend = Backend.from_str(BYTE_LEVEL._tokenizer.to_str())
+    whole = BYTE_LEVEL.encode("abc")
+    backend.enable_truncation(2)
+    backend.enable_padding(length=5)
+    assert len(backend.encode("abc").ids) == 5
+    assert Tokenizer(backend).encode("abc") == whole
+    assert len(whole) == 3

@@ -77,6 +77,16 @@ def test_a_long_span_is_drawn_in_64_columns_over_its_positions() -> None:
     assert axis.split() == ["0", "999", "and", "on"] and len(axis) == 6 + 64
 
 
+def test_a_long_spans_last_column_is_its_last_position() -> None:
+    schedule = Schedule(name="table", num_layers=3, warmup_layers=1, layers=(3,) * 127 + (2,))
+    assert picture(schedule)[1][6:] == "█" * 63 + "·"
+
+
+def test_early_exit_has_no_warm_up_layers_to_mark() -> None:
+    schedule = Schedule(name="table", num_layers=3, warmup_layers=3, layers=(3, 2, 1))
+    assert picture(schedule)[:3] == ["    2 █··", "    1 ██·", "    0 ███"]
+
+
 def test_the_baseline_is_drawn_without_a_skipped_layer() -> None:
     assert "·" not in "".join(picture(full_depth(3)))
 
@@ -183,3 +193,10 @@ def test_a_reader_that_goes_away_is_no_error(bundle: Path) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_hashes_are_also_checked_for_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifests.write(make_manifest(SCHEDULE, tmp_path), tmp_path)
+    (tmp_path / "head.onnx").write_bytes(b"HEAD.onnx")
+    assert main([str(tmp_path), "--json", "--check-hashes"]) == 2
+    assert capsys.readouterr().out == ""
