@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ def _is_run(data: Any) -> bool:
         summaries = [summary for _, summary in _latencies(data, workloads=True)]
         dict(_conditions(data))
         _workload(data)
-        return "validation_format" in data and all(summary[key] > 0 for summary in summaries for key in ("median", "low", "high"))
+        return "validation_format" in data and all(
+            0 < summary[key] < math.inf for summary in summaries for key in ("median", "low", "high")
+        )
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 

@@ -57,12 +57,27 @@ def test_only_medians_whose_intervals_lie_apart_are_slower_or_faster() -> None:
 
 def test_what_one_process_differs_from_the_next_by_is_not_significant() -> None:
     new = copy.deepcopy(RUN)
-    for ratio, verdict in ((1.08, "same"), (1.12, "slower"), (0.95, "same"), (0.89, "faster")):
+    for ratio, verdict in ((1.08, "same"), (1.12, "slower"), (0.95, "same"), (0.905, "faster")):
         median = 2 * ratio
         new["targets"][0]["latency"][0]["variants"][0]["ms"] = {"median": median, "low": median, "high": median}
         old = copy.deepcopy(RUN)
         old["targets"][0]["latency"][0]["variants"][0]["ms"] = {"median": 2, "low": 2, "high": 2}
         assert [row["verdict"] for row in compare(new, old)["rows"] if row["name"].endswith("v6")] == [verdict]
+
+
+@pytest.mark.parametrize(("low", "high", "verdict"), [(2.5, 3.5, "slower"), (2.2, 3.5, "same"), (2.1, 3.5, "same")])
+def test_however_much_a_median_moved_the_intervals_must_lie_apart(low: float, high: float, verdict: str) -> None:
+    old, new = copy.deepcopy(RUN), copy.deepcopy(RUN)
+    new["targets"][0]["latency"][0]["variants"][0]["ms"] = {"median": 3.0, "low": low, "high": high}
+    assert [row["verdict"] for row in compare(new, old)["rows"] if row["name"].endswith("v6")] == [verdict]
+    back = {"slower": "faster", "same": "same"}[verdict]
+    assert [row["verdict"] for row in compare(old, new)["rows"] if row["name"].endswith("v6")] == [back]
+
+
+def test_every_target_is_compared() -> None:
+    two = copy.deepcopy(RUN)
+    two["targets"][1] = {**RUN["targets"][0], "name": "cuda"}
+    assert [row["name"].partition(",")[0] for row in compare(two, two)["rows"]] == ["cpu"] * 4 + ["cuda"] * 4
 
 
 def test_what_only_one_of_the_runs_measured_is_left_out() -> None:
@@ -75,8 +90,10 @@ def test_what_only_one_of_the_runs_measured_is_left_out() -> None:
     ("path", "value", "told"),
     [
         (("machine", "cpu"), "y", "cpu: x, now y"),
+        (("machine", "cores"), 99, "cores: 2, now 99"),
         (("machine", "gpu"), "NVIDIA H200", "gpu: None, now NVIDIA H200"),
         (("bundle", "model", "name"), "llama", "model: opt, now llama"),
+        (("bundle", "model", "layers"), 4, "layers: 6, now 4"),
         (("bundle", "schedule", "speedup"), 3.0, "schedule: linear, 2.00x fewer layers, now linear, 3.00x fewer layers"),
         (("targets", 0, "threads"), 1, "cpu, threads: 2, now 1"),
         (("targets", 0, "weights"), "int8", "cpu, weights: fp32, now int8"),
@@ -97,9 +114,10 @@ def test_a_run_from_before_the_gpu_was_named_is_compared() -> None:
     assert compare(new, old)["differs"] == []
 
 
-def test_workloads_of_other_lengths_are_not_compared() -> None:
+@pytest.mark.parametrize(("setting", "value"), [("new_tokens", 2), ("workload", [{"prompt_tokens": 64, "new_tokens": 65}])])
+def test_workloads_of_other_lengths_are_not_compared(setting: str, value: Any) -> None:
     new = copy.deepcopy(RUN)
-    new["settings"]["new_tokens"] = 2
+    new["settings"][setting] = value
     compared = compare(new, RUN)
     assert compared["differs"] == ["the workload, which is left out here"]
     assert [row["name"] for row in compared["rows"]] == ["cpu, batch 1, context 32: prefill", "cpu, batch 1, context 32: v6"]
@@ -120,6 +138,7 @@ def test_workloads_of_other_lengths_are_not_compared() -> None:
         json.dumps(RUN).replace('"median"', '"mean"'),
         json.dumps(RUN).replace("0.9", '"fast"'),
         json.dumps(RUN).replace('"token_ms": {"median": 1', '"token_ms": {"median": 0'),
+        json.dumps(RUN).replace('"token_ms": {"median": 1', '"token_ms": {"median": Infinity, "was": 1'),
     ],
 )
 def test_a_file_that_is_no_earlier_run_is_refused(tmp_path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from skipdecode.cli import validate
 from skipdecode.schedule import Anchor
+from skipdecode.validation import validate as validation
 from skipdecode.validation.plans import measure_plans
 from tests.runtime import device
 
@@ -54,6 +55,21 @@ def test_a_plan_that_computes_something_else_is_found(
     assert after is not None
     broken = {row["name"] for row in after if not row["holds"]}
     assert broken == {f"segment_{index:03d}" for index, layers in enumerate(generator.manifest.segments) if 1 in layers}
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_plan_that_differs_is_named_and_exit_is_1(
+    holds: bool, gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = device.load(gpu_bundle(Anchor.ABSOLUTE), "tensorrt-rtx", None, monkeypatch)
+    row = {"name": "segment_001", "pass": "step", "output": "hidden", "relative_error": 0.25}
+    rows = [{**row, "name": "segment_000", "holds": True}, {**row, "holds": holds}]
+    for name in ("measure_cell", "measure_workload", "_gb_per_s"):
+        monkeypatch.setattr(validation, name, lambda *_: None)
+    monkeypatch.setattr(validation, "measure_plans", lambda *_: rows)
+    assert validate.main([str(generator.path), *QUICK, "--quiet"]) == (0 if holds else 1)
+    line = "does not hold: tensorrt-rtx segment_001 (step): hidden differs from ONNX Runtime's by 0.25 of its largest value"
+    assert capsys.readouterr().err.splitlines() == ([] if holds else [line])
 
 
 def test_a_slim_bundle_has_nothing_to_compare_with(

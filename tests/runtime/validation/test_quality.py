@@ -12,8 +12,9 @@ import sacrebleu
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import CapacityError
-from skipdecode.schedule import Schedule
+from skipdecode.schedule import Anchor, Schedule
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
+from skipdecode.validation import quality
 from skipdecode.validation.quality import Example, read_examples, schedule_for, score
 from tests.models import LAYERS
 from tests.zoo import Zoo
@@ -38,11 +39,27 @@ def test_the_best_reference_counts_for_rouge() -> None:
     assert score([e.references[-1] for e in EXAMPLES], EXAMPLES)["rouge_l"]["value"] == pytest.approx(100)
 
 
+def test_rouge_counts_the_words_that_are_too_many_and_those_that_lack() -> None:
+    twice = " ".join(["dogs bark loudly at the moon tonight"] * 2)
+    assert score([twice], EXAMPLES[1:2])["rouge_l"]["value"] == pytest.approx(200 / 3)
+    assert score(["dogs bark loudly"], EXAMPLES[1:2])["rouge_l"]["value"] == pytest.approx(60)
+
+
+def test_an_interval_is_where_95_of_100_resamples_lie() -> None:
+    """Of three examples one is drawn three times in 1 of 27 resamples, the other two alone in 8 of 27."""
+    said = [EXAMPLES[0].references[0], "x", "x"]
+    assert score(said, EXAMPLES)["rouge_l"] == pytest.approx({"value": 100 / 3, "low": 0, "high": 100})
+    wholly = [example.references[0] for example in EXAMPLES]
+    assert score(said, EXAMPLES, wholly)["rouge_l_loss"] == pytest.approx({"value": 200 / 3, "low": 0, "high": 100})
+    assert quality._interval(0.0, range(1001)) == {"value": 0, "low": 25, "high": 975}
+
+
 def test_equal_answers_lose_nothing_and_worse_ones_do() -> None:
     best = [e.references[0] for e in EXAMPLES]
     same = score(best, EXAMPLES, best)["bleu_loss"]
     assert (same["value"], same["low"], same["high"]) == (0, 0, 0)
-    assert score(SAID, EXAMPLES, best)["bleu_loss"]["value"] > 0
+    for loss in (score(SAID, EXAMPLES, best)[name] for name in ("bleu_loss", "rouge_l_loss")):
+        assert 0 < loss["low"] <= loss["value"] <= loss["high"]
 
 
 def test_another_speedup_is_rounded_up_to_the_variants_that_the_bundle_has(zoo: Zoo) -> None:
@@ -58,10 +75,12 @@ def test_another_speedup_is_rounded_up_to_the_variants_that_the_bundle_has(zoo: 
 def test_another_speedup_is_of_the_bundles_own_kind(name: str, kind: str, zoo: Zoo) -> None:
     made = manifests.read(zoo.bundle("opt"))
     every = tuple(dataclasses.replace(made.variants[0], name=f"v{count}", num_layers=count) for count in range(2, LAYERS + 1))
-    own = Schedule(name=name, num_layers=LAYERS, warmup_layers=1, layers=tuple([LAYERS] * 6 + [3] * 6))
+    layers = tuple([LAYERS] * 6 + [3] * 6)
+    own = Schedule(name=name, num_layers=LAYERS, warmup_layers=2, layers=layers, anchor=Anchor.ABSOLUTE)
     manifest = SimpleNamespace(schedule=own, variants=every)
-    wanted = build_schedule(ScheduleRequest(name=kind, speedup=1.5, span=12), LAYERS)
-    assert schedule_for(manifest, 1.5).layers == wanted.layers  # type: ignore[arg-type]
+    wanted = build_schedule(ScheduleRequest(name=kind, speedup=1.5, span=12, warmup_layers=2, anchor=Anchor.ABSOLUTE), LAYERS)
+    found = schedule_for(manifest, 1.5)  # type: ignore[arg-type]
+    assert found == dataclasses.replace(wanted, name="table")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,11 @@ def test_the_interval_holds_the_true_median_in_about_95_of_100_cases() -> None:
     assert 930 <= hits <= 995
 
 
+def test_order_statistics_are_of_the_sorted_values_and_an_outlier_moves_none() -> None:
+    summary = Summary.of([*reversed(range(100)), 1e6])
+    assert summary == Summary(n=101, median=50, low=40, high=61, p90=90, p99=99)
+
+
 def test_a_single_measurement_is_its_own_median() -> None:
     summary = Summary.of([3.0])
     assert (summary.n, summary.median, summary.low, summary.high, summary.p99) == (1, 3.0, 3.0, 3.0, 3.0)

@@ -83,6 +83,10 @@ def test_an_objective_that_cannot_be_read_is_one_line(text: str, says: str) -> N
 def test_an_objective_on_what_is_not_measured_is_refused() -> None:
     with pytest.raises(CapacityError, match="bleu is measured only with --eval; add --eval"):
         check_measured([parse_slo("bleu>=60")], {"--reference"})
+    with pytest.raises(CapacityError, match="rouge_l is measured only with --eval; add --eval"):
+        check_measured([parse_slo("rouge_l>=60")], {"--reference"})
+    with pytest.raises(CapacityError, match="max_logit_error is measured only with --reference; add --reference"):
+        check_measured([parse_slo("max_logit_error<=1")], {"--eval"})
     check_measured([parse_slo("bleu>=60"), parse_slo("tokens_per_s>1")], {"--eval"})
     with pytest.raises(CapacityError, match="p99_token_ms is measured only with --new-tokens 2; add"):
         check_measured([parse_slo("p99_ttft_ms<=9"), parse_slo("p99_token_ms<=9")], set())

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from skipdecode.cli import validate as command
 from skipdecode.cli.validate import main
 from skipdecode.validation import parity
 from skipdecode.validation import validate as validation
+from skipdecode.validation.slo import parse_slo
+from skipdecode.validation.workload import Request
 from tests.runtime.validation.conftest import answer_here
 from tests.zoo import Zoo
 
@@ -58,6 +61,19 @@ def test_an_objective_that_does_not_hold_is_named_and_exit_is_1(trained: Path, c
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert line.startswith("does not hold: p50_token_ms<=0 on cpu: measured ")
+
+
+@pytest.mark.parametrize(("found", "status"), [([True, None], 0), ([True, False], 1), ([False, None], 1)])
+def test_a_variant_that_differs_from_the_reference_is_named_and_exit_is_1(
+    found: list[bool | None], status: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"name": f"v{index}", "holds": holds, "relative_error": 0.25} for index, holds in enumerate(found)]
+    for name in ("check_reference", "measure_cell", "measure_workload", "_gb_per_s"):
+        monkeypatch.setattr(validation, name, lambda *_: None)
+    monkeypatch.setattr(validation, "measure_parity", lambda *_: rows)
+    assert main([str(trained), *QUICK, "--reference", "any", "--quiet"]) == status
+    told = [f"does not hold: cpu v{index} differs" for index, holds in enumerate(found) if holds is False]
+    assert capsys.readouterr().err.splitlines() == [f"{line} from the reference by 0.25 of the largest logit" for line in told]
 
 
 def test_a_file_that_changed_does_not_hold(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +204,31 @@ def test_bad_input_is_one_line_and_exit_2_before_any_long_work(
         status = int(stopped.code or 0)
     (line,) = capsys.readouterr().err.splitlines()
     assert status == 2 and says in line
+
+
+def test_a_speedup_that_the_model_cannot_reach_is_refused_before_any_long_work(
+    trained: Path, eval_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(validation, "_integrity", lambda *_: pytest.fail("began to hash"))
+    assert main([str(trained), *QUICK, "--eval", str(eval_file), "--speedup", "2,99"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--speedup 99 cannot be reached by ")
+
+
+def test_what_is_asked_is_what_is_validated(eval_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[validation.ValidateRequest] = []
+    result = {"resumed": 0, "integrity": {"holds": True}, "targets": [], "slo": [], "holds": True}
+    monkeypatch.setattr(command, "validate", lambda request, progress: asked.append(request) or result)
+    (tmp_path / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
+    lists = ["--batch", "1,2", "--batch", "4", "--context", "8,16", "--speedup", "2,3", "--speedup", "4"]
+    files = ["--workload", str(tmp_path / "lengths.jsonl"), "--eval", str(eval_file)]
+    assert main(["engines", "--quiet", "--threads", "3", *lists, *files, "--new-tokens", "9"]) == 0
+    (request,) = asked
+    assert (request.batches, request.contexts, request.speedups) == ((1, 2, 4), (8, 16), (2, 3, 4))
+    assert (request.threads, request.new_tokens, request.examples_path) == (3, 9, eval_file)
+    assert request.requests == (Request(prompt_tokens=8, new_tokens=6),)
+    assert main(["engines", "--quiet", "--slo", "p50_token_ms<=1"]) == 0, "by default there is a second token"
+    assert asked[1] == validation.ValidateRequest(bundle=Path("engines"), slos=(parse_slo("p50_token_ms<=1"),))
 
 
 def test_lengths_that_a_workload_leaves_no_use_for_are_refused(

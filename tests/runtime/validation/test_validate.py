@@ -1,0 +1,73 @@
+"""What a validation fills in, loads, scores and remembers, nothing of it measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skipdecode import manifest as manifests
+from skipdecode.validation import validate as validation
+from skipdecode.validation.quality import Example
+from skipdecode.validation.validate import ValidateRequest
+from tests.models import LAYERS
+from tests.zoo import Zoo
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "max_length", "filled"),
+    [
+        (8, 2048, ((1, 4), (32, 512), 64, 11)),
+        (2, 48, ((1, 2), (32, 40), 24, 11)),
+        (1, 24, ((1,), (16,), 12, 11)),
+        (1, 18, ((1,), (10,), 9, 9)),
+    ],
+)
+def test_what_was_not_said_is_what_a_service_has_or_the_most_that_the_bundle_takes(
+    max_batch: int, max_length: int, filled: tuple[Any, ...], zoo: Zoo
+) -> None:
+    manifest = manifests.read(zoo.bundle("opt"))
+    limits = dataclasses.replace(manifest.limits, max_batch=max_batch, max_length=max_length)
+    assert manifest.schedule.span == 10
+    request = ValidateRequest(bundle=zoo.bundle("opt"))
+    found = validation._filled(request, dataclasses.replace(manifest, limits=limits), max_length - 8)
+    assert (found.batches, found.contexts, found.prompt_tokens, found.new_tokens) == filled
+
+
+def test_resident_memory_is_of_one_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter((100, 300, 310, 360))
+    monkeypatch.setattr(validation, "resident_bytes", lambda: next(measured))
+    monkeypatch.setattr(validation, "Generator", lambda bundle, *, target, threads: (target, threads))
+    manifest: Any = SimpleNamespace(targets=[SimpleNamespace(name="a"), SimpleNamespace(name="b")])
+    loaded, resident = validation._load(ValidateRequest(bundle=Path(), threads=3), manifest)
+    assert loaded == {"a": ("a", 3), "b": ("b", 3)}
+    assert resident == {"a": 300, "b": 160}
+
+
+def test_every_loss_is_against_full_depth(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "answer", lambda generator, examples, schedule, new: {"texts": [schedule.mean_layers]})
+    monkeypatch.setattr(validation, "score", lambda texts, examples, baseline: {"baseline": baseline})
+    generator: Any = SimpleNamespace(manifest=manifests.read(zoo.bundle("opt")))
+    request = ValidateRequest(
+        bundle=Path(), examples=(Example(prompt="a", references=("b",)),), new_tokens=4, speedups=(1.0, 1.5, 2.0)
+    )
+    rows = validation._measure_quality(generator, request, lambda what, measure: measure())
+    assert [row["name"] for row in rows] == ["full depth", "bundle's own", "1.5x", "2x"]
+    assert [row["own"] for row in rows] == [False, True, False, False]
+    assert [row["baseline"] for row in rows] == [None, [LAYERS], [LAYERS], [LAYERS]]
+    assert rows[1]["texts"] == [generator.manifest.schedule.mean_layers]
+
+
+def test_a_run_does_not_go_on_with_other_examples_or_another_content_of_the_reference(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    request = ValidateRequest(
+        bundle=zoo.bundle("opt"), reference=str(tmp_path), examples=(Example(prompt="a", references=("b",)),)
+    )
+    edited = dataclasses.replace(request, examples=(Example(prompt="a", references=("c",)),))
+    before = validation._identity(request, {})
+    assert validation._identity(request, {}) == before != validation._identity(edited, {})
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    assert validation._identity(request, {}) != before
