@@ -17,6 +17,7 @@ from skipdecode.exporter.supported import check_supported
 from tests.models import CONFIGS, MAX_LENGTH, RELATIVES
 
 NAN, INFINITE = math.nan, math.inf
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": MAX_LENGTH}
 
 
 def _changed(name: str, path: str, value: Any) -> Any:
@@ -53,6 +54,12 @@ def _changed(name: str, path: str, value: Any) -> Any:
         ("granite", "logits_scaling", (0.0, -8.0)),
         ("granite_swa", "layer_rope_theta", ([-1.0, 0.0], [NAN])),
         ("granite", "attention_multiplier", (0.0, -1.0)),
+        ("granite", "embedding_multiplier", (0.0, -12.0)),
+        ("minicpm3", "scale_emb", (0, -1)),
+        ("cohere", "logit_scale", (0.0, NAN)),
+        ("llama", "rope_parameters.low_freq_factor", (0.0,)),
+        ("llama", "rope_parameters.high_freq_factor", (0.0, -4.0)),
+        ("llama", "rope_parameters.long_factor", ([1.0, -1.0],)),
         ("granite", "residual_multiplier", (NAN,)),
         ("minicpm3", "dim_model_base", (0,)),
         ("mpt", "attn_config.softmax_scale", (0.0, NAN)),
@@ -81,6 +88,7 @@ def test_a_number_that_no_model_can_compute_with_is_refused_by_its_setting(name:
         ("gemma2", "attn_logit_softcapping", None),
         ("granite", "residual_multiplier", 0.0),
         ("laguna", "moe_router_logit_softcapping", 0.0),  # off, its default
+        ("gemma3", "rope_parameters.full_attention", LONGROPE),
         ("llama", "logits_scaling", math.nan),  # which is Granite's, and no Llama's code reads
     ],
 )

@@ -79,7 +79,11 @@ def test_a_bundle_ends_rows_as_its_checkpoint_does(zoo: Zoo) -> None:
 @pytest.mark.parametrize(
     ("file", "settings", "named"),
     [
-        ("generation_config", {"repetition_penalty": 1.05, "suppress_tokens": [16]}, "repetition_penalty, suppress_tokens"),
+        (
+            "generation_config",
+            {"repetition_penalty": 1.05, "suppress_tokens": [16], "min_length": 5},
+            "repetition_penalty, suppress_tokens, min_length",
+        ),
         ("generation_config", {"repetition_penalty": 1.0, "suppress_tokens": [], "num_beams": 1, "temperature": 0.6}, None),
         ("config", {"repetition_penalty": 1.3}, "repetition_penalty"),
     ],

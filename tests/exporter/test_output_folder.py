@@ -97,11 +97,12 @@ def test_exports_that_run_under_the_same_process_id_leave_one_another_alone(
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize("name", ["bundle", "bundle[x86]"])
 def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_a_running_one_has_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "bundle"
-    left, others = tmp_path / ".bundle.partial-0123abcd", tmp_path / ".bundle2.partial-0123abcd"
+    out = tmp_path / name
+    left, others = tmp_path / f".{name}.partial-0123abcd", tmp_path / f".{name}2.partial-0123abcd"
 
     def with_one_that_runs() -> None:
         for folder in (left, others):
@@ -184,6 +185,14 @@ def test_a_bundle_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o750
+
+
+def test_an_empty_folder_is_replaced_where_it_is_asked_for(tmp_path: Path) -> None:
+    (out := tmp_path / "bundle").mkdir()
+    with pytest.raises(BundleError, match="exists already; choose another --out, or replace it with --force"):
+        check_out(out, force=False)
+    _write(out, NEW)
+    assert (out / manifests.MANIFEST).read_text() == NEW
 
 
 def _fail_inside(out: Path, error: OSError) -> None:

@@ -101,3 +101,10 @@ def test_no_more_builders_run_than_there_are_cores_and_memory_for(monkeypatch: p
     assert num_builders("tensorrt-rtx", 1 << 20) == 2
     assert num_builders("tensorrt-rtx", 1 << 40) == 1
     assert num_builders("tensorrt", 1 << 20) == 1, "it times its kernels on the one GPU"
+
+
+def test_no_more_builders_run_than_a_containers_memory_is_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen: 1.46 GiB of one whose plan has 403 MB of weights."""
+    monkeypatch.setattr(plan_builders, "usable_cores", lambda: 8)
+    monkeypatch.setattr(plan_builders, "free_memory", lambda: 1500 << 20)
+    assert num_builders("tensorrt-rtx", 100 << 20) == 2

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import os
 from pathlib import Path
 
-from skipdecode.exporter.plan_cache import link_or_copy
+import onnx_ir as ir
+import pytest
+
+from skipdecode.exporter.plan_cache import TIMING_CACHE, content_key, keep_timings, link_or_copy
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile
+
+GRAPH = """<ir_version: 10, opset_import: ["" : 24]> g (float16[B,S,64] x) => (float16[B,S,64] y) { y = Add (x, x) }"""
+REQUEST = PlanRequest(
+    target="tensorrt-rtx", source="x.onnx", plan="x.plan", profiles=(Profile(batch=(1, 1, 4), tokens=(1, 1, 1)),)
+)
+
+
+def _key(version: str = "1.7", gpu: str = "", graph: str = GRAPH, **changes: object) -> str:
+    request = dataclasses.replace(REQUEST, **changes)  # type: ignore[arg-type]
+    return content_key(request, ir.from_onnx_text(graph), version, ("sm89", gpu))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": "1.8"},
+        {"gpu": "NVIDIA L4"},
+        {"graph": GRAPH.replace("Add", "Mul")},
+        {"profiles": (Profile(batch=(1, 1, 8), tokens=(1, 1, 1)),)},
+        {"options": BuilderOptions(workspace_mib=64)},
+        {"options": BuilderOptions(optimization_level=1)},
+        {"capabilities": ("sm86",)},
+    ],
+    ids=str,
+)
+def test_a_plan_of_another_making_has_another_key(changes: dict[str, object]) -> None:
+    assert _key(**changes) != _key()  # type: ignore[arg-type]
+
+
+def test_where_a_plan_lies_is_no_part_of_its_key() -> None:
+    assert _key(source="other/x.onnx", plan="other/x.plan", timing_cache="timing.cache") == _key()
 
 
 def test_a_known_plan_is_one_file_under_two_names_and_one_that_is_gone_is_built(tmp_path: Path) -> None:
@@ -12,3 +50,23 @@ def test_a_known_plan_is_one_file_under_two_names_and_one_that_is_gone_is_built(
     assert not link_or_copy(plan, path) and not path.exists()
     plan.write_bytes(b"kernels")
     assert link_or_copy(plan, path) and path.samefile(plan)
+
+
+def test_a_known_plan_is_copied_where_the_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(plan: Path, path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(plan))
+
+    monkeypatch.setattr(os, "link", link)
+    plan, path = tmp_path / "old.plan", tmp_path / "new.plan"
+    plan.write_bytes(b"kernels")
+    assert link_or_copy(plan, path) and path.read_bytes() == b"kernels"
+
+
+def test_what_was_timed_for_the_bundle_that_is_replaced_is_not_timed_again(tmp_path: Path) -> None:
+    replaced, partial = tmp_path / "bundle", tmp_path / "partial"
+    for folder in (replaced, partial):
+        (folder / "targets" / "tensorrt").mkdir(parents=True)
+    kept = Path(keep_timings(replaced, partial, "targets/tensorrt"))
+    assert kept == partial / "targets" / "tensorrt" / TIMING_CACHE and not kept.exists(), "nothing is known yet"
+    (replaced / "targets" / "tensorrt" / TIMING_CACHE).write_bytes(b"timings")
+    assert Path(keep_timings(replaced, partial, "targets/tensorrt")).read_bytes() == b"timings"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 
-from skipdecode.exporter.reference_run import _states
+from skipdecode.exporter.reference_run import _load, _states
 from skipdecode.schedule import full_depth
-from tests.models import RELATIVES
+from tests.models import LAYERS, RELATIVES
+from tests.zoo import Zoo
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,19 @@ def test_a_model_may_have_no_attention_at_all(name: str, settings: dict[str, obj
     found = _states(model, full_depth(2), [5, 6, 7], [8, 9])
     assert {name.rpartition(".")[0] for name in found} <= {"past_conv_state", "past_recurrent_state"}
     assert {name.rpartition(".")[2] for name in found} == {"0", "1"}
+
+
+def test_keys_that_transformers_caches_once_for_each_query_are_those_of_the_models_own_heads() -> None:
+    """Falcon's."""
+    config = RELATIVES["falcon"]()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    found = _states(model, full_depth(LAYERS), [5, 6, 7], [8, 9])
+    assert config.num_kv_heads < config.num_attention_heads
+    assert {array.shape[:2] for array in found.values()} == {(config.num_kv_heads, 4)}
+
+
+def test_the_reference_computes_in_fp32_with_the_weights_that_the_bundle_has_rounded(zoo: Zoo) -> None:
+    given, taken = zoo.model("llama").state_dict(), _load(zoo.checkpoint("llama"), torch.float16).state_dict()
+    assert any((given[name] != weight).any() for name, weight in taken.items())
+    for name, weight in taken.items():
+        torch.testing.assert_close(weight, given[name].half().float(), rtol=0, atol=0)

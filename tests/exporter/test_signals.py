@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from skipdecode.exporter import cli, command
+from skipdecode.exporter.output_folder import fresh_folder
 from skipdecode.exporter.signals import ending_on_signals, uninterrupted
 from tests.zoo import Zoo
 
@@ -46,6 +48,39 @@ def test_who_presses_ctrl_c_again_and_again_does_not_keep_it_from_clearing_up() 
         interrupted()
     signal.raise_signal(signal.SIGINT)
     assert (caught.value.code, cleared) == (130, [True])
+
+
+def test_an_export_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with ending_on_signals() as check:
+        signal.raise_signal(signal.SIGHUP)
+        check()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_who_presses_ctrl_c_while_a_folder_is_removed_leaves_no_half_of_it(
+    replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own, half-written, or the bundle that it has replaced."""
+    out, rmtree = tmp_path / "bundle", shutil.rmtree
+    if replaced:
+        out.mkdir()
+
+    def interrupted(folder: Path, **options: bool) -> None:
+        signal.raise_signal(signal.SIGINT)
+        rmtree(folder, **options)
+
+    def ended() -> None:
+        with ending_on_signals(), contextlib.suppress(ConnectionError), fresh_folder(out, force=True) as partial:
+            (partial / "file").write_bytes(b"x")
+            if not replaced:
+                raise ConnectionError
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(SystemExit):
+        ended()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == (["bundle", "bundle/file"] if replaced else [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -16,6 +16,7 @@ from skipdecode.cuda import Gpu
 from skipdecode.errors import SkipDecodeError
 from skipdecode.exporter import feasible, tensorrt_target
 from skipdecode.exporter.export import export
+from skipdecode.exporter.targets import parse_targets
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from tests.exporter.plan_requests import longer_checkpoint, plan_request
 from tests.standin import package
@@ -31,6 +32,22 @@ def _as_tensorrt(patch: pytest.MonkeyPatch) -> None:
 def _at_hand(patch: pytest.MonkeyPatch, name: str = "a GPU", memory_bytes: int = 1 << 30) -> None:
     for module in (feasible, tensorrt_target):
         patch.setattr(module, "gpu_at_hand", lambda: Gpu(name=name, capability="sm89", memory_bytes=memory_bytes))
+
+
+@pytest.mark.parametrize(
+    ("target", "gpus"),
+    [
+        ("tensorrt-rtx", ("sm80 and later", "")),
+        ("tensorrt-rtx:sm86,sm89", ("sm86 sm89", "")),
+        ("tensorrt", ("sm89", "NVIDIA L4")),
+    ],
+)
+def test_plans_are_for_the_gpus_that_are_named_or_the_one_at_hand_or_all_that_the_library_serves(
+    target: str, gpus: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_tensorrt(monkeypatch)
+    _at_hand(monkeypatch, name="NVIDIA L4")
+    assert tensorrt_target._gpus(*parse_targets([target])) == gpus
 
 
 @pytest.mark.parametrize("version", package.VERSIONS)
@@ -72,6 +89,9 @@ def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it
     says = r"--max-length: a row of 600 tokens takes \d MiB beside \d MiB of weights, the GPU \(a GPU\) has \d MiB; choose "
     for slots, remedy in ((599, "512 or less"), (200, "128 or less"), (100, "--quantize int4, or a larger GPU")):
         assert re.fullmatch(says + remedy, refused(slots))
+    assert "MiB are free, the bundle needs" in refused(600)
+    weights, wanted["quantize"] = weights * 5 // 16, "int4"
+    assert re.fullmatch(says + "a larger GPU", refused(100))
     assert "MiB are free, the bundle needs" in refused(600)
 
 

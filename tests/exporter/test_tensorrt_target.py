@@ -22,7 +22,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.kv_buffer import LEAST_SLOTS
-from skipdecode.model import Keys
+from skipdecode.model import Keys, StateLayers
 from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
@@ -116,6 +116,8 @@ def test_a_slim_bundle_of_plans_holds_plans_alone(plans_only: Path) -> None:
     assert {"embed.plan", "head.plan", "segment_000.plan"} <= plans
     others = {"bundle.json", "config.json", "generation_config.json", "genai_config.json", "keys.json", "tied.bin"}
     assert names - plans <= others
+    (target,) = manifests.read(plans_only).targets
+    assert target.head_weight_bytes > (plans_only / TARGET / "tied.bin").stat().st_size, "which a step reads, too"
 
 
 def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
@@ -247,6 +249,9 @@ def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to
         with pytest.raises(TargetError, match="choose --max-length 640 or less, or fewer --max-batch rows"):
             tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=length, max_batch=10**5), full_depth(6))
     tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
+    skeleton.state_layers = (StateLayers(layers=(5,), keys=Keys(num_heads=2, head_size=32), keys_of=None, states=()),)
+    with pytest.raises(TargetError, match="choose --max-length 256 or less"):
+        tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
 
 
 def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be_split_is_not() -> None:

@@ -63,6 +63,19 @@ def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) 
     assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
 
 
+def test_tokens_that_stand_beside_it_get_their_ids_in_whatever_order_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json")).get_vocab_size()
+    theirs = {size + 1: tokenizers.AddedToken("<|im_end|>"), size: tokenizers.AddedToken("<|im_start|>")}
+    loaded = SimpleNamespace(backend_tokenizer=SimpleNamespace(get_added_tokens_decoder=lambda: theirs))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: loaded)
+    copy_tokenizer(_E2E, tmp_path, CONFIGS["llama"]().__class__(vocab_size=size + 2), MAX_LENGTH)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [made.token_to_id(content) for content in ("<|im_start|>", "<|im_end|>")] == [size, size + 1]
+    assert caplog.messages == []
+
+
 def test_tokens_that_would_get_other_ids_are_left_out_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,6 +99,61 @@ def test_padding_that_a_tokenizer_was_saved_with_is_no_other_ids(tmp_path: Path,
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
     assert caplog.messages == []
+
+
+_AROUND = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "</s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "<pad>", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {text: {"id": text, "ids": [id_], "tokens": [text]} for text, id_ in (("</s>", 2), ("<pad>", 1))},
+}
+
+
+def test_what_else_c_services_read_tells_the_ids_around_a_text_the_length_and_a_class_that_they_know(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    own = json.loads((_E2E / "tokenizer.json").read_text(encoding="utf-8"))
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (model / "tokenizer.json").write_text(json.dumps({**own, "post_processor": _AROUND, "truncation": cut}))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend", "eos_token": "</s>"}')
+    copy_tokenizer(model, bundle, CONFIGS["opt"](), MAX_LENGTH)
+    written = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in bundle.glob("*.json")}
+    told = written["tokenization"]
+    assert (told["before"], told["after"]) == ([2], [1])
+    assert told["special"] == [token["id"] for token in own["added_tokens"] if token["special"]]
+    assert all(sample["ids"][0] == 2 and sample["ids"][-1] == 1 for sample in told["samples"])
+    assert max(len(sample["ids"]) for sample in told["samples"]) > 3, "whole, however the tokenizer would cut them"
+    assert written["genai_config"] == {"model": {"type": "opt", "context_length": MAX_LENGTH}}
+    assert written["tokenizer_config"] == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+
+
+def test_the_files_of_a_checkpoint_that_chats_are_those_of_its_bundle(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    names = (
+        "config.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "merges.txt",
+    )
+    for name in names:
+        (model / name).write_text(f'{{"this is": "{name}"}}')
+    shutil.copyfile(_E2E / "tokenizer.json", model / "tokenizer.json")
+    copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
+    for name in (*names, "tokenizer.json"):
+        assert (bundle / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_a_model_without_a_checkpoint_has_its_configuration_and_no_tokenizer(tmp_path: Path) -> None:
+    copy_tokenizer(None, tmp_path, CONFIGS["llama"](), MAX_LENGTH)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "llama"
 
 
 @pytest.mark.parametrize(("settings", "warned"), [({}, False), ({"add_prefix_space": True}, True)])

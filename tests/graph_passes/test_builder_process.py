@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -15,7 +17,8 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.errors import TargetError
-from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, build_in_process
+from skipdecode.graph_passes import compile_tensorrt
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process
 
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 
@@ -56,6 +59,22 @@ def test_of_what_a_failed_process_says_the_last_line_is_told(
         build_in_process(
             PlanRequest(target="tensorrt-rtx", source="", plan=str(tmp_path / "x.plan"), profiles=(DECODE,)), threading.Event()
         )
+
+
+def test_a_builder_is_asked_for_all_that_the_export_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = PlanRequest(
+        target="tensorrt-rtx", source="x.onnx", plan="x.plan", profiles=(DECODE,), capabilities=("sm86", "sm89"),
+        options=BuilderOptions(workspace_mib=64, optimization_level=1), timing_cache="timing.cache",
+    )  # fmt: skip
+    _in_its_place(f"cat > {tmp_path}/asked", tmp_path, monkeypatch)
+    build_in_process(request, threading.Event())
+    built: list[PlanRequest] = []
+    monkeypatch.setattr(sys, "stdin", io.StringIO((tmp_path / "asked").read_text()))
+    monkeypatch.setattr(compile_tensorrt, "_end_with", lambda parent: None)
+    monkeypatch.setattr(compile_tensorrt, "build_plan", built.append)
+    assert compile_tensorrt._main() == 0
+    (made,) = built
+    assert dataclasses.replace(made, capabilities=tuple(made.capabilities)) == request
 
 
 def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

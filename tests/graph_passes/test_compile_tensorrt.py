@@ -239,9 +239,13 @@ def test_what_the_builder_may_spend_is_told_to_it() -> None:
     polygraphy = tensorrt.polygraphy("tensorrt-rtx", "backend.trt")
     found = []
     for options in (BuilderOptions(), BuilderOptions(workspace_mib=64, optimization_level=1)):
-        request = PlanRequest(target="tensorrt-rtx", source="", plan="", profiles=(), options=options)
+        request = PlanRequest(
+            target="tensorrt-rtx", source="", plan="", profiles=(), options=options, capabilities=("sm86", "sm89")
+        )
         config = compile_tensorrt._config(trt, polygraphy, builder, network, request)
         found.append((config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE), config.builder_optimization_level))
+        made_for = [config.get_compute_capability(index) for index in range(config.num_compute_capabilities)]
+        assert made_for == [trt.ComputeCapability.SM86, trt.ComputeCapability.SM89]
         assert config.max_aux_streams == 0, "a graph that is captured holds one stream's work"
         assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION), "or no CUDA graph catches its plans"
     assert found[0][1] == 3 and found[0][0] > 1 << 30
@@ -261,16 +265,17 @@ def test_what_the_parser_ignores_is_an_error(part: Part, tmp_path: Path) -> None
     assert not (tmp_path / "engine.plan").exists()
 
 
-def test_a_buffer_that_is_not_updated_in_place_is_an_error(part: Part, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["key", "value"])
+def test_a_buffer_that_is_not_updated_in_place_is_an_error(kind: str, part: Part, tmp_path: Path) -> None:
     graph = part("llama").clone()
-    scatter = next(node for node in graph.graph if node.op_type == "TensorScatter")
+    scatter = next(node for node in graph.graph if node.outputs[0].name == f"present_{kind}.0")
     past = scatter.inputs[0]
     assert past is not None
     doubled = ir.node("Add", [past, past])
     doubled.outputs[0].shape, doubled.outputs[0].type = past.shape, past.type
     graph.graph.insert_before(scatter, doubled)
     scatter.replace_input_with(0, doubled.outputs[0])
-    with pytest.raises(TargetError, match=r"past_key"):
+    with pytest.raises(TargetError, match=rf"the KV update of past_{kind}\.0 is not in place"):
         build(graph, tmp_path, *LOWERING)
 
 

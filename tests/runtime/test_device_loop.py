@@ -77,6 +77,15 @@ def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) 
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+def test_the_first_token_of_the_vocabulary_ends_no_row_where_none_is_to_end_it(load: Load) -> None:
+    """The device has places for as many ids as end rows, also in a run without any."""
+    host = load(False)
+    seeds = ({"max_new_tokens": NEW, "ignore_eos": True, "do_sample": True, "temperature": 99.0, "seed": n} for n in range(40))
+    given = next(each for each in seeds if any(0 in ids[:-1] for ids in _ids(host.generate(PROMPTS, **each))))
+    assert _ids(load(True).generate(PROMPTS, **given)) == _ids(host.generate(PROMPTS, **given))
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
 def test_a_token_comes_while_the_next_steps_are_under_way(load: Load) -> None:
     loop = load(True).device_loop([2], NEW, full_depth(LAYERS))
     under_way = []

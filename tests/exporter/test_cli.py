@@ -1,0 +1,43 @@
+"""skip-export's options: each reaches the export, and what is left out is as a request from Python has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skipdecode.exporter import cli, command
+from skipdecode.exporter.export import ExportRequest
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
+from skipdecode.schedule import Anchor
+from skipdecode.schedule_builders import ScheduleRequest
+
+ALL = (
+    "--schedule power --speedup 3 --max-layers 20 --min-layers 4 --warmup-layers 2 --span 30 --alpha 0.9 --anchor absolute"
+    " --max-variants 5 --max-batch 7 --max-length 99 --dtype bf16 --quantize int4 --quantize-method k-quant --quantize-block 64"
+    " --target cuda --target tensorrt-rtx:sm86,sm89 --workspace 48 --optimization-level 1 --random-weights --slim --force"
+)
+
+
+def _asked(options: str, monkeypatch: pytest.MonkeyPatch) -> ExportRequest:
+    asked: list[ExportRequest] = []
+    monkeypatch.setattr(cli, "export", lambda request, report: asked.append(request))
+    assert command.main(["opt-125m", "--out", "bundle", "--quiet", *options.split()]) == 0
+    (request,) = asked
+    return request
+
+
+def test_every_option_reaches_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = ScheduleRequest(
+        name="power", speedup=3.0, max_layers=20, min_layers=4, warmup_layers=2, span=30, alpha=0.9, max_variants=5,
+        anchor=Anchor.ABSOLUTE,
+    )  # fmt: skip
+    assert _asked(ALL, monkeypatch) == ExportRequest(
+        model="opt-125m", out=Path("bundle"), schedule=schedule, max_batch=7, max_length=99,
+        targets=("cuda", "tensorrt-rtx:sm86,sm89"), dtype="bf16", quantize="int4", quantize_method="k-quant", quantize_block=64,
+        builder=BuilderOptions(workspace_mib=48, optimization_level=1), random_weights=True, slim=True, force=True,
+    )  # fmt: skip
+
+
+def test_what_no_option_names_is_as_in_a_request_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _asked("", monkeypatch) == ExportRequest(model="opt-125m", out=Path("bundle"))
