@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 DEPTH = 6
@@ -18,6 +19,12 @@ NO_SOURCE = "model.state_layers read keys of layers that have none, or are above
 
 def _keep(data: dict[str, Any], *groups: dict[str, Any]) -> None:
     data["model"]["state_layers"] = list(groups)
+
+
+def _add_this_file(data: dict[str, Any], before: str) -> None:
+    """With its size, so that nothing but its place is wrong."""
+    here = Path(__file__).resolve()
+    data["files"].append({"path": f"{before}{here}", "size": here.stat().st_size, "sha256": ""})
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -101,6 +108,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "file_that_is_there_twice": (lambda d: d["files"].append(d["files"][0]), "files: one is there twice"),
     "absolute_path": (lambda d: d["files"][0].update(path="/etc/passwd"), "outside the bundle"),
     "path_that_climbs_out": (lambda d: d["files"][0].update(path="../x"), "outside the bundle"),
+    "absolute_path_of_a_file_that_is_there": (lambda d: _add_this_file(d, ""), "outside the bundle"),
+    "path_that_climbs_out_to_a_file_that_is_there": (lambda d: _add_this_file(d, "../" * 40), "outside the bundle"),
     "backslash_path": (lambda d: d["files"][0].update(path="..\\x"), "outside the bundle"),
     "path_with_nothing_in_it": (lambda d: d["files"].append({"path": "", "size": 0, "sha256": ""}), "is missing"),
     "path_longer_than_a_name_may_be": (

@@ -121,11 +121,11 @@ class Requests {
     return 200;
   }
 
-  std::unique_ptr<service::Running> Running(size_t prompts = 1) {
+  std::unique_ptr<service::Running> Running(size_t prompts = 1, std::chrono::seconds patience = std::chrono::seconds(20)) {
     service::Completion asked{};
     asked.prompts.assign(prompts, {1, 2, 3});
     asked.gives_ids = true;
-    return std::make_unique<service::Running>(asked, nullptr, service::Clock::now() + std::chrono::seconds(20), &active_);
+    return std::make_unique<service::Running>(asked, nullptr, service::Clock::now() + patience, &active_);
   }
   bool Submit(const service::Running& running) { return batcher_->Submit(running.rows()); }
 
@@ -220,6 +220,35 @@ TEST_CASE("a row that a stop string ended is complete, not cancelled") {
   requests.End();
   CHECK(requests.metrics.completed == 1);
   CHECK(requests.metrics.cancelled == 0);
+}
+
+TEST_CASE("a row that decodes for too long ends with what it has, and says that it ran out of time") {
+  Requests requests;
+  endless = true;
+  auto running = requests.Running(1, std::chrono::seconds(1));
+  REQUIRE(requests.Submit(*running));
+  running->WaitForFirst([] { return false; });
+  std::string whole;
+  while (!running->Ended()) whole = running->Next();
+  CHECK_THAT(whole, Catch::Contains(R"("finish_reason":"timeout")") && Catch::Contains(R"("token_ids":[7,)"));
+  running.reset();
+  requests.End();
+  CHECK(requests.metrics.timed_out == 1);
+  CHECK(requests.metrics.cancelled == 0);
+  CHECK(requests.metrics.running == 0);
+}
+
+TEST_CASE("rows are counted, not requests, those too that the queue has no room for") {
+  Requests requests;
+  CHECK_FALSE(requests.Submit(*requests.Running(9)));  // of a queue of 8
+  const auto running = requests.Running(8);
+  REQUIRE(requests.Submit(*running));
+  while (!running->Ended()) running->Next();
+  requests.End();
+  CHECK(requests.metrics.rejected == 9);
+  CHECK(requests.metrics.accepted == 8);
+  CHECK(requests.metrics.tokens == 8);
+  CHECK(requests.metrics.completed == 8);
 }
 
 TEST_CASE("sums of seconds are told to the microsecond") {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kv_buffer.h"
+#include "schedule.h"
 
 namespace {
 
@@ -130,4 +131,15 @@ TEST_CASE("what states have summed up of a row is forgotten, and nothing else") 
       }
     }
   }
+}
+
+TEST_CASE("a layer has a slot for each position that computes it, and one that no decode step computes has none") {
+  using Slots = std::vector<int64_t>;
+  const auto slots = [](skd::Anchor anchor, int64_t prompt, int64_t fresh) {
+    return skd::SlotsPerLayer(skd::Schedule(6, 1, {5, 5, 3, 2}, anchor), prompt, fresh);
+  };
+  CHECK(slots(skd::Anchor::kGenerated, 7, 10) == Slots{17, 0, 9, 9, 10, 17});
+  CHECK(slots(skd::Anchor::kGenerated, 7, 1) == Slots{8, 0, 8, 8, 8, 8});
+  CHECK(slots(skd::Anchor::kAbsolute, 7, 10) == Slots{17, 0, 2, 2, 3, 17});
+  CHECK(slots(skd::Anchor::kAbsolute, 1, 1) == Slots{2, 0, 2, 2, 2, 2});
 }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "error.h"
 #include "sampling.h"
 
 namespace {
@@ -122,5 +123,16 @@ TEST_CASE("a draw next to 1 takes one of the tokens that are kept, none of no pr
       CHECK((std::find(kept.ids.begin(), kept.ids.end(), found) != kept.ids.end()));
       CHECK(examples[example][static_cast<size_t>(found)] > -std::numeric_limits<float>::infinity());
     }
+  }
+}
+
+TEST_CASE("settings that are no numbers or out of their range are refused, and not read where nothing is sampled") {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (skd_row_options options : {Options(nan, 0, 1), Options(0, 0, 1), Options(-1, 0, 1), Options(1, 0, nan), Options(1, 0, 0),
+                                  Options(1, 0, -0.5), Options(1, 0, std::nextafter(1.0, 2.0))}) {
+    INFO("temperature " << options.temperature << ", top_p " << options.top_p);
+    CHECK_THROWS_AS(skd::CheckSampling(options), skd::Error);
+    options.do_sample = 0;
+    CHECK_NOTHROW(skd::CheckSampling(options));
   }
 }

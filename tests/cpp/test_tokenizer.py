@@ -55,7 +55,7 @@ def opt_family() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def llama_family() -> tuple[Tokenizer, dict[str, str]]:
-    """SentencePiece's BPE as transformers converts it: spaces are characters, unknown characters are bytes."""
+    """SentencePiece's BPE as transformers converts it (add_eos_token): spaces are characters, unknown characters are bytes."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -71,7 +71,7 @@ def llama_family() -> tuple[Tokenizer, dict[str, str]]:
     written = {**json.loads(tokenizer.to_str()), "pre_tokenizer": None}
     written["added_tokens"] = [token for token in written["added_tokens"] if not token["content"].startswith("<0x")]
     tokenizer = Tokenizer.from_str(json.dumps(written))
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     return tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -199,13 +199,50 @@ def test_bytes_that_are_no_text_lose_nothing_of_what_follows(family: tuple[Path,
     assert found["pieces"] == [_pieces(tokenizer, row) for row in ids]
 
 
+def _of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """The entries of single bytes, which byte-level BPE writes in an alphabet of its own."""
+    prints = [byte for byte in range(256) if 0x21 <= byte <= 0x7E or (byte >= 0xA1 and byte != 0xAD)]
+    others = [byte for byte in range(256) if byte not in prints]
+    alphabet = {**{byte: chr(byte) for byte in prints}, **{byte: chr(256 + index) for index, byte in enumerate(others)}}
+    fallback = tokenizer.token_to_id("<0x0A>") is not None
+    found = [tokenizer.token_to_id(f"<0x{byte:02X}>" if fallback else alphabet[byte]) for byte in data]
+    assert all(id_ is not None for id_ in found)
+    return [id_ for id_ in found if id_ is not None]
+
+
+def test_bytes_are_a_character_where_unicode_says_so(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+    """Too long a form, a surrogate, beyond U+10FFFF, or cut off: at the edge of each, and next to it."""
+    bundle, tokenizer = family
+    seconds = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0)
+    leads = (0x80, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1, 0xEC, 0xED, 0xEE, 0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xFF)
+    texts = [
+        bytes([lead, second, *rest]) for lead in leads for second in seconds for rest in (b"", b"\x80", b"\x80\xbf", b"\xbfa")
+    ]
+    ids = [_of_bytes(tokenizer, text) for text in texts]
+    expected = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+    assert driver.ask(command="tokenize", bundle=bundle, texts=[], ids=ids)["whole"] == expected
+    assert sum("\ufffd" not in text for text in expected) > 20
+
+
+@pytest.mark.parametrize("family", ["opt"], indirect=True)
+def test_a_decoder_that_is_not_known_is_left_to_genai(family: tuple[Path, Tokenizer], tmp_path: Path, driver: Driver) -> None:
+    decoder = {"type": "Replace", "pattern": {"Regex": "[x]"}, "content": "y"}
+    bundle = _edited(family[0], tmp_path / "engines", "tokenizer.json", lambda data: data.update(decoder=decoder))
+    words = family[1].encode("The Mill is a shop.").ids
+    end = family[1].token_to_id("</s>")
+    found = driver.ask(command="tokenize", bundle=bundle, texts=[], ids=[words, [*words, end], [end], [end, end]])
+    assert found["whole"] == ["The Mill is a shop.", "The Mill is a shop.", "", ""]
+
+
 @pytest.mark.parametrize("family", ["opt"], indirect=True)
 @pytest.mark.parametrize(
     "decoder",
     [
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
         {"type": "Metaspace", "replacement": "e", "prepend_scheme": "never", "split": True},
+        {"type": "Metaspace", "replacement": "e", "prepend_scheme": "first", "split": True},
         {"type": "Strip", "content": "e", "start": 0, "stop": 1},
+        {"type": "Strip", "content": "o", "start": 2, "stop": 0},
         {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "th"}, "content": "tth"}, {"type": "Fuse"}]},
     ],
 )

@@ -66,8 +66,8 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"{name} is {self.metric(name)}, not {value}")
 
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(by)
         code = self.process.wait(timeout=30)
         assert self.process.stdout is not None and self.process.stderr is not None
         self.process.stdout.close()

@@ -1,0 +1,193 @@
+// Sessions at the very edge of what they take, what they tell of a row's first and last token, and the C border's edges.
+// SKD_TEST_BUNDLE: six layers, rows of 48 tokens, four of them.
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "session_helpers.h"
+
+namespace {
+
+skd_session_options RoomFor(uint32_t prompt, uint32_t fresh) {
+  skd_session_options options = Room(1);
+  options.max_prompt_tokens = prompt;
+  options.max_new_tokens = fresh;
+  return options;
+}
+
+int CallsOf(const std::vector<Tokens>& prompts, const skd_row_options& options) {
+  int calls = 0;
+  skipdecode::Generate(Bundle(), prompts, options, [&calls](const skd_event&) { return ++calls > 0; });
+  return calls;
+}
+
+// Code and line, of a status that goes.
+std::pair<skd_code, std::string> Said(skd_status* status) {
+  std::pair<skd_code, std::string> said(skd_status_code(status), skd_status_message(status));
+  skd_status_destroy(status);
+  return said;
+}
+
+}  // namespace
+
+TEST_CASE("a session takes what its limits say to the last row and token, and no more") {
+  const skipdecode::Bundle& bundle = Bundle();
+  CHECK_NOTHROW(skipdecode::Session(bundle, Room(4)));
+  CHECK_THROWS_WITH(skipdecode::Session(bundle, Room(5)), Catch::Contains("5 rows: the bundle takes 1..4"));
+  CHECK_NOTHROW(skipdecode::Session(bundle, RoomFor(47, 1)));
+  CHECK_THROWS_WITH(skipdecode::Session(bundle, RoomFor(48, 0)), Catch::Contains("48 prompt tokens leave no room"));
+  CHECK_NOTHROW(skipdecode::Session(bundle, RoomFor(40, 8)));
+  CHECK_THROWS_WITH(skipdecode::Session(bundle, RoomFor(40, 9)), Catch::Contains("9 new tokens: prompts leave 8"));
+  skipdecode::Session session(bundle, RoomFor(5, 3));
+  CHECK_THROWS_WITH(session.Add(Tokens(6, 5), Options(3)), Catch::Contains("6 tokens: the session takes 5"));
+  CHECK_THROWS_WITH(session.Add(Tokens(5, 5), Options(4)), Catch::Contains("4 new tokens: the session takes 1..3"));
+  CHECK_NOTHROW(session.Add(Tokens(5, 5), Options(3)));
+}
+
+TEST_CASE("a row may fill the bundle's length to the last token") {
+  CHECK(CallsOf({Tokens(40, 5)}, Options(8)) == 8);
+  CHECK_THROWS_WITH(CallsOf({Tokens(40, 5)}, Options(9)), Catch::Contains("40 tokens and 9 new ones exceed the bundle's 48"));
+}
+
+TEST_CASE("a row that ends with its first token is told so, and is gone") {
+  skipdecode::Session session(Bundle(), Room(2));
+  const uint64_t ends = session.Add(kPrompts[0], Options(1)), goes_on = session.Add(kPrompts[1], Options(2));
+  const std::vector<skd_event> first = session.Step();
+  REQUIRE(first.size() == 2);
+  for (const skd_event& event : first) {
+    CHECK(event.prefill != 0);
+    CHECK(event.layers == 6);  // a prompt's pass
+    CHECK(event.finish == (event.row == ends ? SKD_FINISH_LENGTH : SKD_FINISH_NONE));
+  }
+  CHECK_THROWS_WITH(session.Cancel(ends), Catch::Contains("is not in this session"));
+  const std::vector<skd_event> second = session.Step();
+  REQUIRE(second.size() == 1);
+  CHECK(second[0].row == goes_on);
+  CHECK(second[0].prefill == 0);
+  CHECK(session.Step().empty());
+}
+
+TEST_CASE("a last token that ends sequences is a stop, whatever max_new_tokens says") {
+  int stops = 0;
+  for (uint64_t seed = 1; seed < 60; ++seed) {
+    skd_row_options options = Options(20, seed);
+    options.ignore_eos = 0;
+    options.max_new_tokens = static_cast<uint32_t>(Alone(Bundle(), kPrompts[0], options).size());
+    if (options.max_new_tokens == 20) continue;
+    skd_finish last = SKD_FINISH_NONE;
+    skipdecode::Generate(Bundle(), {kPrompts[0]}, options, [&last](const skd_event& event) {
+      last = event.finish;
+      return true;
+    });
+    CHECK(last == SKD_FINISH_STOP);
+    ++stops;
+  }
+  CHECK(stops > 2);
+}
+
+TEST_CASE("a callback that wants no more of a row that has just ended changes nothing for the others") {
+  int calls = 0;
+  skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[1]}, Options(4), [&calls](const skd_event& event) {
+    ++calls;
+    return event.finish == SKD_FINISH_NONE;
+  });
+  CHECK(calls == 8);
+}
+
+TEST_CASE("a callback that has thrown is not called again, for any row") {
+  int calls = 0;
+  CHECK_THROWS_AS(skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[1], kPrompts[2]}, Options(4),
+                                       [&calls](const skd_event&) -> bool {
+                                         ++calls;
+                                         throw std::logic_error("mine");
+                                       }),
+                  std::logic_error);
+  CHECK(calls == 1);
+}
+
+TEST_CASE("all prompts are checked before one runs, and the wrong one is named") {
+  int calls = 0;
+  CHECK_THROWS_WITH(
+      skipdecode::Generate(Bundle(), {{5}, {6}, {99}}, Options(3), [&calls](const skd_event&) { return ++calls > 0; }),
+      Catch::StartsWith("prompt 2: token id 99 is outside the vocabulary"));
+  CHECK(calls == 0);
+}
+
+TEST_CASE("row i of a call samples as generator_row + i") {
+  skd_row_options options = Options(12, 9);
+  options.generator_row = 5;
+  std::vector<Tokens> found(3);
+  skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[0], kPrompts[0]}, options, [&found](const skd_event& event) {
+    found[event.row].push_back(event.token);
+    return true;
+  });
+  for (uint32_t row = 0; row < 3; ++row) {
+    options.generator_row = 5 + row;
+    CHECK(found[row] == Alone(Bundle(), kPrompts[0], options));
+  }
+  CHECK(found[0] != found[1]);
+}
+
+TEST_CASE("nanoseconds of prompts and steps are some, and no more than went by") {
+  skipdecode::Session session(Bundle(), Room(1));
+  const auto began = std::chrono::steady_clock::now();
+  session.Add(kPrompts[0], Options(20));
+  while (!session.Step().empty()) {
+  }
+  const std::chrono::nanoseconds passed = std::chrono::steady_clock::now() - began;
+  const skd_counters counters = session.counters();
+  CHECK(counters.prefill_ns > 0);
+  CHECK(counters.decode_ns > 0);
+  CHECK(counters.prefill_ns + counters.decode_ns <= static_cast<uint64_t>(passed.count()));
+}
+
+TEST_CASE("a bundle's information is in its fields") {
+  const skd_bundle_info info = Bundle().info();
+  CHECK(info.num_layers == 6);
+  CHECK(info.num_variants == 5);
+  CHECK(info.num_segments == 6);
+  CHECK(info.max_length == 48);
+  CHECK(info.max_batch == 4);
+  CHECK(info.vocab_size == 99);
+  CHECK(std::string(info.dtype) == "float32");
+  CHECK(info.load_s > 0);
+}
+
+TEST_CASE("a caller that knows fewer fields is given these, and no byte behind them is written") {
+  skd_bundle_info info{};
+  info.struct_size = offsetof(skd_bundle_info, num_variants);
+  info.num_variants = 12345;
+  CHECK(Said(skd_bundle_get_info(Bundle().get(), &info)).first == SKD_OK);
+  CHECK(info.num_layers == 6);
+  CHECK(info.num_variants == 12345);
+  CHECK(info.struct_size == offsetof(skd_bundle_info, num_variants));
+}
+
+TEST_CASE("options that are NULL are the defaults, which the header tells") {
+  skd_session* session = nullptr;
+  uint64_t row = 7;
+  REQUIRE(Said(skd_session_create(Bundle().get(), nullptr, &session)).first == SKD_OK);
+  const std::string all = "64 new tokens: the session takes 1..24";
+  CHECK_THAT(Said(skd_session_add(session, kPrompts[0].data(), kPrompts[0].size(), nullptr, &row)).second, Catch::Contains(all));
+  CHECK(row == 7);  // untouched
+  skd_session_destroy(session);
+}
+
+TEST_CASE("a step that has no room for all rows is refused before it runs") {
+  skd_session* session = nullptr;
+  const skd_session_options room = Room(2);
+  REQUIRE(Said(skd_session_create(Bundle().get(), &room, &session)).first == SKD_OK);
+  skd_event events[2];
+  size_t count = 9;
+  CHECK(Said(skd_session_step(session, events, 1, &count)) ==
+        std::pair(SKD_ERROR_INTERNAL, std::string("events has room for fewer than max_rows; see skipdecode.h")));
+  CHECK(Said(skd_session_step(session, nullptr, 2, &count)).first == SKD_ERROR_INTERNAL);
+  CHECK(Said(skd_session_step(session, events, 2, nullptr)).first == SKD_ERROR_INTERNAL);
+  CHECK(count == 9);
+  CHECK(Said(skd_session_step(session, events, 2, &count)).first == SKD_OK);
+  CHECK(count == 0);
+  skd_session_destroy(session);
+}
