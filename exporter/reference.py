@@ -43,7 +43,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     Raises:
         ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take, or its
             attention is flex_attention or sees later tokens.
-        ScheduleError: the schedule is none, was made for another depth, or skips a layer whose keys and values others read, or
+        ScheduleError: no Schedule, one for another depth, or one that skips a layer whose keys and values others read, or
             `prompt_length` is none of these. Raised by the model: a cache that holds tokens, several sequences in a row, counts
             of another number of rows, no labels, a mixture's loss that balances experts beside an attention mask, a replica of
             DataParallel's.
