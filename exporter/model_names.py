@@ -35,23 +35,20 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     """
     if not model:  # a path would take it for the folder one is in
         raise ModelNotSupportedError("is empty", _NAME, where="MODEL")
-    size = _short_opt(model)
     folder = Path(model)
     if not is_utf8(folder):
         raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
-    if size is not None and not folder.is_dir():
-        return _opt_config(size), None
     if folder.is_dir():
         _check_no_adapter(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
-    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
         check_permitted(folder / "config.json")
-    if not folder.is_dir() and (
-        folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model)
-    ):
+        return _read_config(model), folder
+    if (size := _short_opt(model)) is not None:
+        return _opt_config(size), None
+    if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         raise ModelNotSupportedError("is not a folder", _NAME, where=model)
-    return _read_config(model), folder if folder.is_dir() else None
+    return _read_config(model), None
 
 
 def is_utf8(path: Path) -> bool:
