@@ -7,6 +7,7 @@
 #include <map>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 using Tokens = std::vector<int64_t>;
@@ -41,6 +42,13 @@ inline Tokens Alone(const skipdecode::Bundle& bundle, const Tokens& prompt, cons
     return true;
   });
   return tokens;
+}
+
+// Code and line, of a status that goes.
+inline std::pair<skd_code, std::string> Said(skd_status* status) {
+  std::pair<skd_code, std::string> said(skd_status_code(status), skd_status_message(status));
+  skd_status_destroy(status);
+  return said;
 }
 
 inline const std::vector<Tokens> kPrompts = {{5, 6, 7, 8, 9, 10, 11}, {12, 3}, {40, 41, 42, 43}, {90}};

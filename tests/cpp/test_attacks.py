@@ -15,9 +15,9 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.schedule import Schedule
 from tests.attacks.manifest_changes import CHANGES, DEPTH, LEVELS
-from tests.attacks.test_manifest import make_manifest
 from tests.cpp.conftest import BUILD, LIBRARIES, Driver
 from tests.cpp.test_native import environment
+from tests.manifests import make_manifest
 from tests.unprivileged import UNPRIVILEGED
 
 SKD_ERROR_BUNDLE, SKD_ERROR_TARGET = 1, 2

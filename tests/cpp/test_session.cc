@@ -244,18 +244,13 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
 
 TEST_CASE("mistakes at the C border are statuses") {
   skd_session* session = nullptr;
-  skd_status* status = skd_session_create(nullptr, nullptr, &session);
-  REQUIRE(skd_status_code(status) == SKD_ERROR_INTERNAL);
-  REQUIRE(std::string(skd_status_message(status)) == "bundle or session is NULL; see skipdecode.h");
-  skd_status_destroy(status);
+  REQUIRE(Said(skd_session_create(nullptr, nullptr, &session)) ==
+          std::pair(SKD_ERROR_INTERNAL, std::string("bundle or session is NULL; see skipdecode.h")));
   skd_session_options wrong = skd_session_options_default();
   wrong.struct_size = 4096;
-  status = skd_session_create(Bundle().get(), &wrong, &session);
-  REQUIRE(std::string(skd_status_message(status)) == "struct_size is wrong; see skipdecode.h");
-  skd_status_destroy(status);
+  REQUIRE(Said(skd_session_create(Bundle().get(), &wrong, &session)).second == "struct_size is wrong; see skipdecode.h");
   wrong.struct_size = sizeof wrong.struct_size + sizeof wrong.max_rows;  // of a caller that knows fewer fields
-  status = skd_session_create(Bundle().get(), &wrong, &session);
-  REQUIRE(status == nullptr);
+  REQUIRE(skd_session_create(Bundle().get(), &wrong, &session) == nullptr);
   skd_session_destroy(session);
   skd_session_destroy(nullptr);
   skd_bundle_destroy(nullptr);

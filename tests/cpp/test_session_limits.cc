@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "session_helpers.h"
 
@@ -22,13 +21,6 @@ int CallsOf(const std::vector<Tokens>& prompts, const skd_row_options& options) 
   int calls = 0;
   skipdecode::Generate(Bundle(), prompts, options, [&calls](const skd_event&) { return ++calls > 0; });
   return calls;
-}
-
-// Code and line, of a status that goes.
-std::pair<skd_code, std::string> Said(skd_status* status) {
-  std::pair<skd_code, std::string> said(skd_status_code(status), skd_status_message(status));
-  skd_status_destroy(status);
-  return said;
 }
 
 }  // namespace

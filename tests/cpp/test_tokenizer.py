@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from skipdecode import text
 from skipdecode.exporter.export import ExportRequest, export
@@ -201,9 +202,7 @@ def test_bytes_that_are_no_text_lose_nothing_of_what_follows(family: tuple[Path,
 
 def _of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """The entries of single bytes, which byte-level BPE writes in an alphabet of its own."""
-    prints = [byte for byte in range(256) if 0x21 <= byte <= 0x7E or (byte >= 0xA1 and byte != 0xAD)]
-    others = [byte for byte in range(256) if byte not in prints]
-    alphabet = {**{byte: chr(byte) for byte in prints}, **{byte: chr(256 + index) for index, byte in enumerate(others)}}
+    alphabet = bytes_to_unicode()
     fallback = tokenizer.token_to_id("<0x0A>") is not None
     found = [tokenizer.token_to_id(f"<0x{byte:02X}>" if fallback else alphabet[byte]) for byte in data]
     assert all(id_ is not None for id_ in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -52,6 +53,11 @@ class Server:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
+
+    def streamed(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        """The pieces of an answer, without the word that ends them."""
+        _, text = self.post(json.dumps({**asked, "stream": True}).encode())
+        return [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^skipdecode_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)

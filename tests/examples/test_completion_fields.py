@@ -29,8 +29,7 @@ def text_of(server: Server, **asked: Any) -> str:
 
 
 def pieces(server: Server, **asked: Any) -> list[dict[str, Any]]:
-    _, text = server.post(json.dumps({"prompt": PROMPT, "stream": True, **asked}).encode())
-    return [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    return server.streamed({"prompt": PROMPT, **asked})
 
 
 def test_without_settings_16_tokens_are_sampled_and_anew_for_each_request(server: Server) -> None:

@@ -189,8 +189,7 @@ def test_a_bundle_without_a_tokenizer_takes_and_gives_token_ids(bundle: Path, tm
     asked: dict[str, Any] = {"prompt": list(expected.prompt_ids), "max_tokens": 20, "temperature": 0}
     (choice,) = json.loads(ids.post(json.dumps(asked).encode())[1])["choices"]
     assert (choice["token_ids"], choice["text"]) == (list(expected.token_ids), "")
-    _, streamed = ids.post(json.dumps({**asked, "stream": True}).encode())
-    pieces = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    pieces = ids.streamed(asked)
     assert [id_ for piece in pieces for choice in piece["choices"] for id_ in choice["token_ids"]] == list(expected.token_ids)
     status, text = ids.post(json.dumps({**asked, "stop": "."}).encode())
     assert status == 400 and "stop is a text, and this model has no tokenizer: leave it out" in text

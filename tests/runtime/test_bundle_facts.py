@@ -8,7 +8,7 @@ from pathlib import Path
 from skipdecode import manifest as manifests
 from skipdecode.bundle_facts import facts
 from skipdecode.schedule import Schedule
-from tests.attacks.test_manifest import make_manifest
+from tests.manifests import make_manifest
 
 SCHEDULE = Schedule(name="table", num_layers=6, warmup_layers=1, layers=(5, 4, 4, 2))
 SLOT = 2 * 2 * 4  # numbers: keys and values of 2 heads of 4

@@ -23,7 +23,7 @@ from skipdecode.generation import Row, Step
 from skipdecode.model import StateLayers
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Schedule, full_depth
-from tests.attacks.test_manifest import make_manifest
+from tests.manifests import make_manifest
 from tests.models import LAYERS, MAX_LENGTH, VOCABULARY
 from tests.zoo import Zoo
 

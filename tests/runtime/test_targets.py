@@ -14,7 +14,7 @@ from skipdecode.cpu import cpu_features
 from skipdecode.errors import TargetError
 from skipdecode.schedule import full_depth
 from skipdecode.targets import choose_target, load_engines
-from tests.attacks.test_manifest import make_manifest
+from tests.manifests import make_manifest
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
 from skipdecode.model import Keys, State, StateLayers
 from skipdecode.schedule import Schedule, full_depth
-from tests.attacks.test_manifest import make_manifest
+from tests.manifests import make_manifest
 from tests.models import LAYERS
 from tests.zoo import Zoo
 

@@ -12,7 +12,7 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main
 from skipdecode.schedule import Schedule
-from tests.attacks.test_manifest import make_manifest
+from tests.manifests import make_manifest
 
 MIB = 1 << 20
 FILES = {"embed.onnx": 40, "head.onnx": 2, **{f"segment_{index}.onnx": 3 + index for index in range(5)}, "segment_1.bin": 1200}
