@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,14 @@ class CudaDevice:
     def __init__(self) -> None:
         self._driver, self._device = driver, device = _first_gpu()
         self._context = _checked(driver, driver.cuDevicePrimaryCtxRetain(device))
-        self._stream = self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        try:
+            self._objects = _spare.pop()
+        except IndexError:
+            self._objects = _Objects(stream=self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        weakref.finalize(self, _spare.append, self._objects)
+        self._stream = self._objects.stream
         self.stream = int(self._stream)
         self.capturing = self._settled = False
-        self._events: list[Any] = []  # that nobody waits for: made once, recorded again and again
         self._event_flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
     @property
@@ -86,7 +90,8 @@ class CudaDevice:
     def mark(self) -> Call:
         """As `Device.mark`: an event."""
         driver = self._driver
-        event = self._events.pop() if self._events else self._call(driver.cuEventCreate, self._event_flags)
+        events = self._objects.events
+        event = events.pop() if events else self._call(driver.cuEventCreate, self._event_flags)
         self._call(driver.cuEventRecord, event, self._stream)
         return _Mark(self, event)
 
@@ -182,10 +187,11 @@ class CudaDevice:
 
     def turn_around(self) -> TurnAround:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
-        driver = self._driver
-        module = self._call(driver.cuModuleLoadData, ptx() + b"\0")
-        kernel = self._call(driver.cuModuleGetFunction, module, KERNEL.encode())
-        self._turn_around_module = module
+        driver, objects = self._driver, self._objects
+        if objects.turn_around is None:
+            module = self._call(driver.cuModuleLoadData, ptx() + b"\0")  # stays loaded, whoever drops its handle
+            objects.turn_around = self._call(driver.cuModuleGetFunction, module, KERNEL.encode())
+        kernel = objects.turn_around
 
         def run(state: SkdTurnaround) -> None:
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(state))
@@ -255,6 +261,18 @@ def _checked(driver: Any, answer: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Objects:
+    """What a device made in the driver, for the next: a stream is never destroyed, as engines with it may go after the device."""
+
+    stream: Any
+    events: list[Any] = field(default_factory=list)  # that nobody waits for: made once, recorded again and again
+    turn_around: Any = None  # the kernel, once it is loaded
+
+
+_spare: list[_Objects] = []  # of devices that are gone
+
+
 class _Owned:
     """What a finalizer can watch."""
 
@@ -273,7 +291,7 @@ class _Mark:
         self._device._call(self._device._driver.cuEventSynchronize, self._event)
 
     def __del__(self) -> None:
-        self._device._events.append(self._event)
+        self._device._objects.events.append(self._event)
 
 
 def _free(driver: Any, context: Any, function: Callable[..., Any], handle: Any) -> None:

@@ -148,6 +148,17 @@ def test_a_loop_that_makes_way_for_another_leaves_nothing_behind(driver: Path, g
     assert taken == taken[:4] * 3
 
 
+def test_bundles_that_are_loaded_one_after_another_use_the_same_stream_events_and_kernel(
+    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    requests = REQUESTS[:2] * 3
+    answers, once = (
+        json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), requests, *options).stdout) for options in (("anew",), ())
+    )
+    assert answers["generations"] == once["generations"]
+    assert answers["objects"] == [once["objects"][0]] * len(requests)
+
+
 def test_a_driver_that_is_older_than_the_kernels_language_is_one_line(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
     done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], "old")
     assert (done.returncode, done.stderr) == (2, "the NVIDIA driver is older than CUDA 13; install driver 580 or a later one\n")

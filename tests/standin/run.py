@@ -1,8 +1,9 @@
 """`python -m tests.standin.run BUNDLE [WORD ..]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
 
 On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, the bytes that were
-taken after each (the GPU's and pinned ones), and how many steps were launched as a graph, how many events were made, how many
-kernels ran in another context. `plain`: without graphs; `full`: on a GPU whose memory is taken; `without_pinned`,
+taken after each (the GPU's and pinned ones), the streams, events and modules made by then, and how many steps were launched as a
+graph, how many events were made, how many kernels ran in another context. `plain`: without graphs; `anew`: the bundle is loaded
+for each; `full`: on a GPU whose memory is taken; `without_pinned`,
 `without_graphs`, `without_contexts`: no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
 `allocating`: plans are of a version that allocates while they run; `old`: the driver is of a CUDA before 13;
@@ -12,12 +13,14 @@ kernels ran in another context. `plain`: without graphs; `full`: on a GPU whose 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +55,26 @@ def main() -> None:
     target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt.LIBRARIES)
     stands_in = library(bundle, _enqueue, target)
     tensorrt.library = lambda target: stands_in
-    generator = skipdecode.load(bundle, target=target, cuda_graphs="plain" not in sys.argv)
+    load = partial(skipdecode.load, bundle, target=target, cuda_graphs="plain" not in sys.argv)
+    generator = load()
     if "full" in sys.argv:
         _driver.standin_fill()
     for what in {"without_pinned", "without_graphs", "without_contexts"}.intersection(sys.argv):
         ctypes.c_int.in_dll(_driver, f"standin_{what}").value = 1
     _driver.standin_taken.restype = ctypes.c_size_t
-    answers, taken = [], []
+    answers, taken, objects = [], [], []
     for request in json.load(sys.stdin):
+        if "anew" in sys.argv:
+            del generator
+            gc.collect()
+            generator = load()
         made = generator.generate(request.pop("prompts"), **request)
         answers.append({"tokens": [row.token_ids for row in made.sequences], "layers": made.layers})
         taken.append(_driver.standin_taken())
+        objects.append(_driver.standin_objects())
     counts = {"replayed": _driver.standin_replayed(), "events": _driver.standin_events()}
     counts["elsewhere"] = ctypes.c_int.in_dll(_driver, "standin_kernels_of_nothing").value
-    json.dump({"generations": answers, "taken": taken, **counts}, sys.stdout)
+    json.dump({"generations": answers, "taken": taken, "objects": objects, **counts}, sys.stdout)
     if "killed" in sys.argv:
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
