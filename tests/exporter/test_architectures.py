@@ -73,7 +73,7 @@ def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) ->
 
 def test_layers_that_turn_by_bases_of_their_own_may_share_a_segment(tmp_path: Path) -> None:
     config = RELATIVES["granite_swa"]()
-    config.layer_rope_theta, config.layer_types = config.layer_rope_theta[:2], config.layer_types[:2]
+    config.layer_rope_theta, config.layer_types = config.layer_rope_theta[:2], ["full_attention"] * 2
     assert config.layer_rope_theta[0] != config.layer_rope_theta[1]
     _assert_agrees(config, tmp_path)
 
@@ -179,6 +179,7 @@ def test_layers_that_keep_nothing_are_engines_of_their_own_since_a_prompt_passes
         ("gemma4_text", {"global_head_dim": 20}, "has heads of 20"),
         ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "4 heads, no multiple of the 3"),
         ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 in its config.json; write 0 to 3"),
+        ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1 in its config.json; write 0 to 3"),
         ("gemma4_text", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 in its config.json; write 0 to 3"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "has experts with gelu_pytorch_tanh"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends to later tokens"),
@@ -278,12 +279,14 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
     [
         ("llama", {"is_causal": False}, "attends to later tokens"),
         ("llama", {"head_dim": 20}, "has heads of 20, and ONNX Runtime's attention takes multiples of 8"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * LAYERS}, "has layers of chunked_attention, which are none"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "leaves out biases"),
         ("qwen3_5_text", {"linear_num_value_heads": 5}, "linear_num_value_heads is 5 .*; write a multiple of 2"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1 .*; write a whole number from 2 on"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "has convolutions with gelu, where ONNX's have silu"),
         ("nemotron_h", {"mamba_hidden_act": "relu"}, "has convolutions with relu, where ONNX's have silu"),
         ("nemotron_h", {"mamba_num_heads": 3}, "mamba_num_heads is 3 .*; write a multiple of 2"),
+        ("bamba", {"mamba_d_state": 0}, "mamba_d_state is 0 .*; write a whole number from 1 on"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "has experts with silu, where ONNX Runtime's have relu2"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write a whole number from 2 on"),
     ],
@@ -298,11 +301,42 @@ def test_settings_that_no_engine_could_follow_are_refused(name: str, settings: d
         check_supported(config, 48)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bloom", {"slow_but_exact": False, "pretraining_tp": 4}),  # as its largest model says
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 1}),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}),  # among the parts of an image alone
+        ("mixtral", {"num_experts_per_tok": 5}),  # all that there are
+        ("hunyuan_v1_moe", {"moe_topk": [3, 3, 1, 5, 3, 3]}),  # each layer's own
+        ("mixtral", {"hidden_act": "swish"}),
+        ("qwen3_5_text", {"hidden_act": "swish"}),
+        ("deepseek_v3", {"num_experts_per_tok": 4}),  # all of the groups that are chosen
+        ("deepseek_v3", {"topk_group": 4, "num_experts_per_tok": 8}),
+    ],
+)
+def test_settings_next_to_those_that_are_refused_are_taken(name: str, settings: dict[str, Any]) -> None:
+    config = RELATIVES[name]()
+    for key, value in settings.items():
+        setattr(config, key, value)
+    check_supported(config, 48)
+
+
 def test_a_rotary_scaling_that_one_kind_of_layers_has_is_refused_too() -> None:
     config = CONFIGS["gemma3"]()
     check_supported(config, 48)
     config.rope_parameters["full_attention"] |= {"rope_type": "longrope", "original_max_position_embeddings": 16}
     with pytest.raises(ModelNotSupportedError, match="beyond 16 tokens"):
+        check_supported(config, 48)
+
+
+def test_a_factor_for_long_runs_is_refused_whatever_the_scaling_is_called() -> None:
+    """Phi MoE's."""
+    config = RELATIVES["phimoe"]()
+    config.rope_parameters |= {"short_mscale": 1.25, "long_mscale": 7.0, "original_max_position_embeddings": 48}
+    check_supported(config, 48)
+    config.rope_parameters["original_max_position_embeddings"] = 47
+    with pytest.raises(ModelNotSupportedError, match="beyond 47 tokens, --max-length is 48; export with --max-length 47 or less"):
         check_supported(config, 48)
 
 

@@ -21,10 +21,12 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import ort as engines_ort
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.graph_passes.conventions import NORMS, scales_numbers
+from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
+from skipdecode.graph_passes.top_maximum import TopMaximumPass
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.models import MAX_LENGTH
+from tests.models import LAYERS, MAX_LENGTH
 from tests.standin import driver
 from tests.zoo import Zoo
 
@@ -83,6 +85,25 @@ def test_no_norm_has_a_scale_of_each_group_or_head(name: str, bundle: Callable[[
     graphs = [ir.load(path).graph for path in (bundle(name, "fp16", "none") / "targets" / "cuda").glob("*.onnx")]
     norms = [node for graph in graphs for node in graph if node.op_type in NORMS]
     assert norms and all(scales_numbers(node) for node in norms)
+
+
+def test_one_product_makes_query_key_and_value_though_a_checkpoint_has_them_head_by_head(
+    bundle: Callable[[str, str, str], Path],
+) -> None:
+    graphs = [ir.load(path).graph for path in (bundle("bloom", "fp16", "none") / "targets" / "cuda").glob("segment_*.onnx")]
+    attentions = [node for graph in graphs for node in graph if node.op_type == "GroupQueryAttention"]
+    assert len(attentions) == LAYERS and all(node.inputs[1] is node.inputs[2] is None for node in attentions)
+
+
+@pytest.mark.parametrize(
+    ("name", "lowering"),
+    [("falcon_h1", SliceUnevenSplitsPass), ("deepseek_v3", SliceUnevenSplitsPass), ("phimoe", TopMaximumPass)],
+)
+def test_nothing_is_left_that_reads_the_hosts_memory_in_a_graph_or_asks_for_cudnn(
+    name: str, lowering: type[ir.passes.InPlacePass], bundle: Callable[[str, str, str], Path]
+) -> None:
+    engines = [ir.load(path) for path in (bundle(name, "fp16", "none") / "targets" / "cuda").glob("*.onnx")]
+    assert engines and not any(lowering()(engine).modified for engine in engines)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

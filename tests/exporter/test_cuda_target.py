@@ -30,6 +30,7 @@ from skipdecode.targets import load_device_engines
 from skipdecode.trace import Trace
 from skipdecode.validation.step_bytes import StepBytes
 from tests.agreement import assert_gives_the_references_logits
+from tests.exporter.quantised_checkpoints import compressed
 from tests.models import MAX_LENGTH
 from tests.zoo import Zoo
 
@@ -79,6 +80,14 @@ def test_an_absolute_anchor_skips_in_the_prompt_too(zoo: Zoo, tmp_path: Path) ->
     made, engines = _on_cpu(tmp_path / "b")
     decoder = Decoder(engines, made.model, made.schedule, [len(PROMPTS[0])], NEW)
     assert_gives_the_references_logits(decoder, zoo.model("llama").half().float(), PROMPTS[:1], NEW, 0.02)
+
+
+def test_a_row_may_fill_the_bundles_length(zoo: Zoo, tmp_path: Path) -> None:
+    _export(zoo, "llama", tmp_path / "b")
+    made, engines = _on_cpu(tmp_path / "b")
+    prompt = [5 + 7 * position % 90 for position in range(MAX_LENGTH - NEW)]
+    decoder = Decoder(engines, made.model, made.schedule, [len(prompt)], NEW)
+    assert_gives_the_references_logits(decoder, zoo.model("llama").half().float(), [prompt], NEW, 0.02)
 
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.05), ("int4", 0.5)])
@@ -133,6 +142,19 @@ def test_a_layers_experts_are_one_operator_in_the_narrow_dtype_with_its_router_i
     narrow = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
     given = [value for value in mixture.inputs if value is not None]
     assert {value.dtype for value in given} == ({narrow} if plain else {narrow, ir.DataType.UINT8})
+
+
+def test_of_a_checkpoint_in_4_bits_the_head_is_in_8(zoo: Zoo, tmp_path: Path) -> None:
+    """The checkpoint has it in full: in 4 bits it would be nearly all of the error."""
+    checkpoint = compressed(zoo.checkpoint("llama"), tmp_path / "llama", "W4A16")
+    full = ScheduleRequest(name="full")
+    request = ExportRequest(model=str(checkpoint), out=tmp_path / "b", schedule=full, targets=("cuda",), quantize="int4")
+    (target,) = export(request).targets
+    bits = [
+        {node.attributes["bits"].as_int() for node in ir.load(tmp_path / "b" / path).graph if node.op_type == "MatMulNBits"}
+        for path in (target.embed, *target.segments, target.head)
+    ]
+    assert bits == [set(), {4}, {8}]
 
 
 def test_keys_and_values_are_counted_in_the_narrow_dtype(both: Path, capsys: pytest.CaptureFixture[str]) -> None:

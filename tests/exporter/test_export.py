@@ -152,6 +152,21 @@ def test_segments_are_larger_where_no_cpu_engine_shares_them(zoo: Zoo, tmp_path:
         assert len(export(request).segments) == count
 
 
+def test_what_is_being_done_is_told_with_the_part_of_all_that_is_done(zoo: Zoo, tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    request = ExportRequest(
+        model=str(zoo.checkpoint("llama")), out=tmp_path / "b", schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH,
+        dtype="fp16", targets=("cpu", "cuda"), segment_bytes=1,
+    )  # fmt: skip
+    export(request, lambda what, done: told.append((what, done)))
+    segments = [what for what, _ in told if what.startswith("compiling segment")]
+    counts = range(1, LAYERS + 1)
+    assert segments == [f"compiling segment {n} of {LAYERS} for {target}" for target in ("cpu", "cuda") for n in counts]
+    done = [each for _, each in told]
+    assert done == sorted(done) and done[0] == 0 and done[-1] == 1
+    assert [each for what, each in told if what.startswith("compiling segment 4 ")] == pytest.approx([0.625, 0.875])
+
+
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_of_a_mixture_a_step_reads_the_experts_that_it_chooses(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
     """Here 3 of 5, beside attention and router."""

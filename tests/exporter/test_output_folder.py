@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -35,6 +36,11 @@ def test_of_a_link_to_a_bundle_what_it_points_to_is_replaced(zoo: Zoo, tmp_path:
     assert os.readlink(tmp_path / "link") == "bundle"
     assert manifests.read(tmp_path / "bundle").schedule.name == "full"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "link"]
+
+
+def test_folders_above_it_that_are_not_there_are_made(tmp_path: Path) -> None:
+    _write(tmp_path / "models" / "llama" / "bundle", NEW)
+    assert (tmp_path / "models" / "llama" / "bundle" / manifests.MANIFEST).read_text() == NEW
 
 
 def test_the_folder_at_hand_is_replaced_where_it_is_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +145,35 @@ def test_what_a_killed_export_had_put_aside_is_there_again_where_nothing_has_tak
     ]
 
 
+@pytest.mark.parametrize("kind", ["partial", "replaced"])
+def test_what_only_has_the_name_of_something_left_is_let_be(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out, file, link = (tmp_path / name for name in ("bundle", f".bundle.{kind}-01234567", f".bundle.{kind}-89abcdef"))
+    file.write_text("a note")
+    _write(tmp_path / "elsewhere", OLD)
+    link.symlink_to("elsewhere")
+    for path in (file, tmp_path / "elsewhere"):
+        os.utime(path, (1, 1))
+    _write(out, NEW)
+    assert (out / manifests.MANIFEST).read_text() == NEW
+    assert file.read_text() == "a note" and (link / manifests.MANIFEST).read_text() == OLD
+    assert caplog.messages == []
+
+
+def test_where_a_file_system_has_no_locks_exports_go_on_and_clear_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlockable(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unlockable)
+    (left := tmp_path / ".bundle.partial-0123abcd").mkdir()
+    os.utime(left, (1, 1))
+    for content in (OLD, NEW):
+        _write(tmp_path / "bundle", content)
+        assert (tmp_path / "bundle" / manifests.MANIFEST).read_text() == content
+    assert sorted(tmp_path.iterdir()) == [left, tmp_path / "bundle"]
+
+
 def test_what_a_running_export_replaces_is_not_cleared_up_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, found = tmp_path / "bundle", []
     _write(out, OLD)
@@ -232,6 +267,34 @@ def test_an_error_of_a_file_in_the_bundle_is_told_of_out(tmp_path: Path) -> None
 
     with pytest.raises(BundleError, match=r"bundle: cannot be written \(Is a directory\)"):
         write_over_a_folder()
+
+
+def test_an_error_of_a_file_that_is_copied_into_the_bundle_is_told_of_out(tmp_path: Path) -> None:
+    def copy() -> None:
+        with fresh_folder(tmp_path / "bundle", force=False) as partial:
+            raise OSError(
+                errno.ENOSPC, os.strerror(errno.ENOSPC), "/models/tokenizer.json", None, str(partial / "tokenizer.json")
+            )
+
+    with pytest.raises(BundleError, match=r"bundle: cannot be written \(No space left on device\)"):
+        copy()
+
+
+def test_a_folder_that_cannot_be_moved_away_is_told_of_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's volume is one."""
+    out, rename = tmp_path / "bundle", Path.rename
+    _write(out, OLD)
+
+    def mounted(path: Path, target: Path) -> Path:
+        if path == out:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path), None, str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", mounted)
+    with pytest.raises(BundleError, match=r"bundle: cannot be written \(Device or resource busy\)"):
+        _write(out, NEW)
+    assert (out / manifests.MANIFEST).read_text() == OLD
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("force", [False, True])

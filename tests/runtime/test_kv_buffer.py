@@ -12,10 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.device import ALIGNMENT, HostDevice
-from skipdecode.kv_buffer import LEAST_SLOTS, KVBuffer, keys_read, slots_per_layer, state_bytes, static_slots
+from skipdecode.kv_buffer import (
+    LEAST_SLOTS,
+    KVBuffer,
+    fixed_slots,
+    keys_read,
+    plan_slots,
+    slots_per_layer,
+    state_bytes,
+    static_slots,
+)
 from skipdecode.memory import DeviceMemory, HostMemory
 from skipdecode.model import Keys, Model, State, StateLayers
-from skipdecode.schedule import Anchor, Schedule
+from skipdecode.schedule import Anchor, Schedule, full_depth
+from tests.manifests import make_manifest
 from tests.runtime.test_schedule import schedules
 
 
@@ -54,6 +64,28 @@ def test_a_layer_that_reads_anothers_keys_reads_all_the_slots_that_those_have() 
     keys, reader = Keys(num_heads=1, head_size=128), StateLayers(layers=(2,), keys=None, keys_of=0, states=())
     assert static_slots(schedule, 500, (), keys, 2) == (500, 150, 150, 500)
     assert static_slots(schedule, 500, (reader,), keys, 2) == (500, 150, 500, 500)
+
+
+def test_each_row_is_aligned_where_keys_of_some_layers_are_narrower_than_those_of_the_others() -> None:
+    keys, narrow = (
+        Keys(num_heads=1, head_size=128),
+        StateLayers(layers=(1,), keys=Keys(num_heads=1, head_size=24), keys_of=None, states=()),
+    )
+    assert static_slots(full_depth(2), 500, (), keys, 2) == (500, 500)
+    assert static_slots(full_depth(2), 500, (narrow,), keys, 2) == (512, 512), "500 slots of 48 bytes end between two addresses"
+
+
+def test_a_prompts_keys_pass_through_layers_that_no_step_computes_at_the_longest_length() -> None:
+    never = Schedule(name="step", num_layers=4, warmup_layers=1, layers=(2,), anchor=Anchor.ABSOLUTE)
+    assert static_slots(never, 500, (), Keys(num_heads=1, head_size=128), 2) == (500,) * 4
+    assert fixed_slots(slots_per_layer(never, 3, 9), (500,) * 4) == (500, 0, 0, 500), "and none of them is kept"
+
+
+def test_slots_of_plans_are_those_of_the_targets_numbers(tmp_path: Path) -> None:
+    made = make_manifest(full_depth(2), tmp_path)
+    made = dataclasses.replace(made, limits=dataclasses.replace(made.limits, max_length=129))
+    for name, slots in (("tensorrt-rtx", 144), ("cpu", 136)):
+        assert plan_slots(made, dataclasses.replace(made.targets[0], name=name)) == (slots, slots)
 
 
 MODEL = Model(
