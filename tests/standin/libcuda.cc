@@ -60,7 +60,7 @@ std::mutex blocks_mutex;  // engines are loaded by several threads
 std::atomic<size_t> taken{0};
 int replayed = 0;
 int events = 0;            // that were made
-int objects = 0;           // streams, events and modules with the turn-around, that were made
+int others = 0;            // streams, and modules with the turn-around, that were made
 std::atomic<int> sent{0};  // copies from the host
 std::string captured;      // the last graph's nodes, a line each
 
@@ -152,7 +152,7 @@ extern "C" {
 // take all of the GPU's.
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
-int standin_objects() { return objects; }
+int standin_objects() { return events + others; }
 int standin_sent() { return sent; }
 size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
@@ -244,11 +244,11 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
   return Copy(to, from, bytes, stream);
 }
 
-CUresult cuStreamCreate(CUstream* stream, unsigned) { return ++objects, *stream = new CUstream_st, CUDA_SUCCESS; }
+CUresult cuStreamCreate(CUstream* stream, unsigned) { return ++others, *stream = new CUstream_st, CUDA_SUCCESS; }
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_HOST});
 }
-CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, ++objects, *event = new CUevent_st, CUDA_SUCCESS; }
+CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = new CUevent_st, CUDA_SUCCESS; }
 CUresult cuEventDestroy(CUevent event) { return delete event, CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (stream->capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
@@ -307,7 +307,7 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   if (std::strstr(text, ".visible .entry nothing(") != nullptr) return *module = kNothing, CUDA_SUCCESS;
   if (std::strstr(text, ".visible .entry skd_turnaround_kernel(") == nullptr) return CUDA_ERROR_INVALID_PTX;
   if (standin_old) return CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
-  return ++objects, *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
+  return ++others, *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   if (module == kNothing) return *function = reinterpret_cast<CUfunction>(kNothing), CUDA_SUCCESS;
