@@ -7,13 +7,15 @@ import hashlib
 import json
 import os
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.errors import BundleError
-from skipdecode.graph_passes.compile_tensorrt import FLAGS, MAX_AUX_STREAMS, PlanRequest
+from skipdecode.graph_passes import compile_tensorrt
+from skipdecode.graph_passes.compile_tensorrt import PlanRequest
 from skipdecode.graph_passes.mapped import release_pages
 
 KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
@@ -21,9 +23,11 @@ TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the ne
 
 
 def content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tuple[str, str]) -> str:
-    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, settings, graph and weights."""
+    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, how it is built, graph and weights."""
     about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
-    digest = hashlib.sha256(json.dumps([version, gpus, FLAGS, MAX_AUX_STREAMS, about]).encode())
+    # every setting stands in this file or is polygraphy's default: a list of them could miss one
+    builder = [Path(compile_tensorrt.__file__).read_text(encoding="utf-8"), metadata.version("polygraphy")]
+    digest = hashlib.sha256(json.dumps([version, gpus, builder, about]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
     for _, value in sorted(lowered.graph.initializers.items()):
         if isinstance(value.const_value, ir.ExternalTensor):

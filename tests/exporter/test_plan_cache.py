@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+from importlib import metadata
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 
 from skipdecode.exporter.plan_cache import TIMING_CACHE, content_key, keep_timings, link_or_copy
+from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile
 
 GRAPH = """<ir_version: 10, opset_import: ["" : 24]> g (float16[B,S,64] x) => (float16[B,S,64] y) { y = Add (x, x) }"""
@@ -39,6 +41,25 @@ def _key(version: str = "1.7", gpu: str = "", graph: str = GRAPH, **changes: obj
 )
 def test_a_plan_of_another_making_has_another_key(changes: dict[str, object]) -> None:
     assert _key(**changes) != _key()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "setting", ["tf32=False", '"REQUIRE_USER_ALLOCATION"', "_MAX_AUX_STREAMS = 0", "ProfilingVerbosity.DETAILED"]
+)
+def test_a_plan_built_with_another_setting_has_another_key(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those from before REQUIRE_USER_ALLOCATION cannot be captured."""
+    key, builder = _key(), Path(compile_tensorrt.__file__).read_text()
+    assert builder.count(setting) == 1
+    changed = tmp_path / "compile_tensorrt.py"
+    changed.write_text(builder.replace(setting, ""))
+    monkeypatch.setattr(compile_tensorrt, "__file__", str(changed))
+    assert _key() != key
+
+
+def test_a_plan_configured_by_another_polygraphy_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = _key()
+    monkeypatch.setattr(metadata, "version", {"polygraphy": "0.0.1"}.__getitem__)
+    assert _key() != key
 
 
 def test_where_a_plan_lies_is_no_part_of_its_key() -> None:

@@ -17,7 +17,7 @@ import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
-from skipdecode.exporter import plan_cache, tensorrt_target
+from skipdecode.exporter import tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
@@ -96,18 +96,6 @@ def test_inspect_shows_plans_and_their_static_buffers(plans_only: Path, capsys: 
     assert inspect.main([str(plans_only), "--json"]) == 0
     (target,) = json.loads(capsys.readouterr().out)["targets"]
     assert target["kv_bytes_per_row"] == 6 * LEAST_SLOTS * 2 * 64 * 2  # layers, slots, key and value, width, fp16
-
-
-@pytest.mark.parametrize(("setting", "before"), [("FLAGS", ()), ("MAX_AUX_STREAMS", 2)])
-def test_plans_built_with_other_settings_are_not_taken_over(
-    setting: str, before: object, plans_only: Path, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those from before REQUIRE_USER_ALLOCATION cannot be captured."""
-    bundle = shutil.copytree(plans_only, tmp_path / "bundle")
-    keys = json.loads((bundle / TARGET / "keys.json").read_text())
-    monkeypatch.setattr(plan_cache, setting, before)
-    export(plan_request(zoo, "opt", bundle, slim=True, force=True))
-    assert not set(keys.values()) & set(json.loads((bundle / TARGET / "keys.json").read_text()).values())
 
 
 def test_a_slim_bundle_of_plans_holds_plans_alone(plans_only: Path) -> None:
