@@ -1,12 +1,4 @@
-"""examples:
-  skip-export opt-6.7b --schedule linear --out engines/
-  skip-export ./my-llama --schedule linear --speedup 3 --max-variants 6 --out engines/
-  skip-export ./my-gpt2 --schedule table:layers.json --anchor absolute --out engines/
-  skip-export opt-1.3b --random-weights --out engines/      (latency work, no checkpoint needed)
-  skip-export ./my-llama --target cpu --target tensorrt-rtx:sm89 --out engines/      (plans too, compiled without a GPU)
-
-exit status: 0 done, 2 bad input (one line: what, where, what to do)
-"""
+"""What `skip-export` does with its options, and says of it."""
 
 from __future__ import annotations
 
@@ -17,123 +9,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skipdecode.cli import Parser, guarded
+from huggingface_hub.utils import logging as hub_logging
+from transformers.utils import logging as transformers_logging
+
+from skipdecode.cli import guarded
 from skipdecode.exporter.export import export
 from skipdecode.exporter.layout import Report
-from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.options import request_of
+from skipdecode.exporter.request import ExportRequest
 from skipdecode.exporter.targets import OVERFLOW_FP16
-from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
-from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
-from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest, disagreements
+from skipdecode.schedule_builders import disagreements
 
-_DEFAULTS = ExportRequest(model="", out=Path())
 _WARNING = "skip-export: warning: "
 
 
-def run(argv: list[str] | None, check_signals: Callable[[], None]) -> int:
-    """Parse, export, and return the exit status.
+def run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
+    """Export, and return the exit status.
 
     Args:
+        options: of `options.parse`.
         check_signals: called now and then, of `ending_on_signals`.
     """
-    options = _parser().parse_args(argv)
     return guarded(lambda: _export(options, check_signals), debug=options.debug)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="skip-export",
-        description="Turn a Hugging Face decoder into a bundle of precompiled engines that skip layers by position.",
-        epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", metavar="MODEL", help="a local checkpoint folder, a hub id, or opt-SIZE (opt-6.7b)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
-    _add_schedule(parser)
-    parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, metavar="N", help="rows (%(default)s)")
-    parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of a row, prompt and generated (the model's, at most 2048)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", "fp32", "fp16", "bf16"],
-        default=_DEFAULTS.dtype,
-        help="auto: fp32; with a GPU's target the checkpoint's, where that is fp32 fp16, for Gemma 2, Gemma 3 and GLM-4 bf16",
-    )
-    _add_quantization(parser)
-    parser.add_argument(
-        "--target", action="append", metavar="T", help="cpu (default), cuda, tensorrt-rtx[:sm86,sm89], tensorrt; repeatable"
-    )
-    _add_builder(parser)
-    parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
-    parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")
-    parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    parser.add_argument("--debug", action="store_true", help="traceback on errors")
-    return parser
-
-
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("schedule: how many layers each position computes")
-    group.add_argument(
-        "--schedule", default=_DEFAULTS.schedule.name, metavar="NAME", help=f"{', '.join(SCHEDULES)} (%(default)s)"
-    )
-    group.add_argument(
-        "--speedup", type=float, metavar="X", help="mean layer count over the span is L / X (2 where no end is given)"
-    )
-    group.add_argument("--max-layers", type=int, metavar="N", help="layers at position 0")
-    group.add_argument("--min-layers", type=int, metavar="N", help="layers from the span's end on")
-    group.add_argument(
-        "--warmup-layers",
-        type=int,
-        default=_DEFAULTS.schedule.warmup_layers,
-        metavar="W",
-        help="first layers that all positions compute (%(default)s); L: early exit",
-    )
-    group.add_argument("--span", type=int, metavar="N", help=f"positions until min-layers is reached ({DEFAULT_SPAN})")
-    group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")
-    group.add_argument(
-        "--anchor",
-        choices=[a.value for a in Anchor],
-        default=_DEFAULTS.schedule.anchor.value,
-        help="where positions are counted from",
-    )
-    group.add_argument("--max-variants", type=int, metavar="N", help="round layer counts up to at most N levels")
-
-
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quantize", choices=[*QUANTIZED_BITS], default=_DEFAULTS.quantize, help="weight-only (%(default)s)")
-    parser.add_argument(
-        "--quantize-method",
-        choices=[*METHODS],
-        default=_DEFAULTS.quantize_method,
-        help="round to nearest, or a slower search (%(default)s)",
-    )
-    parser.add_argument(
-        "--quantize-block",
-        type=int,
-        choices=BLOCK_SIZES,
-        default=_DEFAULTS.quantize_block,
-        help="inputs that share one scale (%(default)s); not of int8 plans, where an output's do",
-    )
-
-
-def _add_builder(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("TensorRT's builder (--target tensorrt, tensorrt-rtx)")
-    group.add_argument("--workspace", type=int, metavar="MIB", help="GPU memory that a kernel may use (all)")
-    group.add_argument("--optimization-level", type=int, metavar="N", help="0 (builds fastest) to 5 (runs fastest) (3)")
-
-
 def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
     hub_logging.set_verbosity_error()  # it tells each time that it asks again
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    request = _request(options)
+    request = request_of(options)
     with _progress(options.quiet) as show, _showing_warnings(options.quiet):
 
         def report(what: str, done: float) -> None:
@@ -146,35 +52,6 @@ def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> i
             print(f"{_WARNING}{warning}", file=sys.stderr)
         print(_summary(manifest, options.out))
     return 0
-
-
-def _request(options: argparse.Namespace) -> ExportRequest:
-    return ExportRequest(
-        model=options.model,
-        out=options.out,
-        schedule=ScheduleRequest(
-            name=options.schedule,
-            speedup=options.speedup,
-            max_layers=options.max_layers,
-            min_layers=options.min_layers,
-            warmup_layers=options.warmup_layers,
-            span=options.span,
-            alpha=options.alpha,
-            max_variants=options.max_variants,
-            anchor=Anchor(options.anchor),
-        ),
-        max_batch=options.max_batch,
-        max_length=options.max_length,
-        targets=tuple(options.target or _DEFAULTS.targets),
-        dtype=options.dtype,
-        quantize=options.quantize,
-        quantize_method=options.quantize_method,
-        quantize_block=options.quantize_block,
-        builder=BuilderOptions(workspace_mib=options.workspace, optimization_level=options.optimization_level),
-        random_weights=options.random_weights,
-        slim=options.slim,
-        force=options.force,
-    )
 
 
 def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:

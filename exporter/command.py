@@ -11,17 +11,20 @@ from skipdecode.exporter.signals import ending_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Import the command line, and run it."""
+    """Read the options, import what exports, and run it: neither help nor a mistyped option waits for torch."""
     with ending_on_signals() as check:
         try:
             check_packages()
         except TargetError as error:
             print(error, file=sys.stderr)
             return BAD_INPUT
+        from skipdecode.exporter.options import parse
+
+        options = parse(argv)
         from skipdecode.exporter import cli
 
         check()
-        return cli.run(argv, check)
+        return cli.run(options, check)
 
 
 if __name__ == "__main__":

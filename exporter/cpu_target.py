@@ -12,8 +12,8 @@ from skipdecode import manifest
 from skipdecode.cpu import cpu_features
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
+from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_engine, weight_bytes
-from skipdecode.exporter.request import Job
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass

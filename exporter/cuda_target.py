@@ -14,8 +14,8 @@ import onnxruntime
 from skipdecode import manifest
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
+from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
-from skipdecode.exporter.request import Job
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.float_operators import FloatOperatorsPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass

@@ -21,11 +21,12 @@ from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.feasible import check_feasible, choose_max_length, layers_per_segment
 from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
+from skipdecode.exporter.job import Job, check_options
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
 from skipdecode.exporter.quantization_config import in_few_bits
-from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest, Job, check_options
+from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
 from skipdecode.exporter.tensorrt_target import compile_tensorrt

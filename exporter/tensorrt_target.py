@@ -15,11 +15,11 @@ from skipdecode.cuda import gpu_at_hand
 from skipdecode.errors import TargetError
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
+from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.plan_builders import build_plans, num_builders
 from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, link_or_copy
-from skipdecode.exporter.request import Job
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
 from skipdecode.graph_passes.conventions import required, static_dim

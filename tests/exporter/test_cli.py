@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,14 @@ def test_every_option_reaches_the_export(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_no_option_names_is_as_in_a_request_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _asked("", monkeypatch) == ExportRequest(model="opt-125m", out=Path("bundle"))
+
+
+@pytest.mark.parametrize(
+    ("option", "status", "said"),
+    [("--help", 0, "opt-6.7b --schedule linear"), ("--taget", 2, "--taget; see skip-export --help\n")],
+)
+def test_neither_help_nor_a_mistyped_option_waits_for_torch(option: str, status: int, said: str) -> None:
+    asked = "import sys; from skipdecode.exporter import command\ntry: command.main()\nfinally: assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", asked, "opt-6.7b", "--out", "bundle", option]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == status and said in ended.stdout + ended.stderr

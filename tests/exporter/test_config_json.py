@@ -89,11 +89,11 @@ def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(
 _EXPORTS = """
 import sys
 from pathlib import Path
-from skipdecode.exporter.cli import run
+from skipdecode.exporter.command import main
 folder, out, *names = sys.argv[1:]
 for name in names:
     Path(folder, name).chmod(0)
-    assert run([folder, "--out", out, "--quiet"], lambda: None) == 2
+    assert main([folder, "--out", out, "--quiet"]) == 2
     Path(folder, name).chmod(0o644)
 """
 

@@ -1,0 +1,41 @@
+"""The graphs that a bundle's plans were built from, written beside its standard ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx_ir as ir
+
+from skipdecode import manifest as manifests
+from skipdecode.exporter.graphs import StandardGraphs
+from skipdecode.exporter.request import QUANTIZED_BITS
+from skipdecode.exporter.tensorrt_target import lower
+from skipdecode.graph_passes.conventions import NORMS, scales_numbers
+from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.stitch import stitch
+from skipdecode.kv_buffer import plan_slots
+from skipdecode.prefill import PREFILL_CHUNK
+
+
+def write_lowered(bundle: Path, name: str, listed: Path) -> None:
+    """Lower what the plans of target `name` were built from; `listed` gets a plan's path -> its graph, most tokens of a pass."""
+    made = manifests.read(bundle)
+    target = next(each for each in made.targets if each.name == name)
+    slots = plan_slots(made, target)
+    outer = [ir.load(bundle / "graphs" / f"{part}.onnx") for part in ("embed", "head")]
+    bits = QUANTIZED_BITS.get(target.weights)
+    quantization = Quantization(bits=bits) if bits else None
+    tied = None if quantization else StandardGraphs(embed=outer[0], layers=(), head=outer[1]).tied
+    known: dict[str, tuple[str, int]] = {}
+    for path in (target.embed, *target.segments, target.head):
+        part = Path(path).stem
+        layers = made.segments[int(part.removeprefix("segment_"))] if part.startswith("segment") else ()
+        graphs = [ir.load(bundle / "graphs" / f"layer_{layer:03d}.onnx") for layer in layers]
+        source = stitch(graphs, name=part) if graphs else ir.load(bundle / "graphs" / f"{part}.onnx")
+        most = slots[layers[0]] if layers else PREFILL_CHUNK
+        plan = lower(source, most, tied, quantization)
+        assert all(scales_numbers(node) for node in plan.graph if node.op_type in NORMS), "a norm whose scale is not one for all"
+        known[path] = f"graphs/lowered_{name}_{part}.onnx", most
+        ir.save(plan, bundle / known[path][0])
+    listed.write_text(json.dumps(known))
