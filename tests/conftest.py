@@ -1,8 +1,9 @@
-"""What all tests share: the zoo, what they export from it traced once, and one thread for torch."""
+"""What all tests share: the zoo, what they export from it traced once, one thread for torch, and rarer collections."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,15 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # the commands that tests start
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rare_collections() -> Iterator[None]:
+    """A full one walks through all of torch and transformers, a third of a second: a tenth of the time that exports take."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 20)
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.fixture(scope="session", autouse=True)
