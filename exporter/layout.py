@@ -83,8 +83,10 @@ def save_tied(tied: str | None, head: ir.Model, partial: Path, folder: str) -> t
 
 
 def move_to_file(values: Iterable[ir.Value], file: Path) -> None:
-    """Write what passes made and is too large to stand inside a graph, and what lies in a file of another folder."""
+    """Write what passes made and is too large for a graph, and what lies in another folder's file; without any, no file."""
     moved = [value for value in values if _needs_file(value.const_value, file.parent)]
+    if not moved:
+        return
     tensors = [value.const_value for value in moved if value.const_value is not None]
     for value, tensor in zip(moved, convert_tensors_to_external(tensors, file.parent, file.name), strict=True):
         value.const_value = tensor
