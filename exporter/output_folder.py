@@ -70,13 +70,7 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
     """
     partial = _name_beside(out, _PARTIAL)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _clear_up(out)
-        check_out(out, force)  # that may be there again
-        partial.mkdir()
-    except OSError as error:
-        raise _unwritable(out, error) from error
-    try:
+        _make(partial, out, force)
         with _held(partial):
             yield partial
             check_out(out, force)  # an export takes minutes
@@ -88,6 +82,16 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
     finally:
         with uninterrupted():
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make(partial: Path, out: Path, force: bool) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _clear_up(out)
+        check_out(out, force)  # that may be there again
+        partial.mkdir()
+    except OSError as error:
+        raise _unwritable(out, error) from error
 
 
 def _clear_up(out: Path) -> None:

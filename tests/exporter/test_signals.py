@@ -83,6 +83,24 @@ def test_who_presses_ctrl_c_while_a_folder_is_removed_leaves_no_half_of_it(
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == (["bundle", "bundle/file"] if replaced else [])
 
 
+def test_who_presses_ctrl_c_just_when_its_folder_is_there_finds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def interrupted(folder: Path, *mode: int, **options: bool) -> None:
+        mkdir(folder, *mode, **options)
+        if folder != tmp_path:
+            signal.raise_signal(signal.SIGINT)
+
+    def ended() -> None:
+        with ending_on_signals(), fresh_folder(tmp_path / "bundle", force=False):
+            pytest.fail("it went on")
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(SystemExit):
+        ended()
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, number: signal.Signals) -> None:
     command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
