@@ -63,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="skip-export",
         description="Turn a Hugging Face decoder into a bundle of precompiled engines that skip layers by position.",
         epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a local checkpoint folder, a hub id, or opt-SIZE (opt-6.7b)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")

@@ -21,7 +21,10 @@ _REMEDY = "free space, check permissions, or see with --debug where it was"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """A command's argument parser: its errors are one line, and its epilog is shown as it stands."""
+
+    def __init__(self, *, prog: str, description: str, epilog: str | None) -> None:
+        super().__init__(prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         _complain(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help")

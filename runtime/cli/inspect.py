@@ -32,7 +32,6 @@ def main(argv: list[str] | None = None) -> int:
         prog="skip-inspect",
         description="What is inside a bundle: schedule, variants, segments, memory, targets.",
         epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--json", action="store_true", help="one object on standard output")

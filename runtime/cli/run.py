@@ -36,7 +36,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="skip-run",
         description="Generate with a bundle.",
         epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable: a batch")

@@ -44,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="skip-validate",
         description="Is a bundle right, is it fast enough, is it good? Offline, with a report.",
         epilog=f"objectives of --slo (operators <= >= < >):\n{objectives}\n\n{__doc__}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--target", metavar="T", help="where to run (every target that this machine can)")

@@ -18,10 +18,8 @@ from skipdecode.kv_buffer import plan_slots
 from skipdecode.prefill import PREFILL_CHUNK
 
 
-def write_lowered(bundle: Path, name: str, listed: Path) -> None:
-    """Lower what the plans of target `name` were built from; `listed` gets a plan's path -> its graph, most tokens of a pass."""
-    made = manifests.read(bundle)
-    target = next(each for each in made.targets if each.name == name)
+def write_lowered(bundle: Path, made: manifests.Manifest, target: manifests.Target, listed: Path) -> None:
+    """Lower what a target's plans were built from; `listed` gets a plan's path -> its graph, most tokens of a pass."""
     slots = plan_slots(made, target)
     outer = [ir.load(bundle / "graphs" / f"{part}.onnx") for part in ("embed", "head")]
     bits = QUANTIZED_BITS.get(target.weights)
@@ -36,6 +34,6 @@ def write_lowered(bundle: Path, name: str, listed: Path) -> None:
         most = slots[layers[0]] if layers else PREFILL_CHUNK
         plan = lower(source, most, tied, quantization)
         assert all(scales_numbers(node) for node in plan.graph if node.op_type in NORMS), "a norm whose scale is not one for all"
-        known[path] = f"graphs/lowered_{name}_{part}.onnx", most
+        known[path] = f"graphs/lowered_{target.name}_{part}.onnx", most
         ir.save(plan, bundle / known[path][0])
     listed.write_text(json.dumps(known))

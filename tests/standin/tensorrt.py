@@ -38,7 +38,7 @@ def library(bundle: Path, enqueue: Enqueue, name: str = "tensorrt-rtx") -> Any:
         # once a bundle: torch, which comes with it, takes longer to import than a small model's generation with plans
         from tests.standin.lowered import write_lowered
 
-        write_lowered(bundle, name, listed)
+        write_lowered(bundle, made, target, listed)
     known = {
         hashlib.sha256((bundle / path).read_bytes()).digest(): (bundle / graph, most)
         for path, (graph, most) in json.loads(listed.read_text()).items()
