@@ -132,7 +132,7 @@ def layer_keys(config: Any, layer: int) -> Keys:
     own = layer_config(config, layer)
     heads: int = own.num_attention_heads
     if own.model_type in LATENT:
-        return Keys(num_heads=heads, head_size=own.qk_head_dim)
+        return Keys(num_heads=heads, head_size=own.qk_nope_head_dim + own.qk_rope_head_dim)
     size = getattr(own, "head_dim", None) or own.hidden_size // heads
     one_for_all = declared(own, "multi_query") and not declared(own, "new_decoder_architecture")  # Falcon asks it first
     if one_for_all:

@@ -9,7 +9,6 @@ from typing import Any
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import (
     HYBRIDS,
-    LATENT,
     OWN_HEADS,
     attention_window,
     check_known,
@@ -25,7 +24,7 @@ from skipdecode.exporter.config_numbers import check_numbers
 
 # settings that are read here and that transformers takes from some models as they are
 _COUNTS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "qk_head_dim",
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
 )  # fmt: skip
 # of layers that keep states: their convolution's kernel, heads and the groups that share queries and keys, other sizes
@@ -97,8 +96,7 @@ def check_causal(config: Any) -> None:
 
 
 def _check_counts(config: Any) -> None:
-    needed = ("qk_head_dim",) if config.model_type in LATENT else ()
-    _check_each(config, _COUNTS, needed)
+    _check_each(config, _COUNTS)
     if config.num_hidden_layers > _MOST_LAYERS:
         raise _no_count(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
     for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):

@@ -13,7 +13,7 @@ import transformers
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError, ScheduleError
-from skipdecode.exporter.architectures import SUPPORTED
+from skipdecode.exporter.architectures import SUPPORTED, layer_keys
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import skip_schedule
@@ -251,6 +251,13 @@ def _assert_one_segment_agrees(zoo: Zoo, name: str, folder: Path) -> Path:
     decoder = skipdecode.load(folder / "bundle").decoder([len(prompt) for prompt in RAGGED], NEW)
     assert_gives_the_references_logits(decoder, zoo.model(name), RAGGED, NEW, 1e-3)
     return folder / "bundle"
+
+
+def test_keys_of_a_latent_are_as_wide_as_their_two_parts_whatever_a_configuration_says_of_the_sum() -> None:
+    """Of which no layer of transformers asks it."""
+    config = RELATIVES["youtu"]()
+    config.qk_head_dim *= 2
+    assert layer_keys(config, 0).head_size == config.qk_nope_head_dim + config.qk_rope_head_dim
 
 
 def test_values_wider_than_keys_are_refused() -> None:
