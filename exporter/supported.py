@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -137,11 +137,11 @@ def _check_heads(config: Any) -> None:
         raise unsupported(config, f"has heads of {keys.head_size}, and ONNX Runtime's attention takes multiples of 8")
 
 
-def _check_each(config: Any, names: Iterable[str], needed: Collection[str] = (), least: int = 1) -> None:
+def _check_each(config: Any, names: Iterable[str], *, needed: bool = False, least: int = 1) -> None:
     """That those of the settings that there are are whole numbers from `least` on."""
     for name in names:
         value = getattr(config, name, None)
-        if value is None and name not in needed:
+        if value is None and not needed:
             continue
         if not isinstance(value, int) or value < least:
             raise _no_count(config, name, value, f"write a whole number from {least} on")
@@ -153,7 +153,7 @@ def _check_experts(config: Any) -> None:
     And what its experts are, which is one operator's.
     """
     name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
-    _check_each(config, (name,), needed=(name,))
+    _check_each(config, (name,), needed=True)
     experts = getattr(config, name)
     chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
     each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer

@@ -48,6 +48,7 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
         ("gpt2", {"n_layer": 10**15}, "n_layer is 1000000000000000 in its config.json; write 4096 or less"),
         ("gpt2", {"n_head": 0}, "n_head is 0 in its config.json"),
         ("bloom", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x' in its config.json"),
+        ("axk1", {"qk_rope_head_dim": None}, "Field 'qk_rope_head_dim' expected int, got NoneType"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0 in its config.json"),
         ("granitemoe", {"num_local_experts": None}, "num_local_experts is None in its config.json; write a whole number from 1"),
         ("qwen3_moe", {"num_local_experts": "x"}, "num_local_experts is 'x' in its config.json; write a whole number from 1 on"),
