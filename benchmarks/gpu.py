@@ -3,7 +3,7 @@
 Each variant of a bundle that computes all layers, a half, a third, a quarter and a fifth of them (what schedules of 1x to 5x
 compute on average), on ONNX Runtime and, where they are installed and serve the GPU, on TensorRT-RTX and TensorRT, against
 transformers on a static cache, eager and with its step through torch.compile (CUDA graphs; it compiles for each point anew, so it
-gets two: 1x128 and 8x128). Rows x valid positions: 1, 8, 32 x 128, 1024; with weights in int8 and int4 1x128 and 8x128. Each
+gets two: 1x128 and 8x128). Rows x valid positions: 1, 8, 32 x 128, 1024; with weights in int8 and int4 at 128. Each
 system in its own process, taking turns. A step is one CUDA graph that ends with the choice of its tokens. Also told: bytes a step
 over the bandwidth that a copy within the GPU reaches, the gain that the bytes promise, the host's time a step, the price of
 segments (1.3B as one engine against the chain of its segments), what is not measured and why.
@@ -40,7 +40,8 @@ from models import make_checkpoint
 from worker import Worker, in_process
 
 _MODELS, _POINTS = "opt-1.3b,opt-6.7b", "1x128,1x1024,8x128,32x128,8x1024,32x1024"
-_COMPILED_AT = _QUANTIZED_AT = ("1x128", "8x128", "1x8")  # the last: --smoke's
+_COMPILED_AT = ("1x128", "8x128", "1x8")  # the last: --smoke's
+_QUANTIZED_AT = (*_COMPILED_AT, "32x128")
 _EAGER, _COMPILED = "transformers static cache", "transformers static cache, torch.compile"
 _PATIENCE_S = 150  # for an answer: torch.compile takes up to a minute
 

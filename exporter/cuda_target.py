@@ -16,6 +16,7 @@ from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
+from skipdecode.graph_passes.cutlass_products import CutlassProductsPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.float_operators import FloatOperatorsPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -61,7 +62,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
     for name, graph in segment_graphs(graphs, job.plan, "cuda", report):
         segments.append(compiled(graph, name, *lowering))
     report("compiling head for cuda", 1.0)
-    outer = [QuantizeWeightsPass(quantization.outer)] if quantization else []
+    outer = _quantizing(quantization.outer) if quantization else []
     head = compiled(graphs.head, "head", *tying, *outer, FloatLogitsPass())
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)
     return manifest.Target(
@@ -73,7 +74,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 
 
 def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
-    quantizing = [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization)] if quantization else []
+    quantizing = _quantizing(quantization, QuantizeExpertsPass(quantization)) if quantization else []
     return [
         NarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
@@ -89,3 +90,7 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
         OneScalePass(),
         *quantizing,
     ]
+
+
+def _quantizing(how: Quantization, *others: ir.passes.PassBase) -> list[ir.passes.PassBase]:
+    return [QuantizeWeightsPass(how), *others, CutlassProductsPass()]

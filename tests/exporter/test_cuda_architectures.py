@@ -44,6 +44,7 @@ ENGINES = (  # of every architecture: `make survey`
     *((name, "fp16", "none") for name in ("opt", "llama", *DENSE, *MIXTURES)),
     *((name, "bf16", "none") for name in ("apertus", "phimoe", "nemotron_h", "qwen3_5_text")),  # whose operators lack kernels
     *((name, "fp16", "int4") for name in ("opt", "qwen3_5_text")),
+    ("opt", "fp16", "int8"),
 )
 
 
@@ -142,3 +143,14 @@ def test_a_layers_kernels_are_few(answers: dict[tuple[str, str, str], dict[str, 
     assert sum("flash_fwd" in kernel for kernel in kernels) == 6, "one attention a layer, in one part"
     assert sum(kernel == "cublasGemmEx" for kernel in kernels) == 5 * 6 + 1
     assert "no kernel" not in kernels, "copies cost the host more than kernels do"
+
+
+def test_weights_in_int8_are_multiplied_by_cutlass_which_reads_them_once_for_all_rows(
+    answers: dict[tuple[str, str, str], dict[str, Any]],
+) -> None:
+    """Where its tiles fit: of a layer's four products not the one of 96 inputs, nor the head's to 99 outputs."""
+    products = {
+        quantize: sum("fpA_intB" in kernel or "GemmFpAIntB" in kernel for kernel in answers["opt", "fp16", quantize]["kernels"])
+        for quantize in ("int8", "int4")
+    }
+    assert products == {"int8": 3 * LAYERS, "int4": 0}

@@ -37,17 +37,18 @@ def driver(provider: None) -> Iterator[Driver]:
 @pytest.fixture(
     scope="module",
     params=[
-        ("opt", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE), ("phi3", Anchor.GENERATED),
-        ("lfm2", Anchor.GENERATED), ("qwen3_5_text", Anchor.ABSOLUTE),
+        ("opt", Anchor.GENERATED, "none"), ("llama", Anchor.ABSOLUTE, "none"), ("phi3", Anchor.GENERATED, "none"),
+        ("lfm2", Anchor.GENERATED, "none"), ("qwen3_5_text", Anchor.ABSOLUTE, "none"), ("llama", Anchor.GENERATED, "int8"),
     ],
     ids=str,
 )  # fmt: skip
 def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    name, anchor = request.param
+    name, anchor, quantize = request.param
     out = tmp_path_factory.mktemp("cpp") / name
     schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9, anchor=anchor)
     limits: dict[str, Any] = {"max_batch": 4, "max_length": MAX_LENGTH}
-    export(ExportRequest(model=str(zoo.checkpoint(name)), out=out, schedule=schedule, targets=("cuda",), **limits))
+    model = str(zoo.checkpoint(name))
+    export(ExportRequest(model=model, out=out, schedule=schedule, targets=("cuda",), quantize=quantize, **limits))
     return out
 
 

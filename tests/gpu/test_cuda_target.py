@@ -130,6 +130,32 @@ def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, t
     assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.01), ("bf16", 0.05)])
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_weights_in_int8_are_multiplied_alike_by_cutlass_and_by_the_providers_other_kernels(
+    name: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths, then steps of one row and of all."""
+    bundle = _export(zoo, name, tmp_path / "b", quantize="int8", dtype=dtype, targets=("cuda",))
+    prompts = sorted(PROMPTS, key=len, reverse=True)
+
+    def logits() -> np.ndarray:
+        found, generator = [], skipdecode.load(bundle)
+        for rows in (1, len(prompts)):
+            decoder = generator.decoder([len(prompt) for prompt in prompts[:rows]], NEW)
+            decoder.prefill(prompts[:rows])
+            found.append(decoder.logits.copy())
+            for token in range(5, 5 + NEW - 1):
+                decoder.decode_step(np.full(rows, token))
+                found.append(decoder.logits.copy())
+        return np.concatenate(found)
+
+    by_cutlass = logits()
+    monkeypatch.setenv("ORT_FPA_INTB_GEMM", "0")
+    by_others = logits()
+    assert (np.linalg.norm(by_cutlass - by_others, axis=-1) <= tolerance * np.linalg.norm(by_others, axis=-1)).all()
+
+
 def test_layers_in_int4_run_beside_a_head_in_int8(zoo: Zoo, tmp_path: Path) -> None:
     """What becomes of a checkpoint that has 4 bits."""
     pytest.importorskip("compressed_tensors", reason="quantised checkpoints are written with compressed-tensors")

@@ -1,0 +1,68 @@
+"""Products by quantised weights as CUTLASS's kernels in ONNX Runtime's CUDA provider take them.
+
+    MatMulNBits(x, weight, scales, .., bias) -> Add(MatMulNBits(x, weight, scales, ..), bias)
+    MatMulNBits(x, weight, scales)           -> MatMulNBits(x, weight, scales, zero points in the middle), of an uneven width
+
+They take no bias, which the provider adds by a kernel of its own in any case. Of a width that is no multiple of 64 they accept a
+product and fail in its first run (onnxruntime-gpu 1.31.1); zero points, which they do not take, leave it to the provider's other
+kernels, and in the middle of the levels, where they are without being written out, they change nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import onnx_ir as ir
+
+from skipdecode.graph_passes.conventions import required
+from skipdecode.graph_passes.quantize_weights import Quantization, register_parts
+from skipdecode.graph_passes.take_over import take_over
+
+logger = logging.getLogger(__name__)
+_WIDTH = 64  # inputs that a tile of theirs takes
+_WEIGHT, _ZERO_POINTS, _BIAS = 1, 3, 5  # the operator's inputs
+
+
+class CutlassProductsPass(ir.passes.InPlacePass):
+    """Leaves products that have no bias and an even width, or zero points."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type == "MatMulNBits" and not _is_plain(node)]
+        for node in found:
+            _rewrite(model.graph, node)
+        logger.info("rewrote %d products by quantised weights", len(found))
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _is_plain(node: ir.Node) -> bool:
+    return _input(node, _BIAS) is None and not _lacks_zero_points(node)
+
+
+def _lacks_zero_points(node: ir.Node) -> bool:
+    return node.attributes["K"].as_int() % _WIDTH != 0 and _input(node, _ZERO_POINTS) is None
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
+    inputs, bias = [*node.inputs[:_BIAS]], _input(node, _BIAS)
+    if _lacks_zero_points(node):
+        inputs[_ZERO_POINTS:] = [_zero_points(graph, node)]
+    made = [ir.node("MatMulNBits", inputs, node.attributes, domain=node.domain)]
+    if bias is not None:
+        made.append(ir.node("Add", [made[0].outputs[0], bias]))
+    graph.insert_before(node, made)
+    take_over(node.outputs[0], made[-1].outputs[0])
+    graph.remove(node, safe=True)
+
+
+def _zero_points(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """[N, ceil(K / block * bits / 8)]."""
+    weight = required(node, _WEIGHT)
+    blocks = np.empty([node.attributes["N"].as_int(), node.attributes["K"].as_int() // node.attributes["block_size"].as_int()])
+    parts = Quantization(bits=node.attributes["bits"].as_int()).with_zero_points({"weight": blocks})
+    name = str(weight.name).removesuffix(".quantised.weight")
+    return register_parts(graph, name, {"zero_points": parts["zero_points"]})[0]
