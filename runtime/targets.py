@@ -90,7 +90,7 @@ def load_device_engines(
         CapacityError: memory does not hold them all.
     """
 
-    engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device, weights=target.weights))
+    engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
     memory = DeviceMemory(device, manifest.dtype)
     embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=usable_cores())
     return Engines(embed=embed, segments=segments, head=head, memory=memory, turn_around=turn_around)

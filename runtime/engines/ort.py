@@ -25,16 +25,10 @@ _UNWANTED = [
     # It makes an uneven Split of slices that lie side by side (Phi-3's query, key, value). CUDA's copies its
     # table of parts from a buffer on the host at each run: in a captured graph, from where that buffer was.
     "GatherSliceToSplitFusion",
-    # It makes a bias an input of a product by quantised weights. CUDA adds it by another kernel all the same, and _INT8's kernels
-    # take none.
+    # It makes a bias an input of a product by quantised weights. CUDA adds it by another kernel all the same, and CUTLASS's
+    # kernels (ORT_FPA_INTB_GEMM=1) take none.
     "MatMulNBitsFusion",
 ]
-# Of a GPU's engines with weights in int8: CUTLASS's kernels, where blocks are of 32 and have no zero points. ONNX Runtime's other
-# ones read the weights once a row. A step of 8 layers of OPT-6.7B on an H200 takes 0.78x the time, of 4 to 32 rows 0.34x to
-# 0.45x. In int4 it takes 1.40x at one row, 0.86x to 0.62x at 4 to 32, which whoever has many rows can choose in the environment.
-# Which of the kernels is best is measured when it is first run; only for one row when it is loaded.
-_INT8 = {"ep.cuda.fpa_intb_gemm": "1", "ep.cuda.fpa_intb_profile_m": "1"}
-_INT8_ENVIRONMENT = "ORT_FPA_INTB_GEMM"  # the same, where the user has something to say
 # What CUDA's libraries read from the environment, where the user has not said otherwise (measured on an H200).
 ENVIRONMENT = {
     # ONNX Runtime's XQA kernels clear a counter before each attention, and the host launches a graph that has other nodes than
@@ -47,6 +41,9 @@ ENVIRONMENT = {
     # A mixture's kernels are else timed when they are first run, each engine's in scratch memory that it keeps (four layers of 32
     # experts: 2654 MiB and not 1884, the first prompt after 1.6 s and not 0.3), and then sum in any order; a step is no faster.
     "ORT_FORCE_DETERMINISTIC_MOE": "1",
+    # Where ORT_FPA_INTB_GEMM=1 lets CUTLASS multiply quantised weights: which of its kernels is best for a number of rows is
+    # measured when they come, not for twelve numbers while loading (OPT-6.7B loads in 1.7 s so, 1.4 without CUTLASS).
+    "ORT_FPA_INTB_PROFILE_M": "1",
 }
 # What its arena, C++, CUDA and cuBLAS say.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
@@ -98,7 +95,6 @@ class OrtEngine:
     Args:
         trace: of what it runs, and for how long.
         device: None: the CPU and numpy's arrays. Else the graph is optimised for it now, and a call only puts work on its stream.
-        weights: what the manifest says they are stored in.
 
     Raises:
         BundleError: the file cannot be loaded.
@@ -106,9 +102,7 @@ class OrtEngine:
         CapacityError: it does not fit in memory.
     """
 
-    def __init__(
-        self, path: Path, trace: Trace | None = None, *, device: Device | None = None, weights: str | None = None
-    ) -> None:
+    def __init__(self, path: Path, trace: Trace | None = None, *, device: Device | None = None) -> None:
         options = ort.SessionOptions()
         options.use_per_session_threads = False
         options.log_severity_level = 3
@@ -120,8 +114,6 @@ class OrtEngine:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
             # an arena doubles what it takes at a time, which for weights is up to twice their size
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-            for key, value in _INT8.items() if weights == "int8" and _INT8_ENVIRONMENT not in os.environ else ():
-                options.add_session_config_entry(key, value)
         if trace is not None:
             trace.profile(options)
         try:

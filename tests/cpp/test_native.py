@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -109,23 +110,26 @@ def test_what_runs_on_a_gpu_is_checked_on_a_stand_in_for_the_driver(
     assert "All tests passed" in done.stdout
 
 
-def test_on_the_real_cuda_provider_runs_of_engines_become_graphs(zoo: Zoo, tmp_path: Path) -> None:
+def test_on_the_real_cuda_provider_runs_of_engines_become_graphs_whatever_multiplies_int8(zoo: Zoo, tmp_path: Path) -> None:
     """On stand-ins for CUDA and its driver, which compute nothing: what is asked of them is what a GPU would be asked for."""
     provider, libraries = standin.provider() / "onnxruntime" / "capi", standin.build_runtime(tmp_path)
     (tmp_path / "libonnxruntime.so.1").symlink_to(next(provider.glob("libonnxruntime.so.*")))
     for name in ("cuda", "shared"):
         (tmp_path / f"libonnxruntime_providers_{name}.so").symlink_to(provider / f"libonnxruntime_providers_{name}.so")
     schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10, max_variants=3)
-    model = str(zoo.checkpoint("lfm2"))
-    made = export(ExportRequest(model=model, out=tmp_path / "b", schedule=schedule, targets=("cuda",), max_length=MAX_LENGTH))
-    done = subprocess.run(
-        [BUILD / "release" / "cpp_bench" / "skd_bench", tmp_path / "b", "5", "12", "1"],
-        env=environment(LD_LIBRARY_PATH=libraries, LD_PRELOAD=tmp_path / "libonnxruntime.so.1"),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    launches = json.loads(done.stdout)["full"]["graph_launches_per_step"]
-    assert launches > len(made.segments), "segments, embedding and head, but in the first step"
+    request = ExportRequest(model=str(zoo.checkpoint("lfm2")), out=tmp_path / "b", schedule=schedule, targets=("cuda",))
+    made = export(dataclasses.replace(request, quantize="int8", max_length=MAX_LENGTH))
+    loaded = {"LD_LIBRARY_PATH": libraries, "LD_PRELOAD": tmp_path / "libonnxruntime.so.1", "ORT_FPA_INTB_DEBUG": "1"}
+    for chosen, by_cutlass in (({}, False), ({"ORT_FPA_INTB_GEMM": "1"}, True)):
+        done = subprocess.run(
+            [BUILD / "release" / "cpp_bench" / "skd_bench", tmp_path / "b", "5", "12", "1"],
+            env=environment(**loaded, **chosen), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        *said, figures = done.stdout.splitlines()
+        launches = json.loads(figures)["full"]["graph_launches_per_step"]
+        assert launches > len(made.segments), "segments, embedding and head, but in the first step"
+        assert any("fpA_intB" in line for line in said) is by_cutlass
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, so that a quota of one leaves fewer")

@@ -114,12 +114,15 @@ def test_fp16_mixtures_mostly_agree(name: str, bundle: Callable[[str, str, str],
 
 
 @pytest.fixture(scope="module")
-def answers(
-    bundle: Callable[[str, str, str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """What `tests.standin.provider` says of each engine in ENGINES."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That onnxruntime-gpu runs on."""
     driver.provider()  # or nothing is built for it
-    libraries = driver.build_runtime(tmp_path_factory.mktemp("cuda"))
+    return driver.build_runtime(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="module")
+def answers(bundle: Callable[[str, str, str], Path], libraries: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """What `tests.standin.provider` says of each engine in ENGINES."""
     done = driver.ask_provider(libraries, *(bundle(*each) for each in ENGINES))
     assert done.returncode == 0, done.stderr
     return dict(zip(ENGINES, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -145,12 +148,20 @@ def test_a_layers_kernels_are_few(answers: dict[tuple[str, str, str], dict[str, 
     assert "no kernel" not in kernels, "copies cost the host more than kernels do"
 
 
-def test_weights_in_int8_are_multiplied_by_cutlass_which_reads_them_once_for_all_rows(
+def test_cutlass_multiplies_quantised_weights_where_the_environment_asks_for_it_and_its_tiles_fit(
+    bundle: Callable[[str, str, str], Path],
     answers: dict[tuple[str, str, str], dict[str, Any]],
+    libraries: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where its tiles fit: of a layer's four products not the one of 96 inputs, nor the head's to 99 outputs."""
-    products = {
-        quantize: sum("fpA_intB" in kernel or "GemmFpAIntB" in kernel for kernel in answers["opt", "fp16", quantize]["kernels"])
-        for quantize in ("int8", "int4")
-    }
-    assert products == {"int8": 3 * LAYERS, "int4": 0}
+    """Of a layer's four products not the one of 96 inputs, nor in int4 the one of 96 outputs, nor the head's of 99."""
+    monkeypatch.setenv("ORT_FPA_INTB_GEMM", "1")
+    kinds = ("int8", "int4")
+    done = driver.ask_provider(libraries, *(bundle("opt", "fp16", kind) for kind in kinds))
+    asked = map(json.loads, done.stdout.splitlines())
+    assert [_by_cutlass(answer) for answer in asked] == [3 * LAYERS, 2 * LAYERS], done.stderr
+    assert [_by_cutlass(answers["opt", "fp16", kind]) for kind in kinds] == [0, 0]
+
+
+def _by_cutlass(answer: dict[str, Any]) -> int:
+    return sum("fpA_intB" in kernel or "GemmFpAIntB" in kernel for kernel in answer["kernels"])

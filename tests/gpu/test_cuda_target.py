@@ -37,6 +37,7 @@ NEW = 12
 NAMES = ["opt", "llama", "gpt_neox", "gemma3", "phi3"]
 # weights that add up to 1; that do not, with a shared expert, and a layer without experts; biases; routers outside the operator
 MIXTURES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
+ROUGH_IN_BF16 = {"qwen3_next": 0.15, "qwen3_5_moe_text": 0.15}  # torch itself, in the median at full depth: 0.07 and 0.05
 pytestmark = pytest.mark.usefixtures("provider")
 SCHEDULE = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9)
 
@@ -86,7 +87,8 @@ def test_every_architecture_agrees_with_the_reference_and_its_steps_are_captured
     mostly = mixture or dtype == "bf16"
     agrees = assert_mostly_gives_the_references_logits if mostly else assert_gives_the_references_logits
     prompts = sorted(PROMPTS, key=len, reverse=True)
-    agrees(generator.decoder([len(prompt) for prompt in prompts], NEW), model, prompts, NEW, tolerance)
+    decoder = generator.decoder([len(prompt) for prompt in prompts], NEW)
+    agrees(decoder, model, prompts, NEW, ROUGH_IN_BF16.get(name, tolerance) if dtype == "bf16" else tolerance)
     made = [generator.generate(prompts, max_new_tokens=NEW, ignore_eos=True).sequences for _ in range(4)]
     tokens = np.array([[row.token_ids for row in each] for each in made])
     assert mixture or (tokens == tokens[0]).all()
@@ -131,12 +133,13 @@ def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, t
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.01), ("bf16", 0.05)])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_weights_in_int8_are_multiplied_alike_by_cutlass_and_by_the_providers_other_kernels(
-    name: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cutlass_multiplies_quantised_weights_as_the_providers_other_kernels_do(
+    name: str, quantize: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of several lengths, then steps of one row and of all."""
-    bundle = _export(zoo, name, tmp_path / "b", quantize="int8", dtype=dtype, targets=("cuda",))
+    bundle = _export(zoo, name, tmp_path / "b", quantize=quantize, dtype=dtype, targets=("cuda",))
     prompts = sorted(PROMPTS, key=len, reverse=True)
 
     def logits() -> np.ndarray:
@@ -150,9 +153,9 @@ def test_weights_in_int8_are_multiplied_alike_by_cutlass_and_by_the_providers_ot
                 found.append(decoder.logits.copy())
         return np.concatenate(found)
 
-    by_cutlass = logits()
-    monkeypatch.setenv("ORT_FPA_INTB_GEMM", "0")
     by_others = logits()
+    monkeypatch.setenv("ORT_FPA_INTB_GEMM", "1")
+    by_cutlass = logits()
     assert (np.linalg.norm(by_cutlass - by_others, axis=-1) <= tolerance * np.linalg.norm(by_others, axis=-1)).all()
 
 

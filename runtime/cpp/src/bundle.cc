@@ -63,12 +63,11 @@ void CheckCompiled(const Target& target, const std::filesystem::path& path) {
 }
 
 // As many at a time as there are cores: ONNX Runtime packs quantised weights as it loads, to compare them with the stored ones.
-std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, const std::string& weights,
-                                bool compiled, bool cuda_graphs) {
+std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled, bool cuda_graphs) {
   std::vector<std::optional<Engine>> loaded(files.size());
   std::atomic<size_t> next{0};
   const auto work = [&] {
-    for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, weights, compiled, cuda_graphs);
+    for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled, cuda_graphs);
   };
   std::vector<std::future<void>> workers(std::min(files.size(), static_cast<size_t>(UsableCores())));
   for (std::future<void>& worker : workers) worker = std::async(std::launch::async, work);
@@ -126,7 +125,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   if (for_cpu) CheckCompiled(target, path);
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
-  std::vector<Engine> engines = LoadEngines(files, device, target.weights, for_cpu, cuda_graphs);
+  std::vector<Engine> engines = LoadEngines(files, device, for_cpu, cuda_graphs);
   Engine& embed = engines[0];
   Engine& head = engines[1];
   const Memory memory(device, for_cpu ? "float32" : manifest.dtype);

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -56,13 +55,10 @@ void LoadApi(const std::string& library) {
 }
 
 // An uneven Split of slices that lie side by side (Phi-3's query, key, value) copies from the host's memory at each run, where a
-// graph would read it too. A bias within a product by quantised weights keeps it from kInt8's kernels.
+// graph would read it too. A bias within a product by quantised weights keeps it from CUTLASS's kernels.
 constexpr char kUnwanted[] = "GatherSliceToSplitFusion;MatMulNBitsFusion";
-// The kernels for weights in int8, as runtime/engines/ort.py chooses them and says why, unless the environment says otherwise.
-constexpr std::pair<const char*, const char*> kInt8[] = {{"ep.cuda.fpa_intb_gemm", "1"}, {"ep.cuda.fpa_intb_profile_m", "1"}};
-constexpr char kInt8Environment[] = "ORT_FPA_INTB_GEMM";
 
-void UseCuda(Ort::SessionOptions& options, const std::string& weights) {
+void UseCuda(Ort::SessionOptions& options) {
   const OrtApi& api = Ort::GetApi();
   OrtCUDAProviderOptionsV2* cuda = nullptr;
   try {
@@ -76,9 +72,6 @@ void UseCuda(Ort::SessionOptions& options, const std::string& weights) {
     options.AddConfigEntry("session.use_device_allocator_for_initializers", "1");
     options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");  // a node there would wait for each step
     options.AddConfigEntry("optimization.disable_specified_optimizers", kUnwanted);
-    if (weights == "int8" && std::getenv(kInt8Environment) == nullptr) {
-      for (const auto& [name, chosen] : kInt8) options.AddConfigEntry(name, chosen);
-    }
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
     throw TargetError("ONNX Runtime cannot use cuda on this machine (" + Cut(error.what(), 200) + ")",
@@ -141,7 +134,7 @@ void Call::RunNow() const {
   if (!failed.IsOK()) throw RunFailure(failed.GetErrorMessage(), replay != nullptr);
 }
 
-Engine::Engine(const std::filesystem::path& path, Device device, const std::string& weights, bool optimized, bool cuda_graphs)
+Engine::Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs)
     : device_(device), cuda_graphs_(cuda_graphs), session_(nullptr) {
   Ort::SessionOptions options;
   options.DisablePerSessionThreads();
@@ -149,7 +142,7 @@ Engine::Engine(const std::filesystem::path& path, Device device, const std::stri
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
   options.SetGraphOptimizationLevel(optimized ? ORT_DISABLE_ALL : ORT_ENABLE_ALL);
   if (device == Device::kCuda) {
-    UseCuda(options, weights);
+    UseCuda(options);
     options_ = Ort::RunOptions();
     options_.AddConfigEntry("disable_synchronize_execution_providers", "1");  // its results are waited for, not its runs
   }

@@ -68,12 +68,11 @@ struct Call {
 // A compiled graph; may be run from several threads at once, each through bindings of its own.
 class Engine {
  public:
-  // `weights`: what the manifest says they are stored in.
   // `optimized`: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
   // `cuda_graphs`: whether calls that are repeated become CUDA graphs, on a GPU.
   // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used or not for all of
   // it, SKD_ERROR_CAPACITY where there is no memory for it.
-  Engine(const std::filesystem::path& path, Device device, const std::string& weights, bool optimized, bool cuda_graphs);
+  Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs);
   // As the file declares them: no addresses; -1 in a shape: any size.
   const std::vector<Tensor>& inputs() const { return inputs_; }
   const std::vector<Tensor>& outputs() const { return outputs_; }
