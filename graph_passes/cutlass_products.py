@@ -61,8 +61,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
 
 def _zero_points(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """[N, ceil(K / block * bits / 8)]."""
-    weight = required(node, _WEIGHT)
-    blocks = np.empty([node.attributes["N"].as_int(), node.attributes["K"].as_int() // node.attributes["block_size"].as_int()])
-    parts = Quantization(bits=node.attributes["bits"].as_int()).with_zero_points({"weight": blocks})
-    name = str(weight.name).removesuffix(".quantised.weight")
+    outputs, inputs, block, bits = (node.attributes[name].as_int() for name in ("N", "K", "block_size", "bits"))
+    parts = Quantization(bits=bits).with_zero_points({"weight": np.empty((outputs, inputs // block), np.uint8)})
+    name = str(required(node, _WEIGHT).name).removesuffix(".quantised.weight")
     return register_parts(graph, name, {"zero_points": parts["zero_points"]})[0]
