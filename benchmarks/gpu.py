@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -61,6 +62,7 @@ def main() -> int:
         print(f"gpu.py: {'; '.join(missing.values())}", file=sys.stderr)
         return 2
     settings = {"points": options.points, "rounds": options.rounds, "speedups": SPEEDUPS, "minutes": options.minutes}
+    settings["environment"] = {name: value for name, value in os.environ.items() if name.startswith("ORT_")}  # which kernels
     result = {"machine": facts() | device, "settings": settings, "not_measured": missing, "models": {}}
     for name in options.models:
         with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
