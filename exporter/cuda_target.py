@@ -74,7 +74,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 
 
 def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
-    quantizing = _quantizing(quantization, QuantizeExpertsPass(quantization)) if quantization else []
+    quantizing = [*_quantizing(quantization), QuantizeExpertsPass(quantization)] if quantization else []
     return [
         NarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
@@ -92,5 +92,5 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
     ]
 
 
-def _quantizing(how: Quantization, *others: ir.passes.PassBase) -> list[ir.passes.PassBase]:
-    return [QuantizeWeightsPass(how), *others, CutlassProductsPass()]
+def _quantizing(how: Quantization) -> list[ir.passes.PassBase]:
+    return [QuantizeWeightsPass(how), CutlassProductsPass()]

@@ -50,6 +50,11 @@ def required(node: ir.Node, index: int = 0) -> ir.Value:
     return value
 
 
+def optional(node: ir.Node, index: int) -> ir.Value | None:
+    """An input that may be left out, at the end or in between."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
 def scales_numbers(norm: ir.Node) -> bool:
     """Whether scale and bias of a norm are [D], of the last axis alone: not of heads or groups, too."""
     return all(value is None or (value.shape is not None and len(value.shape) == 1) for value in norm.inputs[1:])

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import required
-from skipdecode.graph_passes.quantize_weights import Quantization, register_parts
+from skipdecode.graph_passes.conventions import optional, required
+from skipdecode.graph_passes.quantize_weights import middle_zero_points, register_parts
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -36,19 +35,15 @@ class CutlassProductsPass(ir.passes.InPlacePass):
 
 
 def _is_plain(node: ir.Node) -> bool:
-    return _input(node, _BIAS) is None and not _lacks_zero_points(node)
+    return optional(node, _BIAS) is None and not _lacks_zero_points(node)
 
 
 def _lacks_zero_points(node: ir.Node) -> bool:
-    return node.attributes["K"].as_int() % _WIDTH != 0 and _input(node, _ZERO_POINTS) is None
-
-
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None
+    return node.attributes["K"].as_int() % _WIDTH != 0 and optional(node, _ZERO_POINTS) is None
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
-    inputs, bias = [*node.inputs[:_BIAS]], _input(node, _BIAS)
+    inputs, bias = [*node.inputs[:_BIAS]], optional(node, _BIAS)
     if _lacks_zero_points(node):
         inputs[_ZERO_POINTS:] = [_zero_points(graph, node)]
     made = [ir.node("MatMulNBits", inputs, node.attributes, domain=node.domain)]
@@ -60,8 +55,6 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _zero_points(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """[N, ceil(K / block * bits / 8)]."""
     outputs, inputs, block, bits = (node.attributes[name].as_int() for name in ("N", "K", "block_size", "bits"))
-    parts = Quantization(bits=bits).with_zero_points({"weight": np.empty((outputs, inputs // block), np.uint8)})
     name = str(required(node, _WEIGHT).name).removesuffix(".quantised.weight")
-    return register_parts(graph, name, {"zero_points": parts["zero_points"]})[0]
+    return register_parts(graph, name, middle_zero_points(outputs, inputs // block, bits))[0]

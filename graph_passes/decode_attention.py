@@ -31,7 +31,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import add_constant, constant, required, static_dim
+from skipdecode.graph_passes.conventions import add_constant, constant, optional, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class DecodeAttentionPass(ir.passes.InPlacePass):
 
 def _takes_matrix_kernel(node: ir.Node) -> bool:
     """Whether the operator takes it by itself: sinks, a cap, keys of another layer."""
-    sinks = len(node.inputs) > _SINKS and node.inputs[_SINKS] is not None
+    sinks = optional(node, _SINKS) is not None
     return sinks or "softcap" in node.attributes or len(node.outputs) == 1
 
 

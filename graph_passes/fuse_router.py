@@ -16,7 +16,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, static_dim
+from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
 
@@ -101,4 +101,4 @@ def _uncast(value: ir.Value | None) -> ir.Value | None:
 
 
 def _input(node: ir.Node | None, index: int) -> ir.Value | None:
-    return _uncast(node.inputs[index]) if node is not None and index < len(node.inputs) else None
+    return _uncast(optional(node, index)) if node is not None else None

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, is_parameter
+from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, is_parameter, optional
 from skipdecode.graph_passes.kept_levels import Bytes, Floats, Levels, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.take_over import take_over
@@ -70,8 +70,8 @@ class Quantization:
 
     def with_zero_points(self, parts: Parts) -> Parts:
         """The same matrix, its zero points written out where they are in the middle of the levels."""
-        middle = np.full(parts["weight"].shape[:2], 1 << (self.bits - 1), np.uint8)
-        return parts if "zero_points" in parts else parts | {"zero_points": _nibbles(middle, self.bits)}
+        outputs, blocks, *_ = parts["weight"].shape
+        return parts if "zero_points" in parts else parts | middle_zero_points(outputs, blocks, self.bits)
 
 
 class QuantizeWeightsPass(ir.passes.InPlacePass):
@@ -172,7 +172,7 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
 def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
     """What is added to each row of the product, by itself or by an Add that alone reads it; and the node that gives the sum."""
     if node.op_type == "Gemm":
-        return (node.inputs[2] if len(node.inputs) > 2 else None), node
+        return optional(node, 2), node
     readers = list(node.outputs[0].consumers())
     if len(readers) == 1 and readers[0].op_type == "Add" and not node.outputs[0].is_graph_output():
         other = next((value for value in readers[0].inputs if value is not node.outputs[0]), None)
@@ -240,6 +240,11 @@ _ROWS_AT_A_TIME = 256  # whose turned copy a cache holds better than 1024: 0.49 
 def _packed(kept: Levels, bits: int) -> Parts:
     parts: Parts = {"weight": _nibbles(kept.levels, bits), "scales": kept.scales.reshape(-1)}
     return parts if (kept.zeros == 1 << (bits - 1)).all() else parts | {"zero_points": _nibbles(kept.zeros, bits)}
+
+
+def middle_zero_points(outputs: int, blocks: int, bits: int) -> Parts:
+    """In the middle of the levels, where the operator has them if they are not given: [N, ceil(K / block * bits / 8)]."""
+    return {"zero_points": _nibbles(np.full((outputs, blocks), 1 << (bits - 1), np.uint8), bits)}
 
 
 def _nibbles(levels: Bytes, bits: int) -> Bytes:

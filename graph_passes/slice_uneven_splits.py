@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import integers
+from skipdecode.graph_passes.conventions import integers, optional
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -28,9 +28,10 @@ class SliceUnevenSplitsPass(ir.passes.InPlacePass):
 
 def _unlike_sizes(node: ir.Node) -> list[int]:
     """Of the parts; none where they are alike."""
-    if node.op_type != "Split" or len(node.inputs) < 2 or node.inputs[1] is None:
+    given = optional(node, 1) if node.op_type == "Split" else None
+    if given is None:
         return []
-    sizes = node.inputs[1].const_value
+    sizes = given.const_value
     assert sizes is not None, f"{node.name}: sizes that are not constant"
     listed: list[int] = sizes.numpy().tolist()
     return listed if len({*listed}) > 1 else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import integers
+from skipdecode.graph_passes.conventions import integers, optional
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -25,7 +25,7 @@ class TopMaximumPass(ir.passes.InPlacePass):
 
 
 def _of_rows(node: ir.Node) -> bool:
-    source, axes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+    source, axes = node.inputs[0], optional(node, 1)
     if source is None or source.shape is None:
         return False
     if node.op_type == "ArgMax":
