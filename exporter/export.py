@@ -62,7 +62,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     request = replace(request, out=real_out(request.out))
     check_options(request)
     check_out(request.out, request.force)
-    job = _decide(request)
+    job = _decide(request, report)
     config, targets = job.skeleton.config, job.targets
     ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # some write -1 for none
     warn_of_unapplied(job.checkpoint)
@@ -80,9 +80,10 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         return _write_manifest(job, partial, ends, variants, compiled)
 
 
-def _decide(request: ExportRequest) -> Job:
+def _decide(request: ExportRequest, report: Report) -> Job:
     """All that can be known, and refused, before anything is written; fetches the checkpoint."""
     targets = parse_targets(request.targets)
+    report(f"looking for {request.model}", 0.0)  # a hub that cannot be reached is asked for half a minute
     config, folder = load_config(request.model)
     dtype = choose_dtype(request.dtype, targets, config)
     limits = manifest.Limits(max_length=choose_max_length(request, config), max_batch=request.max_batch)
@@ -92,7 +93,8 @@ def _decide(request: ExportRequest) -> Job:
     check_runs(config)
     check_feasible(request, targets, skeleton, limits, schedule)
     if folder is None and not request.random_weights:
-        folder = fetch_checkpoint(request.model)
+        report(f"downloading {request.model}", 0.0)
+        folder = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
         skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone
     most = layers_per_segment(request, targets, skeleton)
     return Job(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rich.filesize import decimal
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import lacks_head
 from skipdecode.exporter.config_json import check_permitted, reason, taking_config
+from skipdecode.exporter.download import download
 from skipdecode.exporter.quantization_config import check_quantised
 from skipdecode.exporter.supported import check_single_stack
 
@@ -22,8 +26,6 @@ _OPT_SIZES = {
 # They rotate queries and keys by three positions of a token, in time, height and width, which are one and the same for text.
 _DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _NAME = "name a checkpoint folder, a hub id or opt-SIZE"
-_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-_OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
 
 
 def load_config(model: str) -> tuple[Any, Path | None]:
@@ -115,22 +117,23 @@ def _as_decoder(text: Any) -> Any:
     return AutoConfig.for_model(decoder, **settings, rope_parameters=plain)
 
 
-def fetch_checkpoint(model: str) -> Path:
-    """Download a hub id's config, tokenizer and weights (cached by huggingface_hub): safetensors, or `.bin` where there are none.
+def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: None) -> Path:
+    """Download a hub id's config, tokenizer and weights, and return the folder that huggingface_hub keeps them in.
+
+    Args:
+        report: is told how much is here; what it raises ends the download.
 
     Raises:
         ModelNotSupportedError: the hub cannot be reached or has no such model.
     """
-    from huggingface_hub import snapshot_download
+
+    def told(done: int, total: int) -> None:
+        report(f"downloading {model}, {decimal(done)} of {decimal(total)}")
 
     size = _short_opt(model)
-    name = f"facebook/opt-{size}" if size else model
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_OTHER_COPIES))
-        if not any(folder.glob("model*.safetensors")):
-            snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES)
-        return folder
-    except (OSError, ValueError) as error:
+        return download(f"facebook/opt-{size}" if size else model, told)
+    except ConnectionError as error:
         raise _unreachable(model, error) from error
 
 
@@ -151,9 +154,10 @@ def _opt_config(size: str) -> Any:
 
 
 def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
+    why = reason(error)
+    if Path(model).is_dir():
+        return ModelNotSupportedError(f"cannot be read ({why})", "repair its config.json", where=model)
     remedy = "name a checkpoint folder, or check the network"
     if _short_opt(model):
         remedy = "name a checkpoint folder, check the network, or export with --random-weights"
-    if Path(model).is_dir():
-        remedy = "repair its config.json"
-    return ModelNotSupportedError(f"cannot be read ({reason(error)})", remedy, where=model)
+    return ModelNotSupportedError(f"is no folder, and cannot be read from the hub ({why})", remedy, where=model)

@@ -2,11 +2,13 @@
 
     python -m skipdecode.exporter.reference_run OUT < request.json
 
-Request: `model`, `dimensions` (those of the bundle's manifest, which the model must have), `schedules` (names to `layers` and
-`warmup_layers`, anchored at the generated tokens), `prompts` (token ids), `new` (tokens to generate). With `"check": true` only
-the dimensions are compared. OUT is a safetensors file, for schedule s, prompt p, layer l: `{s}.{p}.tokens` [new] int64,
-`{s}.{p}.logits` [new,V], and what the layer keeps by the names of its inputs (see skipdecode.bindings), `{s}.{p}.past_key.{l}`
-and `{s}.{p}.past_value.{l}` [KVH, positions, D] float32.
+Request: `parent` (the process that waits), `model`, `dimensions` (those of the bundle's manifest, which the model must have),
+`schedules` (names to `layers` and `warmup_layers`, anchored at the generated tokens), `prompts` (token ids), `new` (tokens to
+generate). With `"check": true` only the dimensions are compared.
+
+OUT is a safetensors file, for schedule s, prompt p, layer l: `{s}.{p}.tokens` [new] int64, `{s}.{p}.logits` [new,V], and what
+the layer keeps by the names of its inputs (see skipdecode.bindings), `{s}.{p}.past_key.{l}` and `{s}.{p}.past_value.{l}`
+[KVH, positions, D] float32.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from skipdecode.bindings import PAST_KEY, PAST_VALUE, of_layer, past
+from skipdecode.child_process import end_with
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
@@ -41,7 +44,9 @@ _TEXT_PART = {"^language_model.model": "model", "^model.language_model": "model"
 
 def main() -> int:
     """Read the request, write the arrays."""
-    return guarded(lambda: answer(json.load(sys.stdin), Path(sys.argv[1])), debug=False)
+    request = json.load(sys.stdin)
+    end_with(request.pop("parent"))
+    return guarded(lambda: answer(request, Path(sys.argv[1])), debug=False)
 
 
 def answer(request: dict[str, Any], out: Path) -> int:

@@ -10,7 +10,6 @@ it, and keeps the timing cache.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import importlib.util
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.bindings import PAST_KEY, PAST_VALUE
+from skipdecode.child_process import command_of, end_with
 from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
@@ -36,7 +36,6 @@ _FLAGS = ("REQUIRE_USER_ALLOCATION",)
 # A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
 _MAX_AUX_STREAMS = 0
 _REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _ELSEWHERE = "export for cuda, which needs no builder"
 _OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
@@ -151,8 +150,7 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
         TargetError: as it does, and where the process was killed.
         OSError: the plan could not be written.
     """
-    # -P: a file of the user's folder must not be taken for a module
-    command = [sys.executable, "-P", "-m", "skipdecode.graph_passes.compile_tensorrt"]
+    command = command_of("skipdecode.graph_passes.compile_tensorrt")
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     said = _finished(process, json.dumps({**dataclasses.asdict(request), "parent": os.getpid()}), stop)
     if process.returncode == 0:
@@ -233,16 +231,9 @@ def _engine_layers(lines: list[str]) -> list[EngineLayer]:
     return found
 
 
-def _end_with(parent: int) -> None:
-    """Be killed when the exporter is, rather than build for minutes what nobody waits for."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread ends that made this process: it waits for it
-    if os.getppid() != parent:
-        sys.exit(f"process {parent}, which asked for the plan, is gone")
-
-
 def _main() -> int:
     given = json.load(sys.stdin)
-    _end_with(given.pop("parent"))
+    end_with(given.pop("parent"))
     profiles = tuple(Profile(batch=tuple(each["batch"]), tokens=tuple(each["tokens"])) for each in given.pop("profiles"))
     options = BuilderOptions(**given.pop("options"))
     try:

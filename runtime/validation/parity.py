@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from skipdecode.bindings import PAST
+from skipdecode.child_process import command_of
 from skipdecode.decoder import Decoder
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.generate import Generator
@@ -119,8 +119,9 @@ def _dimensions(manifest: Manifest) -> dict[str, Any]:
 
 def _ask(request: dict[str, Any], out: Path) -> None:
     """Run the reference, which needs torch, in a process of its own: its memory goes with it."""
-    command: Sequence[str] = [sys.executable, "-P", "-m", "skipdecode.exporter.reference_run", str(out)]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+    command = command_of("skipdecode.exporter.reference_run", str(out))
+    given = json.dumps({**request, "parent": os.getpid()})
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
     line = (done.stderr.strip().splitlines() or ["the reference said nothing"])[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from rich.filesize import decimal
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from tests.exporter.test_checkpoint import in_shards
 from tests.models import CONFIGS
+from tests.processes import children, ends
 from tests.standin import hub
 from tests.zoo import Zoo
 
@@ -25,8 +28,11 @@ _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
 
 def _export(url: str, home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "skip-export"), *map(str, arguments)]
-    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=_with_hub(url, home))
+
+
+def _with_hub(url: str, home: Path) -> dict[str, str]:
+    return {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
 
 
 def _as_opt_is_on_the_hub(folder: Path) -> None:
@@ -78,6 +84,35 @@ def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -
         done = _export(served.url, tmp_path / "home", "org/both", "--out", tmp_path / "bundle")
     assert done.returncode == 0, done.stderr
     assert {Path(path).name for path in served.sent} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_how_much_of_a_download_is_here_is_told(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.model("llama").save_pretrained(tmp_path / "hub" / "org" / "llama")
+    told: list[str] = []
+    with hub.serving(tmp_path / "hub") as served:
+        for name, value in _with_hub(served.url, tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        folder = fetch_checkpoint("org/llama", told.append)
+    size = decimal(sum(path.stat().st_size for path in folder.iterdir()))
+    assert told[-1] == f"downloading org/llama, {size} of {size}"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_download_ends_with_the_export_that_waits_for_it(number: signal.Signals, status: int, zoo: Zoo, tmp_path: Path) -> None:
+    zoo.model("llama").save_pretrained(tmp_path / "hub" / "org" / "llama")
+    with hub.serving(tmp_path / "hub", hold="model.safetensors") as served:
+        command = [str(Path(sys.executable).parent / "skip-export"), "org/llama", "--out", str(tmp_path / "bundle")]
+        environment = _with_hub(served.url, tmp_path / "home")
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as exporter:
+            try:
+                assert served.held.wait(120)
+                (download,) = children(exporter.pid)
+                exporter.send_signal(number)
+                said = exporter.communicate(timeout=60)[1]
+            finally:
+                exporter.kill()
+        assert (exporter.returncode, said) == (status, "")
+        assert ends(download)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +170,7 @@ def test_an_adapter_on_the_hub_is_one_line_that_says_how_to_merge_it(tmp_path: P
 def test_a_hub_that_cannot_be_reached_is_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
     program = "import time; time.sleep = print; from skipdecode.exporter.command import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program, "org/model", "--out", str(tmp_path / "bundle")]
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+    environment = _with_hub("http://127.0.0.1:9", tmp_path / "home")
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 2 and done.stdout, "it waits, and asks again"
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("org/model: cannot be read"), done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("org/model: is no folder, and cannot be read"), done.stderr

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,6 +16,7 @@ import pytest
 from skipdecode.errors import TargetError
 from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile, build_in_process
+from tests.processes import children, ends, proc_file, within
 
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 
@@ -70,7 +68,7 @@ def test_a_builder_is_asked_for_all_that_the_export_wants(tmp_path: Path, monkey
     build_in_process(request, threading.Event())
     built: list[PlanRequest] = []
     monkeypatch.setattr(sys, "stdin", io.StringIO((tmp_path / "asked").read_text()))
-    monkeypatch.setattr(compile_tensorrt, "_end_with", lambda parent: None)
+    monkeypatch.setattr(compile_tensorrt, "end_with", lambda parent: None)
     monkeypatch.setattr(compile_tensorrt, "build_plan", built.append)
     assert compile_tensorrt._main() == 0
     (made,) = built
@@ -99,35 +97,14 @@ build_in_process(request, threading.Event())
 """
     with subprocess.Popen([sys.executable, "-c", code]) as exporter:
         try:
-            assert _within(60, lambda: _children(exporter.pid))
-            (builder,) = _children(exporter.pid)
-            assert _within(60, lambda: _text(builder, "wchan") in ("wait_for_partner", "0")), (
+            assert within(60, lambda: children(exporter.pid))
+            (builder,) = children(exporter.pid)
+            assert within(60, lambda: proc_file(builder, "wchan") in ("wait_for_partner", "0")), (
                 "it has built, where the kernel says"
             )
         finally:
             exporter.kill()
-    ended = _within(60, lambda: "State:\tZ" in (status := _text(builder, "status")) or not status)
-    if not ended:
-        os.kill(builder, signal.SIGKILL)
-    assert ended
-
-
-def _children(process: int) -> list[int]:
-    return [int(word) for word in _text(process, f"task/{process}/children").split()]
-
-
-def _text(process: int, file: str) -> str:
-    try:
-        return Path(f"/proc/{process}/{file}").read_text()
-    except OSError:  # it is gone
-        return ""
-
-
-def _within(seconds: float, holds: Callable[[], object]) -> bool:
-    ends = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < ends:
-        time.sleep(0.05)
-    return bool(found)
+    assert ends(builder)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     url: str
     sent: set[str] = field(default_factory=set)  # files that somebody has downloaded: ORG/NAME/FILE
+    held: threading.Event = field(default_factory=threading.Event)  # half of the file that is held is sent
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Hub]:
-    """Serve the models in `folder` on loopback."""
+def serving(folder: Path, *, hold: str = "") -> Iterator[Hub]:
+    """Serve the models in `folder` on loopback; of files with the name `hold` the first half, and then nothing until the end."""
+    over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -49,9 +51,16 @@ def serving(folder: Path) -> Iterator[Hub]:
                 self._reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": _COMMIT})
                 return
             content = path.read_bytes()
+            held = send and path.name == hold
             if send:
                 hub.sent.add(str(path.relative_to(folder)))
-            self._reply(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": _COMMIT}, send=send)
+            headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": _COMMIT}
+            self._reply(200, content, headers, send=send and not held)
+            if held:
+                self.wfile.write(content[: len(content) // 2])
+                hub.held.set()
+                over.wait()
+                self.close_connection = True
 
         def _reply(self, status: int, content: bytes, headers: dict[str, str], *, send: bool = True) -> None:
             self.send_response(status)
@@ -71,6 +80,7 @@ def serving(folder: Path) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        over.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -1,0 +1,111 @@
+"""A model's files from the hub, downloaded in a process of its own, so that Ctrl-C ends it at once.
+
+    python -m skipdecode.exporter.download < request.json
+
+In the exporter's own, huggingface_hub's threads would go on until their files are there, which may be many minutes.
+
+Request: `name` and `parent`, the process that waits. Standard output: JSON objects, a line each: `{"done": ..., "total": ...}` in
+bytes as files arrive, then `{"folder": ...}`, or `{"error": ...}`, a line of text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from skipdecode.child_process import command_of, end_with
+
+_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+_OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
+
+
+def download(name: str, told: Callable[[int, int], None]) -> Path:
+    """Config, tokenizer and weights of a hub id (cached by huggingface_hub): safetensors, or `.bin` where there are none.
+
+    Args:
+        told: is called with the bytes that are here and all there are; what it raises ends the download.
+
+    Raises:
+        ConnectionError: the hub cannot be reached, or has no such model; with one line that says which.
+    """
+    command = command_of("skipdecode.exporter.download")
+    # a session of its own: the terminal's Ctrl-C is for the exporter, which ends this
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with process.stdin as given:
+                json.dump({"name": name, "parent": os.getpid()}, given)
+            for message in map(json.loads, process.stdout):
+                if "folder" in message:
+                    return Path(message["folder"])
+                if "error" in message:
+                    raise ConnectionError(message["error"])
+                told(message["done"], message["total"])
+        except BaseException:
+            process.kill()
+            raise
+    raise ConnectionError(f"the download ended with status {process.returncode}")
+
+
+def _main() -> int:
+    request = json.load(sys.stdin)
+    end_with(request["parent"])
+    from huggingface_hub.utils import logging
+
+    from skipdecode.exporter.config_json import reason
+
+    logging.set_verbosity_error()
+    try:
+        folder = _fetch(request["name"])
+    except (OSError, ValueError) as error:
+        _say(error=reason(error))
+        return 1
+    _say(folder=str(folder))
+    return 0
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_OTHER_COPIES, tqdm_class=_telling()))
+    if not any(folder.glob("model*.safetensors")):
+        snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES, tqdm_class=_telling())
+    return folder
+
+
+def _telling() -> Any:
+    """The class of a download's progress bars, which draw nothing; those that count bytes tell how many are here."""
+    from tqdm import tqdm
+
+    lock, most = Lock(), 0
+
+    class Telling(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            for own in ("name", "disable"):  # of huggingface_hub's own class
+                options.pop(own, None)
+            super().__init__(*arguments, **options, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal most
+            drawn: bool | None = super().update(n)
+            if self.unit == "B" and self.total:
+                with lock:  # a thread a file; one bar counts what was received, one what was written
+                    most = max(most, int(self.n))
+                    _say(done=most, total=int(self.total))
+            return drawn
+
+    return Telling
+
+
+def _say(**message: object) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
