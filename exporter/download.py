@@ -5,7 +5,7 @@
 In the exporter's own, huggingface_hub's threads would go on until their files are there, which may be many minutes.
 
 Request: `name` and `parent`, the process that waits. Standard output: JSON objects, a line each: `{"done": ..., "total": ...}` in
-bytes as files arrive, then `{"folder": ...}`, or `{"error": ...}`, a line of text.
+bytes as files arrive, then `{"folder": ...}`, or `{"what": ..., "remedy": ...}` of an error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from skipdecode.child_process import command_of, end_with
+from skipdecode.errors import ModelNotSupportedError
 
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
@@ -32,7 +34,7 @@ def download(name: str, told: Callable[[int, int], None]) -> Path:
         told: is called with the bytes that are here and all there are; what it raises ends the download.
 
     Raises:
-        ConnectionError: the hub cannot be reached, or has no such model; with one line that says which.
+        ModelNotSupportedError: the hub cannot be reached or does not give the model, or there is no room for it.
     """
     command = command_of("skipdecode.exporter.download")
     # a session of its own: the terminal's Ctrl-C is for the exporter, which ends this
@@ -44,13 +46,13 @@ def download(name: str, told: Callable[[int, int], None]) -> Path:
             for message in map(json.loads, process.stdout):
                 if "folder" in message:
                     return Path(message["folder"])
-                if "error" in message:
-                    raise ConnectionError(message["error"])
+                if "what" in message:
+                    raise ModelNotSupportedError(message["what"], message["remedy"], where=name)
                 told(message["done"], message["total"])
         except BaseException:
             process.kill()
             raise
-    raise ConnectionError(f"the download ended with status {process.returncode}")
+    raise ModelNotSupportedError(f"the download ended with status {process.returncode}", "try it again", where=name)
 
 
 def _main() -> int:
@@ -58,13 +60,15 @@ def _main() -> int:
     end_with(request["parent"])
     from huggingface_hub.utils import logging
 
-    from skipdecode.exporter.config_json import reason
+    from skipdecode.exporter.hub_errors import explain
 
     logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # that a disk is too full is an error soon enough
     try:
         folder = _fetch(request["name"])
     except (OSError, ValueError) as error:
-        _say(error=reason(error))
+        what, remedy = explain(error)
+        _say(what=what, remedy=remedy)
         return 1
     _say(folder=str(folder))
     return 0

@@ -14,6 +14,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import lacks_head
 from skipdecode.exporter.config_json import check_permitted, reason, taking_config
 from skipdecode.exporter.download import download
+from skipdecode.exporter.hub_errors import explain
 from skipdecode.exporter.quantization_config import check_quantised
 from skipdecode.exporter.supported import check_single_stack
 
@@ -43,7 +44,7 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     if folder.is_dir():
         _check_no_adapter(model)
         if not (folder / "config.json").is_file():
-            raise ModelNotSupportedError("holds no config.json", "name a Hugging Face checkpoint folder", where=model)
+            raise _without_config(model)
         check_permitted(folder / "config.json")
         return _read_config(model), folder
     if (size := _short_opt(model)) is not None:
@@ -70,6 +71,21 @@ def _check_no_adapter(model: str) -> None:
         )
 
 
+def _check_config_on_hub(model: str) -> None:
+    """Refuse a hub id without a config.json, which transformers takes for an unknown model: an adapter's, or of GGUF files."""
+    from transformers.utils import cached_file
+
+    _check_no_adapter(model)
+    if cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False) is None:
+        raise _without_config(model)
+
+
+def _without_config(model: str) -> ModelNotSupportedError:
+    return ModelNotSupportedError(
+        "holds no config.json", "name a checkpoint that transformers loads (of GGUF files, what they were made of)", where=model
+    )
+
+
 def _read_config(model: str) -> Any:
     from transformers import AutoConfig
 
@@ -77,9 +93,13 @@ def _read_config(model: str) -> Any:
         with taking_config(model):
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
     except OSError as error:
-        raise _unreachable(model, error) from error
+        if Path(model).is_dir():
+            raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
+        what, remedy = explain(error)
+        raise ModelNotSupportedError(what, remedy, where=model) from error
     except ModelNotSupportedError:
-        _check_no_adapter(model)  # an adapter on the hub has no config.json, which transformers takes for an unknown model
+        if not Path(model).is_dir():
+            _check_config_on_hub(model)
         raise
     check_single_stack(config)
     text = _text_part(config, Path(model))
@@ -133,8 +153,10 @@ def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: No
     size = _short_opt(model)
     try:
         return download(f"facebook/opt-{size}" if size else model, told)
-    except ConnectionError as error:
-        raise _unreachable(model, error) from error
+    except ModelNotSupportedError as error:
+        if size is None:
+            raise
+        raise ModelNotSupportedError(error.what, f"{error.remedy}, or export with --random-weights", where=model) from error
 
 
 def _short_opt(model: str) -> str | None:
@@ -151,13 +173,3 @@ def _opt_config(size: str) -> Any:
         num_hidden_layers=layers, hidden_size=width, ffn_dim=4 * width, num_attention_heads=heads,
         do_layer_norm_before=not post_norm, word_embed_proj_dim=512 if post_norm else width, name_or_path=f"facebook/opt-{size}",
     )  # fmt: skip
-
-
-def _unreachable(model: str, error: Exception) -> ModelNotSupportedError:
-    why = reason(error)
-    if Path(model).is_dir():
-        return ModelNotSupportedError(f"cannot be read ({why})", "repair its config.json", where=model)
-    remedy = "name a checkpoint folder, or check the network"
-    if _short_opt(model):
-        remedy = "name a checkpoint folder, check the network, or export with --random-weights"
-    return ModelNotSupportedError(f"is no folder, and cannot be read from the hub ({why})", remedy, where=model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from rich.filesize import decimal
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.hub_errors import explain
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from tests.exporter.test_checkpoint import in_shards
 from tests.models import CONFIGS
@@ -155,6 +157,48 @@ def test_what_the_hub_lacks_is_one_line(name: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert ("--random-weights" in done.stderr) is (name == "opt-1.3b"), "the only ones that need no hub"
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("name", ["org/llama", "opt-1.3b"])
+def test_a_gated_model_is_one_line_that_says_how_to_get_it(name: str, tmp_path: Path) -> None:
+    """The one is refused its config.json, the other, whose configuration is known here, its weights."""
+    with hub.serving(tmp_path, gated=True) as served:
+        done = _export(served.url, tmp_path / "home", name, "--out", tmp_path / "bundle")
+    said = f"{name}: is a gated model, and the hub does not give it to you; ask for access on its page there, and log in"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
+
+
+@pytest.mark.parametrize("name", ["org/llama", "opt-1.3b"])
+def test_what_a_machine_that_is_to_stay_offline_lacks_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = _export("http://127.0.0.1:9", tmp_path / "home", name, "--out", tmp_path / "bundle")
+    said = f"{name}: is no folder, nor in huggingface_hub's cache; name a checkpoint folder, or unset HF_HUB_OFFLINE"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
+
+
+def test_a_model_of_gguf_files_alone_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hub" / "org" / "model-GGUF").mkdir(parents=True)
+    (tmp_path / "hub" / "org" / "model-GGUF" / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", "org/model-GGUF", "--out", tmp_path / "bundle")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(
+        "org/model-GGUF: holds no config.json; name a checkpoint that transformers loads (of GGUF files,"
+    )
+
+
+def test_a_model_that_there_is_no_room_for_is_one_line(zoo: Zoo, tmp_path: Path) -> None:
+    """Where its cache cannot be, here; what a full disk says is a number of the system's, too."""
+    zoo.model("llama").save_pretrained(tmp_path / "hub" / "org" / "llama")
+    (tmp_path / "home").touch()
+    with hub.serving(tmp_path / "hub") as served:
+        done = _export(served.url, tmp_path / "home", "org/llama", "--out", tmp_path / "bundle")
+    said = "org/llama: cannot be kept in huggingface_hub's cache (Not a directory); set HF_HOME to a folder that you may write"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
+    full = "cannot be kept in huggingface_hub's cache (No space left on device)"
+    assert explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))[0] == full
 
 
 def test_an_adapter_on_the_hub_is_one_line_that_says_how_to_merge_it(tmp_path: Path) -> None:

@@ -23,8 +23,12 @@ class Hub:
 
 
 @contextmanager
-def serving(folder: Path, *, hold: str = "") -> Iterator[Hub]:
-    """Serve the models in `folder` on loopback; of files with the name `hold` the first half, and then nothing until the end."""
+def serving(folder: Path, *, hold: str = "", gated: bool = False) -> Iterator[Hub]:
+    """Serve the models in `folder` on loopback; of files with the name `hold` the first half, and then nothing until the end.
+
+    Args:
+        gated: nobody gets anything.
+    """
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -38,7 +42,9 @@ def serving(folder: Path, *, hold: str = "") -> Iterator[Hub]:
             parts = urlsplit(self.path).path.strip("/").split("/")
             asked = parts[:2] == ["api", "models"]  # else ORG/NAME/resolve/REVISION/FILE
             model = folder.joinpath(*(parts[2:4] if asked else parts[:2]))
-            if not model.is_dir():
+            if gated:
+                self._reply(403, b"", {"X-Error-Code": "GatedRepo"})
+            elif not model.is_dir():
                 self._reply(404, b"", {"X-Error-Code": "RepoNotFound"})
             elif asked:
                 told = _tree(model) if "tree" in parts else _info(model)

@@ -1,0 +1,43 @@
+"""What the hub, or the way to it, refuses: what it is, and what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+from skipdecode.exporter.config_json import reason
+
+_LOG_IN = "log in (`hf auth login`)"
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """Of what transformers or huggingface_hub raised for a hub id, the fact and the remedy of a ModelNotSupportedError."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    causes = list(_causes(error))
+
+    def among(kind: type[Exception]) -> bool:
+        return any(isinstance(cause, kind) for cause in causes)
+
+    if among(GatedRepoError):
+        return "is a gated model, and the hub does not give it to you", f"ask for access on its page there, and {_LOG_IN}"
+    if among(RepositoryNotFoundError):
+        return "is neither a folder nor a model that the hub gives you", f"check the name; where the model is private, {_LOG_IN}"
+    if constants.HF_HUB_OFFLINE:
+        return "is no folder, nor in huggingface_hub's cache", "name a checkpoint folder, or unset HF_HUB_OFFLINE"
+    for cause in causes:
+        if isinstance(cause, OSError) and (cause.filename or cause.errno in (errno.ENOSPC, errno.EDQUOT)):
+            said = os.strerror(cause.errno) if cause.errno else reason(cause)
+            return (
+                f"cannot be kept in huggingface_hub's cache ({said})",
+                "set HF_HOME to a folder that you may write, with room for it",
+            )
+    return f"is no folder, and cannot be read from the hub ({reason(error)})", "name a checkpoint folder, or check the network"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
