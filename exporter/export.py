@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from skipdecode import manifest
 from skipdecode.exporter.architectures import key_sources
+from skipdecode.exporter.check_request import check_request
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
@@ -21,10 +22,10 @@ from skipdecode.exporter.dry_run import check_runs
 from skipdecode.exporter.feasible import check_feasible, choose_max_length, layers_per_segment
 from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
-from skipdecode.exporter.job import Job, check_options
+from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import GRAPHS, Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
-from skipdecode.exporter.output_folder import check_out, fresh_folder, real_out
+from skipdecode.exporter.output_folder import fresh_folder, real_out
 from skipdecode.exporter.quantization_config import in_few_bits
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.supported import check_supported
@@ -60,8 +61,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
             All of them before anything is written, where that can be known.
     """
     request = replace(request, out=real_out(request.out))
-    check_options(request)
-    check_out(request.out, request.force)
+    check_request(request)
     job = _decide(request, report)
     config, targets = job.skeleton.config, job.targets
     ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # some write -1 for none

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from rich.filesize import decimal
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import lacks_head
-from skipdecode.exporter.config_json import check_permitted, reason, taking_config
+from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_adapter, lacks_config
+from skipdecode.exporter.config_json import reason, taking_config
 from skipdecode.exporter.download import download
 from skipdecode.exporter.hub_errors import explain
 from skipdecode.exporter.quantization_config import check_quantised
@@ -26,7 +25,6 @@ _OPT_SIZES = {
 # The text parts of models that also see, which transformers has no language model of -> the decoder that computes the same.
 # They rotate queries and keys by three positions of a token, in time, height and width, which are one and the same for text.
 _DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-_NAME = "name a checkpoint folder, a hub id or opt-SIZE"
 
 
 def load_config(model: str) -> tuple[Any, Path | None]:
@@ -36,54 +34,20 @@ def load_config(model: str) -> tuple[Any, Path | None]:
         ModelNotSupportedError: no such folder or hub id, a path that is no UTF-8, a config.json that cannot be read, needs remote
             code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them; an adapter.
     """
-    if not model:  # a path would take it for the folder one is in
-        raise ModelNotSupportedError("is empty", _NAME, where="MODEL")
-    folder = Path(model)
-    if not is_utf8(folder):
-        raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
-    if folder.is_dir():
-        _check_no_adapter(model)
-        if not (folder / "config.json").is_file():
-            raise _without_config(model)
-        check_permitted(folder / "config.json")
-        return _read_config(model), folder
-    if (size := _short_opt(model)) is not None:
+    folder = checkpoint_folder(model)
+    if folder is None and (size := _short_opt(model)) is not None:
         return _opt_config(size), None
-    if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        raise ModelNotSupportedError("is not a folder", _NAME, where=model)
-    return _read_config(model), None
-
-
-def is_utf8(path: Path) -> bool:
-    """Whether libraries that are not written in Python can be given a path, whose bytes may be any but 0."""
-    return os.fsencode(path).decode(errors="replace") == str(path)
-
-
-def _check_no_adapter(model: str) -> None:
-    """Refuse a folder or hub id that holds what peft trained: the weights are elsewhere, and these change them."""
-    from transformers.utils import find_adapter_config_file
-
-    if find_adapter_config_file(model) is not None:
-        raise ModelNotSupportedError(
-            "holds an adapter (adapter_config.json), not the model that it changes",
-            "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`",
-            where=model,
-        )
+    return _read_config(model), folder
 
 
 def _check_config_on_hub(model: str) -> None:
     """Refuse a hub id without a config.json, which transformers takes for an unknown model: an adapter's, or of GGUF files."""
-    from transformers.utils import cached_file
+    from transformers.utils import cached_file, find_adapter_config_file
 
-    _check_no_adapter(model)
+    if find_adapter_config_file(model) is not None:
+        raise is_adapter(model)
     if cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False) is None:
-        raise _without_config(model)
-
-
-def _without_config(model: str) -> ModelNotSupportedError:
-    return ModelNotSupportedError(
-        "holds no config.json", "name a checkpoint that transformers loads (of GGUF files, what they were made of)", where=model
-    )
+        raise lacks_config(model)
 
 
 def _read_config(model: str) -> Any:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.engines.tensorrt import LIBRARIES
 from skipdecode.errors import TargetError
 from skipdecode.graph_passes.compile_tensorrt import library
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # model types whose activations outgrow fp16's 65504: they were trained in bf16, and vLLM refuses them in fp16 as well
 OVERFLOW_FP16 = ("gemma2", "gemma3_text", "glm4")
 _CHOICES = "choose from cpu, cuda, tensorrt-rtx[:smNN,...], tensorrt"
@@ -78,6 +79,8 @@ def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> t
     Raises:
         TargetError: a dtype that one of the targets has no kernels for.
     """
+    import torch  # which targets alone, refused before an export begins, do without
+
     gpu = next((target.name for target in targets if target.name != "cpu"), None)
     if asked == "auto":
         if gpu is None:
@@ -90,4 +93,5 @@ def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> t
         raise TargetError(f"{gpu} has no fused attention in fp32", "choose fp16 or bf16", where="--dtype")
     if asked != "fp32" and not gpu:
         raise TargetError(f"{asked} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
-    return _DTYPES[asked]
+    dtype: torch.dtype = getattr(torch, _DTYPES[asked])
+    return dtype

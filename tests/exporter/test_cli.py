@@ -46,11 +46,26 @@ def test_what_no_option_names_is_as_in_a_request_from_python(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("option", "status", "said"),
-    [("--help", 0, "opt-6.7b --schedule linear"), ("--taget", 2, "--taget; see skip-export --help\n")],
+    ("options", "status", "said"),
+    [
+        ("opt-6.7b --help", 0, "opt-6.7b --schedule linear"),
+        ("opt-6.7b --taget", 2, "--taget; see skip-export --help\n"),
+        ("opt-6.7b --target cpy", 2, "--target: target 'cpy' cannot be compiled"),
+        ("opt-6.7b --target tensorrt-rtx:sm1", 2, "does not build for 'sm1'"),
+        ("opt-6.7b --max-batch 0", 2, "--max-batch: 0 is out of range"),
+        ("./my-lama", 2, "./my-lama: is not a folder"),
+        ("opt-6.7b --out .", 2, "exists and is not a bundle"),
+    ],
 )
-def test_neither_help_nor_a_mistyped_option_waits_for_torch(option: str, status: int, said: str) -> None:
-    asked = "import sys; from skipdecode.exporter import command\ntry: command.main()\nfinally: assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", asked, "opt-6.7b", "--out", "bundle", option]
+def test_neither_help_nor_what_is_mistyped_waits_for_torch(options: str, status: int, said: str) -> None:
+    asked = """
+import sys
+from skipdecode.exporter import command
+try:
+    raise SystemExit(command.main())
+finally:
+    assert not {"torch", "transformers"} & {*sys.modules}
+"""
+    command = [sys.executable, "-c", asked, "--out", "bundle", *options.split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == status and said in ended.stdout + ended.stderr
+    assert ended.returncode == status and said in ended.stdout + ended.stderr, ended.stderr

@@ -1,0 +1,54 @@
+"""What is wrong with a request whatever the model is, found without torch and transformers, which take seconds to import."""
+
+from __future__ import annotations
+
+from skipdecode.errors import BundleError, TargetError
+from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_utf8
+from skipdecode.exporter.output_folder import check_out, real_out
+from skipdecode.exporter.request import DEFAULT_BLOCK, DEFAULT_METHOD, QUANTIZED_BITS, ExportRequest
+from skipdecode.exporter.targets import parse_targets
+from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
+
+_MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
+_MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits
+
+
+def check_request(request: ExportRequest) -> None:
+    """Refuse what can be refused before the model's configuration is read.
+
+    Raises:
+        BundleError: `out` has a name that libraries do not take, or would not be replaced.
+        TargetError: an option is out of its range, or a target unknown or its package missing.
+        ModelNotSupportedError: `model` names nothing that an export begins with.
+    """
+    if not is_utf8(request.out):
+        raise BundleError(
+            "is not UTF-8, the only encoding that tokenizers and ONNX Runtime take",
+            "choose another --out",
+            where=str(request.out),
+        )
+    _check_quantization(request)
+    workspace, level = request.builder.workspace_mib, request.builder.optimization_level
+    if workspace is not None and not 1 <= workspace <= _MOST_MIB:
+        raise TargetError(f"{workspace} MiB is out of range", f"choose 1..{_MOST_MIB}, or leave it out", where="--workspace")
+    if level is not None and not 0 <= level <= 5:
+        raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
+    if not 1 <= request.max_batch <= _MOST_ROWS:
+        raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
+    check_out(real_out(request.out), request.force)
+    parse_targets(request.targets)
+    checkpoint_folder(request.model)
+
+
+def _check_quantization(request: ExportRequest) -> None:
+    if request.quantize not in QUANTIZED_BITS:
+        raise TargetError(f"{request.quantize!r} is unknown", f"choose one of {', '.join(QUANTIZED_BITS)}", where="--quantize")
+    if request.quantize_method not in METHODS:
+        choices = f"choose one of {', '.join(METHODS)}"
+        raise TargetError(f"{request.quantize_method!r} is unknown", choices, where="--quantize-method")
+    if request.quantize_block not in BLOCK_SIZES:
+        choices = f"choose one of {', '.join(map(str, BLOCK_SIZES))}"
+        raise TargetError(f"{request.quantize_block} is unknown", choices, where="--quantize-block")
+    if request.quantize == "none" and (request.quantize_method, request.quantize_block) != (DEFAULT_METHOD, DEFAULT_BLOCK):
+        where = "--quantize-method" if request.quantize_method != DEFAULT_METHOD else "--quantize-block"
+        raise TargetError("no weight is quantised", "add --quantize int8 or int4, or leave it out", where=where)

@@ -1,0 +1,56 @@
+"""From what a user types to a checkpoint's folder, without torch and transformers: a mistyped name is told at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import check_permitted
+
+_NAME = "name a checkpoint folder, a hub id or opt-SIZE"
+_HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+
+
+def checkpoint_folder(model: str) -> Path | None:
+    """The folder that `model` names; None: it is a hub id, or OPT's short name.
+
+    Raises:
+        ModelNotSupportedError: neither, a path that is no UTF-8, a folder without a config.json that may be read, an adapter.
+    """
+    if not model:  # a path would take it for the folder one is in
+        raise ModelNotSupportedError("is empty", _NAME, where="MODEL")
+    folder = Path(model)
+    if not is_utf8(folder):
+        raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
+    if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            raise is_adapter(model)
+        if not (folder / "config.json").is_file():
+            raise lacks_config(model)
+        check_permitted(folder / "config.json")
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(_HUB_ID, model):
+        raise ModelNotSupportedError("is not a folder", _NAME, where=model)
+    return None
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether libraries that are not written in Python can be given a path, whose bytes may be any but 0."""
+    return os.fsencode(path).decode(errors="replace") == str(path)
+
+
+def is_adapter(model: str) -> ModelNotSupportedError:
+    """The error of a folder or hub id that holds what peft trained: the weights are elsewhere, and these change them."""
+    return ModelNotSupportedError(
+        "holds an adapter (adapter_config.json), not the model that it changes",
+        "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`",
+        where=model,
+    )
+
+
+def lacks_config(model: str) -> ModelNotSupportedError:
+    """The error of a folder or hub id without a config.json."""
+    remedy = "name a checkpoint that transformers loads (of GGUF files, what they were made of)"
+    return ModelNotSupportedError("holds no config.json", remedy, where=model)
