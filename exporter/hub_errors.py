@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from skipdecode.exporter.config_json import reason
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of a file that is open, which the error does not name
 _LOG_IN = "log in (`hf auth login`)"
 
 
@@ -28,12 +29,10 @@ def explain(error: Exception) -> tuple[str, str]:
     if constants.HF_HUB_OFFLINE:
         return "is no folder, nor in huggingface_hub's cache", "name a checkpoint folder, or unset HF_HUB_OFFLINE"
     for cause in causes:
-        if isinstance(cause, OSError) and (cause.filename or cause.errno in (errno.ENOSPC, errno.EDQUOT)):
-            said = os.strerror(cause.errno) if cause.errno else reason(cause)
-            return (
-                f"cannot be kept in huggingface_hub's cache ({said})",
-                "set HF_HOME to a folder that you may write, with room for it",
-            )
+        if isinstance(cause, OSError) and cause.errno and (cause.filename or cause.errno in _NO_ROOM):
+            place = f": {cause.filename}" if cause.filename else ""
+            what = f"cannot be kept in huggingface_hub's cache ({os.strerror(cause.errno)}{place})"
+            return what, "set HF_HOME to a folder that you may write, with room for it"
     return f"is no folder, and cannot be read from the hub ({reason(error)})", "name a checkpoint folder, or check the network"
 
 

@@ -16,7 +16,11 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def end_with(parent: int) -> None:
-    """Be killed when the process `parent` is, rather than work for minutes on what nobody waits for. Called by the child."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread ends that made this process: it waits for it
+    """Be killed when the process `parent` is (on Linux), rather than work for minutes on what nobody waits for.
+
+    Called by the child.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread that made this process ends: it waits for it
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which asked for this, is gone")

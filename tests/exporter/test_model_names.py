@@ -195,7 +195,7 @@ def test_a_model_that_there_is_no_room_for_is_one_line(zoo: Zoo, tmp_path: Path)
     (tmp_path / "home").touch()
     with hub.serving(tmp_path / "hub") as served:
         done = _export(served.url, tmp_path / "home", "org/llama", "--out", tmp_path / "bundle")
-    said = "org/llama: cannot be kept in huggingface_hub's cache (Not a directory); set HF_HOME to a folder that you may write"
+    said = "org/llama: cannot be kept in huggingface_hub's cache (Not a directory: "
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
     full = "cannot be kept in huggingface_hub's cache (No space left on device)"
     assert explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))[0] == full
