@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from filelock import FileLock
+from torch._export import utils as export_utils
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from skipdecode.exporter import dry_run, graphs
@@ -93,10 +94,16 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def torchlib_once() -> Iterator[None]:
-    """torch.onnx reads the source of its 500 operators for each graph anew, which takes as long as tracing a small one."""
+def quick_traces() -> Iterator[None]:
+    """For each graph torch.onnx reads the source of its 500 operators anew, which takes as long as tracing a small one.
+
+    torch.export lists its operators some 28 times, and keeps shapes that it finds again less quickly than it makes them: a
+    seventh of the rest.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+        patch.setattr(export_utils, "_materialize_cpp_cia_ops", functools.cache(export_utils._materialize_cpp_cia_ops))
+        patch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
         yield
 
 
