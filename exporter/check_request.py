@@ -6,15 +6,18 @@ from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_utf8
 from skipdecode.exporter.output_folder import check_out, real_out
 from skipdecode.exporter.request import DEFAULT_BLOCK, DEFAULT_METHOD, QUANTIZED_BITS, ExportRequest
-from skipdecode.exporter.targets import parse_targets
+from skipdecode.exporter.targets import TargetRequest, parse_targets
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
 
 _MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
 _MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits
 
 
-def check_request(request: ExportRequest) -> None:
+def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
     """Refuse what can be refused before the model's configuration is read.
+
+    Returns:
+        Its targets.
 
     Raises:
         BundleError: `out` has a name that libraries do not take, or would not be replaced.
@@ -36,8 +39,9 @@ def check_request(request: ExportRequest) -> None:
     if not 1 <= request.max_batch <= _MOST_ROWS:
         raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
     check_out(real_out(request.out), request.force)
-    parse_targets(request.targets)
+    targets = parse_targets(request.targets)
     checkpoint_folder(request.model)
+    return targets
 
 
 def _check_quantization(request: ExportRequest) -> None:

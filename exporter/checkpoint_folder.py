@@ -26,9 +26,9 @@ def checkpoint_folder(model: str) -> Path | None:
         raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():
-            raise is_adapter(model)
+            raise adapter_error(model)
         if not (folder / "config.json").is_file():
-            raise lacks_config(model)
+            raise missing_config_error(model)
         check_permitted(folder / "config.json")
         return folder
     if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(_HUB_ID, model):
@@ -41,7 +41,7 @@ def is_utf8(path: Path) -> bool:
     return os.fsencode(path).decode(errors="replace") == str(path)
 
 
-def is_adapter(model: str) -> ModelNotSupportedError:
+def adapter_error(model: str) -> ModelNotSupportedError:
     """The error of a folder or hub id that holds what peft trained: the weights are elsewhere, and these change them."""
     return ModelNotSupportedError(
         "holds an adapter (adapter_config.json), not the model that it changes",
@@ -50,7 +50,7 @@ def is_adapter(model: str) -> ModelNotSupportedError:
     )
 
 
-def lacks_config(model: str) -> ModelNotSupportedError:
+def missing_config_error(model: str) -> ModelNotSupportedError:
     """The error of a folder or hub id without a config.json."""
     remedy = "name a checkpoint that transformers loads (of GGUF files, what they were made of)"
     return ModelNotSupportedError("holds no config.json", remedy, where=model)

@@ -20,8 +20,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import logging
+from tqdm import tqdm
+
 from skipdecode.child_process import command_of, end_with
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.hub_errors import explain
 
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
@@ -58,10 +63,6 @@ def download(name: str, told: Callable[[int, int], None]) -> Path:
 def _main() -> int:
     request = json.load(sys.stdin)
     end_with(request["parent"])
-    from huggingface_hub.utils import logging
-
-    from skipdecode.exporter.hub_errors import explain
-
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")  # that a disk is too full is an error soon enough
     try:
@@ -75,8 +76,6 @@ def _main() -> int:
 
 
 def _fetch(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
     folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_OTHER_COPIES, tqdm_class=_telling()))
     if not any(folder.glob("model*.safetensors")):
         snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES, tqdm_class=_telling())
@@ -85,8 +84,6 @@ def _fetch(name: str) -> Path:
 
 def _telling() -> Any:
     """The class of a download's progress bars, which draw nothing; those that count bytes tell how many are here."""
-    from tqdm import tqdm
-
     lock, most = Lock(), 0
 
     class Telling(tqdm):  # type: ignore[misc]

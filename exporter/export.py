@@ -29,7 +29,7 @@ from skipdecode.exporter.output_folder import fresh_folder, real_out
 from skipdecode.exporter.quantization_config import in_few_bits
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.supported import check_supported
-from skipdecode.exporter.targets import TargetRequest, choose_dtype, parse_targets
+from skipdecode.exporter.targets import TargetRequest, choose_dtype
 from skipdecode.exporter.tensorrt_target import compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, random_source, write_weights
@@ -61,9 +61,9 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
             All of them before anything is written, where that can be known.
     """
     request = replace(request, out=real_out(request.out))
-    check_request(request)
-    job = _decide(request, report)
-    config, targets = job.skeleton.config, job.targets
+    targets = check_request(request)
+    job = _decide(request, targets, report)
+    config = job.skeleton.config
     ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # some write -1 for none
     warn_of_unapplied(job.checkpoint)
     with fresh_folder(request.out, request.force) as partial:
@@ -80,9 +80,8 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         return _write_manifest(job, partial, ends, variants, compiled)
 
 
-def _decide(request: ExportRequest, report: Report) -> Job:
+def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: Report) -> Job:
     """All that can be known, and refused, before anything is written; fetches the checkpoint."""
-    targets = parse_targets(request.targets)
     report(f"looking for {request.model}", 0.0)  # a hub that cannot be reached is asked for half a minute
     config, folder = load_config(request.model)
     dtype = choose_dtype(request.dtype, targets, config)
@@ -93,7 +92,6 @@ def _decide(request: ExportRequest, report: Report) -> Job:
     check_runs(config)
     check_feasible(request, targets, skeleton, limits, schedule)
     if folder is None and not request.random_weights:
-        report(f"downloading {request.model}", 0.0)
         folder = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
         skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone
     most = layers_per_segment(request, targets, skeleton)

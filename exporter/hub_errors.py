@@ -6,6 +6,9 @@ import errno
 import os
 from collections.abc import Iterator
 
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
 from skipdecode.exporter.config_json import reason
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of a file that is open, which the error does not name
@@ -14,9 +17,6 @@ _LOG_IN = "log in (`hf auth login`)"
 
 def explain(error: Exception) -> tuple[str, str]:
     """Of what transformers or huggingface_hub raised for a hub id, the fact and the remedy of a ModelNotSupportedError."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
     causes = list(_causes(error))
 
     def among(kind: type[Exception]) -> bool:

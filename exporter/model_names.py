@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import lacks_head
-from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_adapter, lacks_config
+from skipdecode.exporter.checkpoint_folder import adapter_error, checkpoint_folder, missing_config_error
 from skipdecode.exporter.config_json import reason, taking_config
 from skipdecode.exporter.download import download
 from skipdecode.exporter.hub_errors import explain
@@ -45,9 +45,9 @@ def _check_config_on_hub(model: str) -> None:
     from transformers.utils import cached_file, find_adapter_config_file
 
     if find_adapter_config_file(model) is not None:
-        raise is_adapter(model)
+        raise adapter_error(model)
     if cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False) is None:
-        raise lacks_config(model)
+        raise missing_config_error(model)
 
 
 def _read_config(model: str) -> Any:
@@ -114,6 +114,7 @@ def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: No
     def told(done: int, total: int) -> None:
         report(f"downloading {model}, {decimal(done)} of {decimal(total)}")
 
+    report(f"downloading {model}")
     size = _short_opt(model)
     try:
         return download(f"facebook/opt-{size}" if size else model, told)

@@ -98,7 +98,7 @@ def quick_traces() -> Iterator[None]:
     """For each graph torch.onnx reads the source of its 500 operators anew, which takes as long as tracing a small one.
 
     torch.export lists its operators some 28 times, and keeps shapes that it finds again less quickly than it makes them: a
-    seventh of the rest.
+    sixth of the rest.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
