@@ -49,8 +49,10 @@ bindings: install
 	$(PIP) --no-deps --target build/tensorrt-$$version tensorrt-cu13-bindings==$$version || \
 	echo "no tensorrt-cu13-bindings $$version: tests of the target tensorrt will be skipped" >&2; done
 
-# slow, and not part of CI: every architecture's cuda engines on that provider
+# slow, and not part of CI: every architecture, where the suite has those that between them take every path of the exporter; and
+# every one's cuda engines on that provider
 survey: provider
+	$(BIN)/pytest -m survey --numprocesses 2
 	rm -rf build/survey && $(BIN)/python -m tests.standin.survey build/survey
 
 # the turn-around's kernel for runtimes without a compiler; commit what changes

@@ -11,7 +11,7 @@ import torch
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import dry_run
 from skipdecode.exporter.dry_run import check_runs
-from tests.models import CONFIGS, RELATIVES
+from tests.models import CONFIGS, EACH_RELATIVE, RELATIVES
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 
@@ -24,19 +24,28 @@ def _config(name: str, rope: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("name", "rope"),
     [
-        *((lambda name=name: _config(name)) for name in CONFIGS | RELATIVES),
         # which ask how long a run is, but where they are settled
-        lambda: _config("llama", {"rope_type": "dynamic", "factor": 2.0}),
-        lambda: _config("llama", LONGROPE),
-        lambda: _config("phimoe", {**LONGROPE, "short_mscale": 1.25, "long_mscale": 7.0}),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}),
+        ("llama", LONGROPE),
+        ("phimoe", {**LONGROPE, "short_mscale": 1.25, "long_mscale": 7.0}),
     ],
 )
-def test_no_supported_models_forward_pass_needs_numbers_or_memory(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rotary_scalings_forward_pass_needs_numbers_or_memory(
+    name: str, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _assert_runs_without_numbers(_config(name, rope), monkeypatch)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *EACH_RELATIVE])
+def test_no_supported_models_forward_pass_needs_numbers_or_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or faults behind the question would be found where a layer is traced."""
+    _assert_runs_without_numbers(_config(name), monkeypatch)
+
+
+def _assert_runs_without_numbers(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "_ASKS_FOR_NUMBERS", ())
-    made = config()
     before = made.to_dict()
     check_runs(made)
     assert made.to_dict() == before
