@@ -6,8 +6,9 @@ from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_utf8
 from skipdecode.exporter.output_folder import check_out, real_out
 from skipdecode.exporter.request import DEFAULT_BLOCK, DEFAULT_METHOD, QUANTIZED_BITS, ExportRequest
-from skipdecode.exporter.targets import TargetRequest, parse_targets
+from skipdecode.exporter.targets import TargetRequest, check_dtype, parse_targets
 from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
+from skipdecode.schedule_builders import check_schedule_request
 
 _MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
 _MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits
@@ -21,6 +22,7 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
 
     Raises:
         BundleError: `out` has a name that libraries do not take, or would not be replaced.
+        ScheduleError: the schedule is unknown, its table is not there, or a number of it is out of its range.
         TargetError: an option is out of its range, or a target unknown or its package missing.
         ModelNotSupportedError: `model` names nothing that an export begins with.
     """
@@ -30,6 +32,7 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
             "choose another --out",
             where=str(request.out),
         )
+    check_schedule_request(request.schedule)
     _check_quantization(request)
     workspace, level = request.builder.workspace_mib, request.builder.optimization_level
     if workspace is not None and not 1 <= workspace <= _MOST_MIB:
@@ -40,6 +43,7 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
         raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
     check_out(real_out(request.out), request.force)
     targets = parse_targets(request.targets)
+    check_dtype(request.dtype, targets)
     checkpoint_folder(request.model)
     return targets
 

@@ -70,28 +70,37 @@ def _parse(text: str) -> TargetRequest:
     return TargetRequest(name=name, capabilities=capabilities)
 
 
-def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
-    """The dtype of the bundle's weights and standard graphs.
-
-    `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32; bf16 where the model outgrows
-    fp16. A cpu target computes in fp32 whatever is stored.
+def check_dtype(asked: str, targets: Sequence[TargetRequest]) -> None:
+    """Refuse what `--dtype` may not say, whatever the model is.
 
     Raises:
-        TargetError: a dtype that one of the targets has no kernels for.
+        TargetError: an unknown dtype, or one that one of the targets has no kernels for.
     """
-    import torch  # which targets alone, refused before an export begins, do without
-
-    gpu = next((target.name for target in targets if target.name != "cpu"), None)
-    if asked == "auto":
-        if gpu is None:
-            return torch.float32
-        wide = getattr(config, "dtype", None) == torch.bfloat16 or config.model_type in OVERFLOW_FP16
-        return torch.bfloat16 if wide else torch.float16
-    if asked not in _DTYPES:
+    gpu = _first_gpu(targets)
+    if asked not in ("auto", *_DTYPES):
         raise TargetError(f"{asked!r} is unknown", f"choose one of auto, {', '.join(_DTYPES)}", where="--dtype")
     if asked == "fp32" and gpu:
         raise TargetError(f"{gpu} has no fused attention in fp32", "choose fp16 or bf16", where="--dtype")
-    if asked != "fp32" and not gpu:
+    if asked in ("fp16", "bf16") and not gpu:
         raise TargetError(f"{asked} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
+
+
+def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
+    """The dtype of the bundle's weights and standard graphs; `asked` is what `check_dtype` takes.
+
+    `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32; bf16 where the model outgrows
+    fp16. A cpu target computes in fp32 whatever is stored.
+    """
+    import torch  # which targets alone, refused before an export begins, do without
+
+    if asked == "auto":
+        if _first_gpu(targets) is None:
+            return torch.float32
+        wide = getattr(config, "dtype", None) == torch.bfloat16 or config.model_type in OVERFLOW_FP16
+        return torch.bfloat16 if wide else torch.float16
     dtype: torch.dtype = getattr(torch, _DTYPES[asked])
     return dtype
+
+
+def _first_gpu(targets: Sequence[TargetRequest]) -> str | None:
+    return next((target.name for target in targets if target.name != "cpu"), None)

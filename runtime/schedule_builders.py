@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,9 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
     Raises:
         ScheduleError: an unknown name, a range that is empty, or a speedup that cannot be reached.
     """
+    check_schedule_request(request)
+    _check_depth(request, num_layers)
     kind, _, table = request.name.partition(":")
-    if not (kind == "table" and table) and request.name not in ("full", *_BY_SPEEDUP):
-        raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
-    _check_request(request, num_layers)
     if kind in ("table", "full"):
         said = full_depth(num_layers) if kind == "full" else _from_table(Path(table), request, num_layers)
         return _limit_variants(said, request.max_variants)
@@ -56,6 +56,31 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
         name=kind, num_layers=num_layers, warmup_layers=request.warmup_layers, layers=tuple(counts), anchor=request.anchor
     )
     return _limit_variants(schedule, request.max_variants)
+
+
+def check_schedule_request(request: ScheduleRequest) -> None:
+    """Refuse what is wrong whatever the model's depth is.
+
+    Raises:
+        ScheduleError: an unknown name, a table that is not there, ends the wrong way round, or a number out of its range.
+    """
+    kind, _, table = request.name.partition(":")
+    if not (kind == "table" and table) and request.name not in ("full", *_BY_SPEEDUP):
+        raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
+    if table and not os.path.exists(table):  # a look alone: a pipe is read once
+        raise ScheduleError("cannot be read (no such file)", "name a JSON file", where=f"table {table}")
+    if None not in (request.min_layers, request.max_layers) and request.min_layers > request.max_layers:  # type: ignore[operator]
+        raise ScheduleError(
+            f"--min-layers {request.min_layers} is above --max-layers {request.max_layers}",
+            "lower --min-layers or raise --max-layers",
+        )
+    for option, number in (("--span", request.span), ("--max-variants", request.max_variants)):
+        if number is not None and number < 1:
+            raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
+    if request.span is not None and request.span > _MOST_POSITIONS:
+        raise ScheduleError(f"--span {request.span} is longer than any row", f"choose --span {_MOST_POSITIONS} or less")
+    if request.alpha is not None and (request.name != "power" or not 0 < request.alpha <= 1):
+        raise ScheduleError(f"--alpha {request.alpha}", "give a decay in (0, 1], and only with --schedule power")
 
 
 def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
@@ -88,7 +113,8 @@ def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]
             )
 
 
-def _check_request(request: ScheduleRequest, num_layers: int) -> None:
+def _check_depth(request: ScheduleRequest, num_layers: int) -> None:
+    """Refuse what a model of this depth does not allow."""
     if not 0 <= request.warmup_layers <= num_layers:
         raise ScheduleError(
             f"--warmup-layers {request.warmup_layers}: the model has {num_layers} layers",
@@ -101,18 +127,6 @@ def _check_request(request: ScheduleRequest, num_layers: int) -> None:
                 f"{option} {value}: the model has {num_layers} layers and {request.warmup_layers} warm-up layers",
                 f"choose {least}..{num_layers}",
             )
-    if None not in (request.min_layers, request.max_layers) and request.min_layers > request.max_layers:  # type: ignore[operator]
-        raise ScheduleError(
-            f"--min-layers {request.min_layers} is above --max-layers {request.max_layers}",
-            "lower --min-layers or raise --max-layers",
-        )
-    for option, number in (("--span", request.span), ("--max-variants", request.max_variants)):
-        if number is not None and number < 1:
-            raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
-    if request.span is not None and request.span > _MOST_POSITIONS:
-        raise ScheduleError(f"--span {request.span} is longer than any row", f"choose --span {_MOST_POSITIONS} or less")
-    if request.alpha is not None and (request.name != "power" or not 0 < request.alpha <= 1):
-        raise ScheduleError(f"--alpha {request.alpha}", "give a decay in (0, 1], and only with --schedule power")
 
 
 def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skipdecode.errors import TargetError
-from skipdecode.exporter.targets import OVERFLOW_FP16, TargetRequest, choose_dtype, parse_targets
+from skipdecode.exporter.targets import OVERFLOW_FP16, TargetRequest, check_dtype, choose_dtype, parse_targets
 
 CPU, CUDA, RTX = (TargetRequest(name=name) for name in ("cpu", "cuda", "tensorrt-rtx"))
 
@@ -97,4 +97,4 @@ def test_models_that_outgrow_fp16_are_bf16_unless_it_is_asked_for(kept: torch.dt
 )
 def test_a_dtype_without_kernels_is_refused(asked: str, target: TargetRequest, says: str) -> None:
     with pytest.raises(TargetError, match=f"--dtype: {says}"):
-        choose_dtype(asked, [target], SimpleNamespace(dtype=torch.float32))
+        check_dtype(asked, [target])
