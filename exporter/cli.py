@@ -1,21 +1,18 @@
-"""What `skip-export` does with its options, and says of it."""
+"""What `skip-export` does with what it is asked for, and says of it."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
-from skipdecode.cli import guarded
 from skipdecode.exporter.export import export
 from skipdecode.exporter.layout import Report
-from skipdecode.exporter.options import request_of
 from skipdecode.exporter.request import ExportRequest
 from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.manifest import Manifest
@@ -25,33 +22,20 @@ from skipdecode.schedule_builders import disagreements
 _WARNING = "skip-export: warning: "
 
 
-def run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
-    """Export, and return the exit status.
-
-    Args:
-        options: of `options.parse`.
-        check_signals: called now and then, of `ending_on_signals`.
-    """
-    return guarded(lambda: _export(options, check_signals), debug=options.debug)
-
-
-def _export(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
+def run(request: ExportRequest, report: Report, *, quiet: bool) -> Manifest:
+    """Export, its warnings on standard error unless `quiet`; raises as `export` does."""
     hub_logging.set_verbosity_error()  # it tells each time that it asks again
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    request = request_of(options)
-    with _progress(options.quiet) as show, _showing_warnings(options.quiet):
+    with _showing_warnings(quiet):
+        return export(request, report)
 
-        def report(what: str, done: float) -> None:
-            check_signals()
-            show(what, done)
 
-        manifest = export(request, report)
-    if not options.quiet:
-        for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
-            print(f"{_WARNING}{warning}", file=sys.stderr)
-        print(_summary(manifest, options.out))
-    return 0
+def tell(manifest: Manifest, request: ExportRequest) -> None:
+    """Print the bundle in a line, and on standard error what of it a user may not expect."""
+    for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
+        print(f"{_WARNING}{warning}", file=sys.stderr)
+    print(_summary(manifest, request.out))
 
 
 def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
@@ -84,20 +68,6 @@ def _showing_warnings(quiet: bool) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Report]:
-    """A progress bar on standard error, only where that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda what, done: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        yield lambda what, done: bar.update(task, description=what, completed=done)
 
 
 def _summary(manifest: Manifest, out: Path) -> str:

@@ -1,12 +1,14 @@
 """The `skip-export` command, which Ctrl-C ends in one piece from its first moment on: torch alone takes seconds to import.
 
-Neither help nor a mistyped option, folder or target waits for torch.
+Neither help nor a mistyped option, folder, hub id or target waits for torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from skipdecode.cli import BAD_INPUT, guarded
 from skipdecode.errors import TargetError
@@ -25,20 +27,60 @@ def main(argv: list[str] | None = None) -> int:
         from skipdecode.exporter.options import parse
 
         options = parse(argv)
-        if status := guarded(lambda: _check(options), debug=options.debug):
-            return status
-        from skipdecode.exporter import cli
-
-        check()
-        return cli.run(options, check)
+        return guarded(lambda: _run(options, check), debug=options.debug)
 
 
-def _check(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
     from skipdecode.exporter.check_request import check_request
     from skipdecode.exporter.options import request_of
 
-    check_request(request_of(options))
+    request = request_of(options)
+    with _progress(options.quiet) as show:
+
+        def report(what: str, done: float) -> None:
+            check_signals()
+            show(what, done)
+
+        check_request(request)
+        _check_hub(request.model, report)
+        report("importing torch and transformers", 0.0)
+        from skipdecode.exporter import cli
+
+        manifest = cli.run(request, report, quiet=options.quiet)
+    if not options.quiet:
+        cli.tell(manifest, request)
     return 0
+
+
+def _check_hub(model: str, report: Callable[[str, float], None]) -> None:
+    """Refuse a hub id that the hub does not give; OPT's short names need none before their weights are downloaded."""
+    from skipdecode.exporter.checkpoint_folder import checkpoint_folder
+    from skipdecode.exporter.opt_sizes import opt_hub_id
+
+    if checkpoint_folder(model) is not None or opt_hub_id(model) is not None:
+        return
+    report(f"looking for {model}", 0.0)  # a hub that cannot be reached is asked for half a minute
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    from skipdecode.exporter.hub_config import fetch_config
+
+    logging.set_verbosity_error()  # it tells each time that it asks again
+    disable_progress_bars()
+    fetch_config(model)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on standard error, only where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda what, done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, done: bar.update(task, description=what, completed=done)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,14 @@ from rich.filesize import decimal
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import lacks_head
-from skipdecode.exporter.checkpoint_folder import adapter_error, checkpoint_folder, missing_config_error
+from skipdecode.exporter.checkpoint_folder import checkpoint_folder
 from skipdecode.exporter.config_json import reason, taking_config
 from skipdecode.exporter.download import download
-from skipdecode.exporter.hub_errors import explain
+from skipdecode.exporter.hub_config import fetch_config
+from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
 from skipdecode.exporter.quantization_config import check_quantised
 from skipdecode.exporter.supported import check_single_stack
 
-# Zhang et al. 2022 (arXiv 2205.01068), table 1: layers, width, heads; so that --random-weights needs no network
-_OPT_SIZES = {
-    "125m": (12, 768, 12), "350m": (24, 1024, 16), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
-    "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72),
-}  # fmt: skip
 # The text parts of models that also see, which transformers has no language model of -> the decoder that computes the same.
 # They rotate queries and keys by three positions of a token, in time, height and width, which are one and the same for text.
 _DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -35,19 +31,12 @@ def load_config(model: str) -> tuple[Any, Path | None]:
             code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them; an adapter.
     """
     folder = checkpoint_folder(model)
-    if folder is None and (size := _short_opt(model)) is not None:
-        return _opt_config(size), None
+    if folder is None:
+        known = opt_hub_id(model)
+        if known is not None:
+            return opt_config(known), None
+        fetch_config(model)
     return _read_config(model), folder
-
-
-def _check_config_on_hub(model: str) -> None:
-    """Refuse a hub id without a config.json, which transformers takes for an unknown model: an adapter's, or of GGUF files."""
-    from transformers.utils import cached_file, find_adapter_config_file
-
-    if find_adapter_config_file(model) is not None:
-        raise adapter_error(model)
-    if cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False) is None:
-        raise missing_config_error(model)
 
 
 def _read_config(model: str) -> Any:
@@ -55,16 +44,10 @@ def _read_config(model: str) -> Any:
 
     try:
         with taking_config(model):
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)  # None would ask at the terminal
+            # a hub id's is in the cache by now; of remote code None would ask at the terminal
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except OSError as error:
-        if Path(model).is_dir():
-            raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
-        what, remedy = explain(error)
-        raise ModelNotSupportedError(what, remedy, where=model) from error
-    except ModelNotSupportedError:
-        if not Path(model).is_dir():
-            _check_config_on_hub(model)
-        raise
+        raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
     check_single_stack(config)
     text = _text_part(config, Path(model))
     settings = dict(getattr(config, "quantization_config", None) or {})
@@ -115,26 +98,10 @@ def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: No
         report(f"downloading {model}, {decimal(done)} of {decimal(total)}")
 
     report(f"downloading {model}")
-    size = _short_opt(model)
+    known = opt_hub_id(model)
     try:
-        return download(f"facebook/opt-{size}" if size else model, told)
+        return download(known or model, told)
     except ModelNotSupportedError as error:
-        if size is None:
+        if known is None:
             raise
         raise ModelNotSupportedError(error.what, f"{error.remedy}, or export with --random-weights", where=model) from error
-
-
-def _short_opt(model: str) -> str | None:
-    size = model.lower().removeprefix("facebook/").removeprefix("opt-")
-    return size if size in _OPT_SIZES and "opt-" in model.lower() else None
-
-
-def _opt_config(size: str) -> Any:
-    from transformers import OPTConfig
-
-    layers, width, heads = _OPT_SIZES[size]
-    post_norm = size == "350m"
-    return OPTConfig(
-        num_hidden_layers=layers, hidden_size=width, ffn_dim=4 * width, num_attention_heads=heads,
-        do_layer_norm_before=not post_norm, word_embed_proj_dim=512 if post_norm else width, name_or_path=f"facebook/opt-{size}",
-    )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from skipdecode.exporter.export import ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.exporter.without_torch import SKIP_EXPORT
 
 ALL = (
     "--schedule power --speedup 3 --max-layers 20 --min-layers 4 --warmup-layers 2 --span 30 --alpha 0.9 --anchor absolute"
@@ -62,14 +62,6 @@ def test_what_no_option_names_is_as_in_a_request_from_python(monkeypatch: pytest
     ],
 )
 def test_neither_help_nor_what_is_mistyped_waits_for_torch(options: str, status: int, said: str) -> None:
-    asked = """
-import sys
-from skipdecode.exporter import command
-try:
-    raise SystemExit(command.main())
-finally:
-    assert not {"torch", "transformers"} & {*sys.modules}
-"""
-    command = [sys.executable, "-c", asked, "--out", "bundle", *options.split()]
+    command = [*SKIP_EXPORT, "--out", "bundle", *options.split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == status and said in ended.stdout + ended.stderr, ended.stderr
