@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from skipdecode.exporter import cli, command
+from skipdecode.exporter import cli, command, hub_config
 from skipdecode.exporter.export import ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.schedule import Anchor
@@ -65,3 +66,15 @@ def test_neither_help_nor_what_is_mistyped_waits_for_torch(options: str, status:
     command = [*SKIP_EXPORT, "--out", "bundle", *options.split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == status and said in ended.stdout + ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "first"), [("opt-125m", []), ("org/model", ["looking for org/model", "org/model is asked for"])]
+)
+def test_what_an_export_waits_for_is_told_from_its_start(model: str, first: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(command, "_progress", lambda quiet: nullcontext(lambda what, done: told.append(what)))
+    monkeypatch.setattr(hub_config, "fetch_config", lambda name: told.append(f"{name} is asked for"))
+    monkeypatch.setattr(cli, "export", lambda request, report: report("exporting", 0.5))
+    assert command.main([model, "--out", "bundle", "--quiet"]) == 0
+    assert told == [*first, "importing torch and transformers", "exporting"]
