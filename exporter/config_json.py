@@ -7,6 +7,7 @@ import json
 import linecache
 import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ def taking_config(where: str) -> Iterator[None]:
         OSError: as it is: a file or the network, and no setting.
     """
     try:
-        yield
+        with allowing_empty_weights():
+            yield
     except OSError:
         raise
     except Exception as error:
@@ -33,6 +35,14 @@ def taking_config(where: str) -> Iterator[None]:
             "correct that setting, or name a model that transformers knows by itself",
             where=where,
         ) from error
+
+
+@contextmanager
+def allowing_empty_weights() -> Iterator[None]:
+    """Inside, torch does not warn of weights without numbers: of 0 shared experts, or inputs for each of 0 layers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        yield
 
 
 def check_permitted(path: Path) -> None:

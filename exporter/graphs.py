@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,7 +26,7 @@ from skipdecode.exporter.architectures import (
     settled,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
-from skipdecode.exporter.config_json import place, taking_config
+from skipdecode.exporter.config_json import allowing_empty_weights, place, taking_config
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.own_attention import through_interface
@@ -125,7 +124,9 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     first: dict[int, str] = {}
-    canonical = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    all_of_them = dict(model.named_parameters(remove_duplicate=False))
+    empty = [re.escape(name) for name, p in all_of_them.items() if not p.numel()]  # some checkpoints hold them, some do not
+    canonical = {name: first.setdefault(id(p), name) for name, p in all_of_them.items() if p.numel()}
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     parts = decoder_parts(model)
@@ -133,9 +134,9 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         config=config,
         dtype=dtype,
         parts=parts,
-        shapes={name: tuple(p.shape) for name, p in model.named_parameters()} | buffers,
+        shapes={name: tuple(p.shape) for name, p in model.named_parameters() if p.numel()} | buffers,
         canonical=canonical | {name: name for name in buffers},
-        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), _CAUSAL_MASKS, *_predicting_ahead(config)),
+        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), _CAUSAL_MASKS, *_predicting_ahead(config), *empty),
         hidden_size=hidden_width(config),
         keys=layer_keys(config, 0),
         state_layers=state_layers(config, parts.layers),
@@ -179,7 +180,8 @@ def _arrays(skeleton: Skeleton, own: StateLayers) -> LayerArrays:
 def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
     """Layer `index` of the skeleton once more, with memory, and with what its model gives it."""
     kind = {"layer_type": layer_kind(config, index)} if "layer_type" in inspect.signature(type(layer)).parameters else {}
-    real: torch.nn.Module = type(layer)(config, index, **kind)
+    with allowing_empty_weights():  # shared experts, of which there may be 0
+        real: torch.nn.Module = type(layer)(config, index, **kind)
     if config.model_type == "falcon_h1":
         from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 
@@ -211,8 +213,7 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
     kinds = config.attribute_map.get("layer_types", "layer_types")
     if kinds in {field.name for field in fields(config)} and getattr(config, kinds) is not None:
         setattr(config, kinds, [])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # per-layer inputs of no layers
+    with allowing_empty_weights():  # per-layer inputs of no layers
         model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:

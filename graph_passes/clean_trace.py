@@ -20,6 +20,7 @@ from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
 from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.each_head_norm import EachHeadNormPass
+from skipdecode.graph_passes.empty_products import EmptyProductsPass
 from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
 from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
 from skipdecode.graph_passes.inverse_root import InverseRootPass
@@ -62,6 +63,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.RemoveUnusedNodesPass(),
         UnflattenPass(),
         ConstantReshapePass(),
+        EmptyProductsPass(),
         WideStatesPass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 import skipdecode
 from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import SUPPORTED, layer_keys
+from skipdecode.exporter.config_json import allowing_empty_weights
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import skip_schedule
@@ -59,6 +63,11 @@ def _assert_agrees(config: Any, folder: Path) -> None:
 
 def _assert_exports(model: Any, folder: Path) -> None:
     model.save_pretrained(folder / "checkpoint")
+    _assert_gives_logits(model, folder)
+
+
+def _assert_gives_logits(model: Any, folder: Path) -> None:
+    """The torch model's, of what `checkpoint` exports to."""
     full = ScheduleRequest(name="full")
     export(ExportRequest(model=str(folder / "checkpoint"), out=folder / "bundle", schedule=full, max_length=MAX_LENGTH))
     decoder = skipdecode.load(folder / "bundle").decoder([len(RAGGED[0])], NEW)
@@ -134,6 +143,20 @@ def test_granite_4_may_have_no_experts_and_no_positions_and_mamba_in_the_place_o
 
 def test_nemotron_hs_experts_may_be_of_another_width_than_its_layers(tmp_path: Path) -> None:
     _assert_agrees(VARIATIONS["nemotron_h_latent"](), tmp_path)
+
+
+def test_shared_experts_may_be_none_and_a_checkpoint_without_their_empty_weights(tmp_path: Path) -> None:
+    config = RELATIVES["deepseek_v3"](n_shared_experts=0)
+    config.num_hidden_layers, config.initializer_range = 2, 0.5
+    with allowing_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "checkpoint")
+    held = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert any(not tensor.numel() for tensor in held.values())
+    save_file({name: held[name] for name in held if held[name].numel()}, tmp_path / "checkpoint" / "model.safetensors")
+    _assert_gives_logits(model, tmp_path)
+    graphs = [ir.load(path).graph for path in (tmp_path / "bundle" / "graphs").glob("layer_*.onnx")]
+    assert len(graphs) == 2 and all(math.prod(each.shape) for graph in graphs for each in graph.initializers.values())
 
 
 def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import CheckpointSource
+from skipdecode.exporter.config_json import allowing_empty_weights
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
-from tests.models import CONFIGS, RELATIVES, VARIATIONS
+from tests.models import CONFIGS, LAYERS, RELATIVES, VARIATIONS
 from tests.zoo import Zoo
 
 State = dict[str, torch.Tensor]
@@ -68,6 +69,16 @@ def _read_all(folder: Path, config: Any, caplog: pytest.LogCaptureFixture) -> li
 def test_of_what_transformers_saves_nothing_is_left_out(name: str, zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     folder = zoo.checkpoint(name)
     assert _read_all(folder, load_config(str(folder))[0], caplog) == []
+
+
+def test_weights_without_numbers_are_neither_asked_for_nor_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with allowing_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(RELATIVES["deepseek_v3"](n_shared_experts=0))
+    empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}
+    model.save_pretrained(tmp_path)
+    config, _ = load_config(str(tmp_path))
+    assert len(empty) == 3 * LAYERS and not empty & {*build_skeleton(config).shapes}
+    assert _read_all(tmp_path, config, caplog) == []
 
 
 def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
