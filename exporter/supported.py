@@ -161,10 +161,11 @@ def _check_experts(config: Any) -> None:
         raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {experts}, the number of experts")
     if groups is not None and (groups < 1 or experts % groups):
         raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
-    if groups and not 1 <= (config.topk_group or 1) <= groups:
-        raise _no_count(config, "topk_group", config.topk_group, f"write 1 to {groups}, which n_group is")
+    taken = getattr(config, "topk_group", None)
+    if groups and taken is not None and not 1 <= taken <= groups:
+        raise _no_count(config, "topk_group", taken, f"write 1 to {groups}, which n_group is")
     if groups and config.model_type != "deepseek_v2":  # whose experts of other groups weigh nothing; elsewhere any may be taken
-        room = (config.topk_group or 1) * (experts // groups)
+        room = (taken or 1) * (experts // groups)
         if any(count > room for count in each):
             raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {room}, the experts of topk_group groups")
     activation, known = getattr(config, "hidden_act", "silu"), "silu"  # LFM2 has no other

@@ -57,6 +57,7 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 0, 3, 3, 3]}, "moe_topk is .3, 3, 0, 3, 3, 3. in its config.json; write 1 to 5"),
         ("deepseek_v3", {"n_group": 3}, "n_group is 3 in its config.json; write a divisor of 8"),
         ("deepseek_v3", {"n_group": 0}, "n_group is 0 in its config.json; write a divisor of 8"),
+        ("deepseek_v3", {"topk_group": 0}, "topk_group is 0 in its config.json; write 1 to 4"),
         ("deepseek_v3", {"topk_group": 9}, "topk_group is 9 in its config.json; write 1 to 4"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5 in its config.json; write 1 to 4, the experts of"),
         ("nemotron_h", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5 in its config.json; write 1 to 4, the experts of"),
