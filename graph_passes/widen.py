@@ -26,6 +26,9 @@ class WidenPass(ir.passes.InPlacePass):
         for node in model.graph:
             if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in NARROW:
                 node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+            filling = node.attributes.get_tensor("value") if node.op_type == "ConstantOfShape" else None
+            if filling is not None and filling.dtype in NARROW:
+                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(filling.numpy().astype(np.float32)))
         if narrow:
             clean_trace(model)  # without the casts between them, norms and rotary are found as one operator each
         return ir.passes.PassResult(model, bool(narrow))

@@ -23,6 +23,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.graph_passes.conventions import NORMS, scales_numbers
 from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
 from skipdecode.graph_passes.top_maximum import TopMaximumPass
+from skipdecode.graph_passes.widen import WidenPass
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
@@ -78,6 +79,13 @@ def _decoder(bundle: Path) -> Decoder:
 def test_fp16_engines_agree_with_the_reference(name: str, bundle: Callable[[str, str, str], Path], zoo: Zoo) -> None:
     model = zoo.model(name).half().float()
     assert_gives_the_references_logits(_decoder(bundle(name, "fp16", "none")), model, PROMPTS, NEW, 0.02)
+
+
+def test_beside_a_cpu_the_same_graphs_are_computed_in_fp32(bundle: Callable[[str, str, str], Path]) -> None:
+    """Of both targets' bundle the standard graphs are narrow; that of one for a CPU alone are not."""
+    for name in ("opt", "llama", *DENSE, *MIXTURES):
+        for path in (bundle(name, "fp16", "none") / "graphs").glob("[!v]*.onnx"):
+            WidenPass()(ir.load(path))  # which checks that nothing is left narrow
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "cohere"])

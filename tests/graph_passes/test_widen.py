@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode.graph_passes.widen import WidenPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import run_model, with_shapes
 from tests.graph_passes.test_clean_trace import with_weight
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
@@ -51,3 +51,18 @@ def test_the_graph_that_a_clone_was_made_of_stays_narrow() -> None:
     model = _before()
     WidenPass()(model.clone())
     assert model.graph.inputs[0].dtype == model.graph.initializers["mlp.weight"].dtype == ir.DataType.FLOAT16
+
+
+def test_what_fills_a_shape_is_single_precision_too() -> None:
+    """Phi-3.5-MoE's router marks with it the experts that are taken; of -4 these are the bits."""
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    marks (float16[B,3] scores, int64[B,1] taken) => (float16[B,3] out)
+    {
+        sizes = Shape (taken)
+        never = ConstantOfShape <value = float16[1] {50176}> (sizes)
+        out = ScatterElements <axis = 1> (scores, taken, never)
+    }"""
+    model = with_shapes(text)
+    assert WidenPass()(model).modified
+    (found,) = run_model(model, {"scores": np.ones((2, 3), np.float32), "taken": np.array([[1], [2]])})
+    assert found.dtype == np.float32 and found.tolist() == [[1, -4, 1], [1, 1, -4]]
