@@ -1,7 +1,8 @@
 """`python -m tests.standin.settings FOLDER [NAME ..]`: each setting of each architecture changed alone, against torch.
 
-A line for the model as it is and for each change that torch's logits follow, of cpu's and cuda's engines (both on a CPU, weights in fp16) how far they are
-from torch's logits, in the median over steps and as a share of the largest, or what refuses the change. Hours: some 10 s a line.
+A line for the model as it is, and for each change that torch's logits follow: how far those of cpu's and cuda's engines are
+from them (both on a CPU, weights in fp16), in the median over steps and as a share of the largest, or what refuses it. Takes
+hours, some 10 s a line.
 """
 
 from __future__ import annotations
