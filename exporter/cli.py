@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 from skipdecode.exporter.export import export
@@ -24,7 +23,6 @@ _WARNING = "skip-export: warning: "
 
 def run(request: ExportRequest, report: Report, *, quiet: bool) -> Manifest:
     """Export, its warnings on standard error unless `quiet`; raises as `export` does."""
-    hub_logging.set_verbosity_error()  # it tells each time that it asks again
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with _showing_warnings(quiet):
