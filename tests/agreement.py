@@ -44,10 +44,19 @@ def assert_mostly_gives_the_references_logits(
 
 
 def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int) -> Iterator[tuple[tuple[int, int], float]]:
-    """Row and step, and the largest difference as a share of the row's largest logit."""
-    expected = [greedy_tokens(model, decoder.schedule, prompt, new) for prompt in prompts]
+    return errors_of(decoder, prompts, [greedy_tokens(model, decoder.schedule, prompt, new) for prompt in prompts])
+
+
+def errors_of(
+    decoder: Decoder, prompts: Sequence[list[int]], expected: Sequence[tuple[Sequence[int], Any]]
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Row and step, and the largest difference as a share of the row's largest logit.
+
+    Args:
+        expected: each row's tokens, which the decoder is fed, and torch's logits [steps,V].
+    """
     decoder.prefill(prompts)
-    for step in range(new):
+    for step in range(len(expected[0][1])):
         if step:
             decoder.decode_step(np.array([tokens[step - 1] for tokens, _ in expected]))
         for row, (_, logits) in enumerate(expected):

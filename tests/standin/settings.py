@@ -30,6 +30,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.generate import load
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
+from tests.agreement import errors_of
 from tests.models import CONFIGS, MAX_LENGTH, RELATIVES, VARIATIONS
 
 TOKENS = [9, 8, 7, 6, 5, 4, 3, 17, 23, 40, 41, 12, 60, 33]
@@ -59,7 +60,7 @@ def main() -> None:
                 logits = _logits(_model(kind, changed))
             except Exception:  # whatever transformers makes of a setting that is none
                 continue
-            if any(np.array_equal(logits, other) for other in seen) or not np.isfinite(logits).all():
+            if any(torch.equal(logits, other) for other in seen) or not logits.isfinite().all():
                 continue
             seen.append(logits)
             print(f"{name:24} {key}={value!r}: {_said(kind, changed, folder)}", flush=True)
@@ -103,9 +104,9 @@ def _model(kind: str, settings: dict[str, Any], seed: int = 0) -> Any:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _logits(model: Any) -> np.ndarray[Any, Any]:
-    """After the prompt and each token behind it, [steps, V]."""
-    found: np.ndarray[Any, Any] = model(torch.tensor([TOKENS]), use_cache=False).logits[0, PROMPT - 1 :].numpy()
+def _logits(model: Any) -> torch.Tensor:
+    """After the prompt and each token behind it, [steps,V]."""
+    found: torch.Tensor = model(torch.tensor([TOKENS]), use_cache=False).logits[0, PROMPT - 1 :]
     return found
 
 
@@ -142,15 +143,11 @@ def _errors(model: Any, folder: Path) -> dict[str, float]:
         "cpu": load(bundle, target="cpu").decoder([PROMPT], new),
         "cuda": Decoder(cuda, made.model, made.schedule, [PROMPT], new, prefill_chunk=4),
     }
-    return {target: float(np.median([*_off(decoder, wanted)])) for target, decoder in decoders.items()}
-
-
-def _off(decoder: Decoder, wanted: np.ndarray[Any, Any]) -> Iterator[float]:
-    decoder.prefill([TOKENS[:PROMPT]])
-    for step, logits in enumerate(wanted):
-        if step:
-            decoder.decode_step(np.array([TOKENS[PROMPT - 1 + step]]))
-        yield float(np.abs(decoder.logits[0] - logits).max() / np.abs(logits).max())
+    expected = [(TOKENS[PROMPT:], wanted)]
+    return {
+        target: float(np.median([error for _, error in errors_of(decoder, [TOKENS[:PROMPT]], expected)]))
+        for target, decoder in decoders.items()
+    }
 
 
 if __name__ == "__main__":
