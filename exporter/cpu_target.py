@@ -22,9 +22,10 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
-from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.widen import WidenPass
 

@@ -28,8 +28,9 @@ from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
 from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
-from skipdecode.graph_passes.quantize_weights import Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
 from skipdecode.graph_passes.tied_weight import TiedWeightPass

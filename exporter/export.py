@@ -34,7 +34,7 @@ from skipdecode.exporter.tensorrt_target import compile_tensorrt
 from skipdecode.exporter.tokenizer_files import copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, random_source, write_weights
 from skipdecode.graph_passes.plan import plan_variants
-from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.model import Model, check_sources
 from skipdecode.schedule import Schedule

@@ -18,7 +18,7 @@ from skipdecode.exporter.targets import TargetRequest
 from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slots_of_plans
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
-from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES
+from skipdecode.graph_passes.quantization import BLOCK_SIZES
 from skipdecode.kv_buffer import LEAST_SLOTS, fixed_slots, slots_per_layer, state_bytes
 from skipdecode.model import kept
 from skipdecode.schedule import Schedule

@@ -10,7 +10,7 @@ from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import ExportRequest
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.plan import Plan
-from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.schedule import Schedule
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from skipdecode.cli import Parser
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
-from skipdecode.graph_passes.quantize_weights import BLOCK_SIZES, METHODS
+from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import DEFAULT_SPAN, SCHEDULES, ScheduleRequest
 

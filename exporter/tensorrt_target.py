@@ -34,7 +34,7 @@ from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
-from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass

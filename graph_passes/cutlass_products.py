@@ -15,7 +15,8 @@ import logging
 import onnx_ir as ir
 
 from skipdecode.graph_passes.conventions import optional, required
-from skipdecode.graph_passes.quantize_weights import middle_zero_points, register_parts
+from skipdecode.graph_passes.quantization import middle_zero_points
+from skipdecode.graph_passes.quantize_weights import register_parts
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)

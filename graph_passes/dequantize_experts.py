@@ -21,7 +21,7 @@ from onnx_ir.tape import Tape
 from skipdecode.graph_passes.conventions import add_constant, constant, is_parameter
 from skipdecode.graph_passes.dequantize_linear import Array, levels_by_output, signed_pairs, what_is_missing
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import Parts, Quantization
+from skipdecode.graph_passes.quantization import Parts, Quantization
 
 logger = logging.getLogger(__name__)
 

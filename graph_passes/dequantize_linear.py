@@ -28,7 +28,8 @@ from onnx_ir.tape import Tape
 from skipdecode.graph_passes.conventions import add_constant, constant, required
 from skipdecode.graph_passes.kept_levels import Floats, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import Parts, Quantization, as_rows, quantisable
+from skipdecode.graph_passes.quantization import Parts, Quantization
+from skipdecode.graph_passes.quantize_weights import as_rows, quantisable
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ import onnx_ir as ir
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import MS_DOMAIN, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import Parts, Quantization, register_parts
+from skipdecode.graph_passes.quantization import Parts, Quantization
+from skipdecode.graph_passes.quantize_weights import register_parts
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)

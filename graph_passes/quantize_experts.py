@@ -16,7 +16,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.quantize_weights import Parts, Quantization, register_parts
+from skipdecode.graph_passes.quantization import Parts, Quantization
+from skipdecode.graph_passes.quantize_weights import register_parts
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from skipdecode.graph_passes.explicit_experts import ExplicitExpertsPass
 from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
-from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass

@@ -7,7 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.cutlass_products import CutlassProductsPass
-from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantization import METHODS, Quantization
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import run_model, with_parameters
 
 EVEN, UNEVEN = 128, 96

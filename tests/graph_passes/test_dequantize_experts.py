@@ -9,7 +9,7 @@ import pytest
 from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.explicit_experts import READ_SHARE
-from skipdecode.graph_passes.quantize_weights import METHODS, Quantization
+from skipdecode.graph_passes.quantization import METHODS, Quantization
 from tests.graph_passes.running import Array, run_model, with_parameters
 from tests.graph_passes.test_kept_levels import stored
 from tests.graph_passes.test_quantize_weights import quantisable

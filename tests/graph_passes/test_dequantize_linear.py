@@ -8,7 +8,8 @@ import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
-from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantization import METHODS, Quantization
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import Array, run_model
 from tests.graph_passes.test_quantize_weights import FORMS, quantisable
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.graph_passes.kept_levels import Floats, Levels, kept_levels
-from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantization import METHODS, Quantization
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import run_model
 from tests.graph_passes.test_clean_trace import with_weight
 

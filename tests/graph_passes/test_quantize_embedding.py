@@ -6,8 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from skipdecode.graph_passes.quantization import METHODS, Quantization
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
-from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import run_model
 from tests.graph_passes.test_clean_trace import with_weight
 

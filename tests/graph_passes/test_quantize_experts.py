@@ -7,8 +7,9 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
+from skipdecode.graph_passes.quantization import METHODS, Quantization
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
-from skipdecode.graph_passes.quantize_weights import METHODS, Quantization, QuantizeWeightsPass
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import Array, run_model, with_parameters
 from tests.graph_passes.test_kept_levels import stored
 from tests.graph_passes.test_lower_experts import BIASED, GRAPH, feeds, mixture

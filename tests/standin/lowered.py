@@ -12,7 +12,7 @@ from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.request import QUANTIZED_BITS
 from skipdecode.exporter.tensorrt_target import lower
 from skipdecode.graph_passes.conventions import NORMS, scales_numbers
-from skipdecode.graph_passes.quantize_weights import Quantization
+from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import plan_slots
 from skipdecode.prefill import PREFILL_CHUNK
