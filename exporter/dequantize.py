@@ -5,6 +5,7 @@
     compressed-tensors  llm-compressor: `weight` in int8 or FP8, or `weight_packed`; `weight_scale`, `weight_zero_point`
     modelopt            NVIDIA: `weight` in FP8, or in FP4 as bytes, `weight_scale`, of FP4 `weight_scale_2`
     gptq, awq           `qweight`, `qzeros`, `scales`, and of GPTQ perhaps `g_idx`, the group of each input
+    bitsandbytes        `weight` and, in 4 bits, `weight.absmax`, in 8 `SCB` (`bitsandbytes_weights`)
 
 Engines compute with them as with any others: of schemes that round activations too (W8A8) the weights alone are taken. Scales are
 multiplied in fp32, whatever they are stored in, so that what lay on levels goes on doing so, and `--quantize` can keep them.
@@ -21,6 +22,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter import bitsandbytes_weights
 from skipdecode.exporter.quantization_config import block_structure, layouts, quantization_config
 
 Read = Callable[[], torch.Tensor]
@@ -65,7 +67,7 @@ def _read(name: str, form: _Form, parts: Mapping[str, Read], config: Any) -> tor
     found = " and ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors.values())
     try:
         return form.numbers(tensors, config)
-    except (ValueError, RuntimeError, LookupError, ArithmeticError) as error:  # ours first, then of shapes, tensors, sizes of 0
+    except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:  # ours first, then torch's and JSON's
         why = f"{found}{f': {error}' if isinstance(error, ValueError) and str(error) else ''}"
         raise ModelNotSupportedError(f"{name} cannot be put together ({why})", "give an unquantised checkpoint") from error
 
@@ -169,6 +171,11 @@ def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
     return _turned(_grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T), config)
 
 
+def _bitsandbytes(tensors: Tensors, config: Any) -> torch.Tensor:
+    read = bitsandbytes_weights.of_8_bits if "SCB" in tensors else bitsandbytes_weights.of_4_bits
+    return _turned(read(tensors), config)
+
+
 def _turned(weight: torch.Tensor, config: Any) -> torch.Tensor:
     """A matrix [N,K] as the model has it: GPT-2's are [K,N]."""
     return weight.T if config.model_type == "gpt2" else weight
@@ -238,4 +245,14 @@ _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matri
     "modelopt": (_Form(levels="weight", scales="weight_scale", more=("weight_scale_2",), gives="weight", numbers=_modelopt),),
     "gptq": (_Form(levels="qweight", scales="scales", more=("qzeros", "g_idx"), gives="weight", numbers=_gptq),),
     "awq": (_Form(levels="qweight", scales="scales", more=("qzeros",), gives="weight", numbers=_awq),),
+    "bitsandbytes": (
+        _Form(
+            levels="weight",
+            scales="weight.absmax",
+            more=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *bitsandbytes_weights.STATES),
+            gives="weight",
+            numbers=_bitsandbytes,
+        ),
+        _Form(levels="weight", scales="SCB", more=("weight_format",), gives="weight", numbers=_bitsandbytes),
+    ),
 }

@@ -15,7 +15,7 @@ from skipdecode.exporter.config_json import reason, taking_config
 from skipdecode.exporter.download import download
 from skipdecode.exporter.hub_config import fetch_config
 from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
-from skipdecode.exporter.quantization_config import check_quantised
+from skipdecode.exporter.quantization_config import check_quantised, in_known_words
 from skipdecode.exporter.supported import check_single_stack
 
 # The text parts of models that also see, which transformers has no language model of -> the decoder that computes the same.
@@ -50,7 +50,7 @@ def _read_config(model: str) -> Any:
         raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
     check_single_stack(config)
     text = _text_part(config, Path(model))
-    settings = dict(getattr(config, "quantization_config", None) or {})
+    settings = in_known_words(dict(getattr(config, "quantization_config", None) or {}))
     if settings:
         check_quantised(settings, config.model_type, model)
         text.quantization_config = settings

@@ -19,8 +19,23 @@ def quantization_config(config: Any) -> Settings:
     return getattr(config, "quantization_config", None) or {}
 
 
+def in_known_words(settings: Settings) -> Settings:
+    """The same, said as the method says it whose tensors these are: AutoRound stores those of GPTQ or AWQ.
+
+    bitsandbytes is named where older files do not.
+    """
+    if "quant_method" not in settings and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return {**settings, "quant_method": "bitsandbytes"}
+    if settings.get("quant_method") == "auto-round":
+        return {**settings, **_AUTO_ROUND.get(str(settings.get("packing_format")), {})}
+    return settings
+
+
 def check_quantised(settings: Settings, model_type: str, where: str) -> None:
     """Refuse weights that are quantised in another way than those that `dequantised` reads.
+
+    Args:
+        settings: in known words.
 
     Raises:
         ModelNotSupportedError: another method, another layout of a known one, or settings that transformers does not take.
@@ -55,6 +70,10 @@ def layouts(settings: Settings) -> set[str]:
         return {str(settings.get("version") or settings.get("format") or "gemm").lower()}
     if method == "modelopt":
         return {str(settings.get("quant_algo"))}
+    if method == "auto-round":
+        return {str(settings.get("packing_format"))}
+    if method == "bitsandbytes":
+        return {str(settings.get("bnb_4bit_quant_type", "fp4"))} if settings.get("load_in_4bit") else set()
     if method != "compressed-tensors":
         return set()
     parts = [settings, *_tables(settings.get("config_groups")).values(), _tables(settings).get("sparsity_config", {})]
@@ -94,4 +113,12 @@ _LAYOUTS: dict[str, set[str]] = {  # quant_method -> what of `layouts` is read
     "modelopt": {"FP8", "NVFP4"},
     "gptq": {"gptq", "gptq_v2"},
     "awq": {"gemm"},
+    "bitsandbytes": {"nf4", "fp4"},
+    "auto-round": set(),  # in other words than its own alone
 }  # fmt: skip
+_AUTO_ROUND: dict[str, dict[str, str]] = {  # packing_format -> whose tensors those are
+    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq"},
+}

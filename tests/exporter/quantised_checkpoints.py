@@ -14,6 +14,16 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
+import skipdecode
+from skipdecode.exporter.checkpoint import CheckpointSource
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.weights import TensorSource
+from skipdecode.schedule_builders import ScheduleRequest
+from tests.agreement import assert_gives_the_references_logits
+from tests.models import MAX_LENGTH
+
 Store = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # a matrix to what a file has of it, by what the names end in
 WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says of weights, and of rows where the layout needs it
     "W4A16": ("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"}),
@@ -34,6 +44,27 @@ WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says o
         {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "scale_dtype": "float8_e4m3fn"},
     ),
 }
+
+
+def source(folder: Path) -> TensorSource:
+    """Of a checkpoint's tensors, as numbers."""
+    return CheckpointSource(folder, build_skeleton(load_config(str(folder))[0]))
+
+
+def assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: float = 0) -> None:
+    """A checkpoint's parameters are these numbers, but for such a part of each."""
+    skeleton = build_skeleton(load_config(str(folder))[0])
+    source = CheckpointSource(folder, skeleton)
+    for parameter, shape in skeleton.shapes.items():
+        torch.testing.assert_close(source(parameter, shape).float(), expected[parameter], rtol=rounding, atol=0)
+
+
+def assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: float = 1e-3) -> None:
+    """A bundle of it gives the logits of transformers' model."""
+    bundle, full = folder.with_suffix(".bundle"), ScheduleRequest(name="full")
+    export(ExportRequest(model=str(folder), out=bundle, schedule=full, max_length=MAX_LENGTH, quantize=quantize))
+    decoder = skipdecode.load(bundle).decoder([9], 3)
+    assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, tolerance)
 
 
 def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: Store) -> Path:

@@ -16,27 +16,27 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import cli, command, reference_run
-from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.layout import Report
-from skipdecode.exporter.model_names import load_config
-from skipdecode.exporter.weights import TensorSource
 from skipdecode.manifest import Manifest
-from skipdecode.schedule_builders import ScheduleRequest
-from tests.agreement import assert_gives_the_references_logits
-from tests.exporter.quantised_checkpoints import WEIGHTS, Store, awq, compressed, gptq, in_fp8, modelopt, rewritten
-from tests.models import MAX_LENGTH
+from tests.exporter.quantised_checkpoints import (
+    WEIGHTS,
+    Store,
+    assert_reads,
+    assert_runs,
+    awq,
+    compressed,
+    gptq,
+    in_fp8,
+    modelopt,
+    rewritten,
+    source,
+)  # fmt: skip
 from tests.zoo import Zoo
 
 KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
-
-
-def _source(folder: Path) -> TensorSource:
-    return CheckpointSource(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def _by_transformers(folder: Path) -> Any:
@@ -46,27 +46,12 @@ def _by_transformers(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
-def _assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: float = 0) -> None:
-    skeleton = build_skeleton(load_config(str(folder))[0])
-    source = CheckpointSource(folder, skeleton)
-    for parameter, shape in skeleton.shapes.items():
-        torch.testing.assert_close(source(parameter, shape).float(), expected[parameter], rtol=rounding, atol=0)
-
-
-def _assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: float = 1e-3) -> None:
-    """A bundle of it gives the logits of transformers' model."""
-    bundle, full = folder.with_suffix(".bundle"), ScheduleRequest(name="full")
-    export(ExportRequest(model=str(folder), out=bundle, schedule=full, max_length=MAX_LENGTH, quantize=quantize))
-    decoder = skipdecode.load(bundle).decoder([9], 3)
-    assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, tolerance)
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_matrices_in_fp8_are_read_as_transformers_dequantises_them(name: str, zoo: Zoo, tmp_path: Path) -> None:
     folder = in_fp8(zoo.checkpoint(name), tmp_path / "in_fp8", (16, 8))
     model = _by_transformers(folder)
-    _assert_reads(folder, model.state_dict())
-    _assert_runs(folder, model)
+    assert_reads(folder, model.state_dict())
+    assert_runs(folder, model)
 
 
 @pytest.mark.parametrize("block", [(24, 40), (128, 128), None], ids=["smaller ones at the end", "one block", "no blocks"])
@@ -74,7 +59,7 @@ def test_a_number_in_fp8_is_scaled_by_the_block_it_lies_in(block: tuple[int, int
     folder, name = in_fp8(zoo.checkpoint("llama"), tmp_path / "in_fp8", block), f"{KEY}.weight"
     state = load_file(folder / "model.safetensors")
     matrix, scales = state[name].float(), state[f"{name}_scale_inv"]
-    read = _source(folder)(name, tuple(matrix.shape))
+    read = source(folder)(name, tuple(matrix.shape))
     for row, column in ((0, 0), (23, 39), (24, 40), (31, 63)):
         scale = scales[row // block[0], column // block[1]] if block else scales
         assert read[row, column] == matrix[row, column] * scale
@@ -101,7 +86,7 @@ def test_a_matrix_in_fp8_and_scales_that_do_not_fit_together_are_one_line(
     state = load_file(folder / "model.safetensors") | {prefix + name: tensor for name, tensor in change.items()}
     save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
     with pytest.raises(ModelNotSupportedError, match=says) as caught:
-        _source(folder)(f"{KEY}.weight", (32, 64))
+        source(folder)(f"{KEY}.weight", (32, 64))
     assert "\n" not in str(caught.value)
 
 
@@ -128,8 +113,8 @@ def in_mxfp4(zoo: Zoo, tmp_path: Path) -> Path:
 
 def test_experts_in_mxfp4_are_read_as_transformers_dequantises_them(in_mxfp4: Path) -> None:
     model = _by_transformers(in_mxfp4)
-    _assert_reads(in_mxfp4, model.state_dict())
-    _assert_runs(in_mxfp4, model)
+    assert_reads(in_mxfp4, model.state_dict())
+    assert_runs(in_mxfp4, model)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +132,14 @@ def test_blocks_and_scales_that_do_not_fit_together_are_one_line(part: str, chan
     changed = change(state.pop(f"{DOWN}_{part}"))
     save_file(state if changed is None else {**state, f"{DOWN}_{part}": changed}, in_mxfp4 / "model.safetensors")
     with pytest.raises(ModelNotSupportedError, match=says) as caught:
-        _source(in_mxfp4)(DOWN, (5, 96, 64))
+        source(in_mxfp4)(DOWN, (5, 96, 64))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_llm_compressor_writes_is_read_as_transformers_dequantises_it(name: str, zoo: Zoo, tmp_path: Path) -> None:
     folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", name)
-    _assert_reads(folder, _by_transformers(folder).state_dict(), 2**-8 if name == "NVFP4" else 0)  # which it rounds to bf16
+    assert_reads(folder, _by_transformers(folder).state_dict(), 2**-8 if name == "NVFP4" else 0)  # which it rounds to bf16
 
 
 @pytest.mark.parametrize("name", ["W4A16", "AWQ"])
@@ -165,7 +150,7 @@ def test_int4_of_levels_of_4_bits_is_as_near_to_them_as_int8(name: str, zoo: Zoo
         rewritten(zoo.checkpoint("llama"), folder, PACKED[name][0], awq([]))
     else:
         compressed(zoo.checkpoint("llama"), folder, name)
-    _assert_runs(folder, reference_run._load(folder, torch.float32), "int4", 0.03)
+    assert_runs(folder, reference_run._load(folder, torch.float32), "int4", 0.03)
 
 
 @pytest.mark.parametrize(("options", "warned"), [([], True), (["--quantize", "int4"], False), (["--quiet"], False)])
@@ -193,8 +178,8 @@ def test_levels_of_4_bits_that_become_fp32_are_told_without_the_checkpoint_being
 def test_experts_that_were_stored_quantised_are_put_together(zoo: Zoo, tmp_path: Path) -> None:
     name = "W4A16, asymmetric"
     folder = compressed(zoo.checkpoint("qwen3_moe"), tmp_path / "compressed", name)
-    source, state = _source(folder), load_file(folder / "model.safetensors")
-    experts = source("model.layers.2.mlp.experts.down_proj", (5, 64, 48))
+    read, state = source(folder), load_file(folder / "model.safetensors")
+    experts = read("model.layers.2.mlp.experts.down_proj", (5, 64, 48))
     for expert in range(5):
         stem = f"model.layers.2.mlp.experts.{expert}.down_proj.weight"
         scheme = QuantizationScheme(targets=[], weights=QuantizationArgs(**WEIGHTS[name][1]))
@@ -219,6 +204,12 @@ PACKED: dict[str, tuple[dict[str, Any], Callable[[list[torch.Tensor]], Store]]] 
     ),
     "GPTQ in two bits": ({"quant_method": "gptq", "bits": 2}, partial(gptq, 2)),
     "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
+    "AutoRound": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, partial(gptq, 4)),
+    "AutoRound, zero points as they are": (
+        {"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round"},
+        partial(gptq, 2, layout="gptq_v2"),
+    ),
+    "AutoRound, as AWQ packs": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, awq),
     "ModelOpt's FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, partial(modelopt, "FP8")),
     "ModelOpt's NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, partial(modelopt, "NVFP4")),
 }
@@ -232,7 +223,7 @@ def test_what_others_write_is_read_as_the_numbers_that_it_stands_for(name: str, 
     folder = rewritten(zoo.checkpoint("llama"), tmp_path / "packed", settings, store(numbers))
     names = [key for key in load_file(zoo.checkpoint("llama") / "model.safetensors") if "_proj" in key]
     expected = dict(zoo.model("llama").state_dict()) | dict(zip(names, numbers, strict=True))
-    _assert_reads(folder, expected)
+    assert_reads(folder, expected)
     model = reference_run._load(folder, torch.float32)
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 
@@ -247,7 +238,7 @@ def test_gpt2s_turned_matrices_are_unpacked_turned(zoo: Zoo, tmp_path: Path) -> 
     assert square.shape[0] == square.shape[1]
     state |= {stem + end: part.contiguous() for end, part in gptq(8, numbers)(square.T).items()}
     save_file(state, folder / "model.safetensors")
-    assert torch.equal(_source(folder)(f"{stem}weight", tuple(square.shape)), numbers[0].T)
+    assert torch.equal(source(folder)(f"{stem}weight", tuple(square.shape)), numbers[0].T)
 
 
 @pytest.mark.parametrize(
@@ -279,5 +270,5 @@ def test_parts_that_do_not_fit_together_are_one_line(
     state = load_file(folder / "model.safetensors") | {f"{KEY}.{end}": tensor for end, tensor in change.items()}
     save_file({key: tensor for key, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
     with pytest.raises(ModelNotSupportedError, match=says) as caught:
-        _source(folder)(f"{KEY}.weight", (32, 64))
+        source(folder)(f"{KEY}.weight", (32, 64))
     assert "\n" not in str(caught.value)

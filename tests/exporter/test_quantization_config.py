@@ -29,10 +29,13 @@ def test_a_block_size_that_is_none_is_one_line(size: Any, zoo: Zoo, tmp_path: Pa
     ("settings", "says"),
     [
         (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            r"quantised \(bitsandbytes\); name the ",
+            {"quant_method": "hqq"},
+            r"quantised \(hqq\); name the ",
         ),
         ({"bits": 4}, r"quantised \(some method\)"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, r"quantised \(bitsandbytes, int4\)"),  # an older file's
+        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"}, r"quantised \(auto-round, auto_round:fp8"),
+        ({"quant_method": "auto-round", "packing_format": ["auto_round"]}, "quantised"),
         ({"quant_method": ["gptq"]}, "quantised"),
         ({"quant_method": "mxfp4"}, r"quantised \(mxfp4\)"),  # whose layout is known of gpt-oss alone
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, r"quantised \(gptq, marlin\)"),
@@ -71,6 +74,7 @@ def test_another_way_of_quantising_is_one_line(settings: dict[str, Any], says: s
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": None}}},
             False,
         ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, False),
         ({"quant_method": "fp8"}, False),
         (None, False),
     ],

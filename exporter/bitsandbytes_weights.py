@@ -1,0 +1,62 @@
+"""What bitsandbytes stores of a matrix [N,K], which it reads as one row of N * K numbers, as these numbers again.
+
+4 bits   QLoRA (arXiv 2305.14314, 3): `weight`, two codes a byte, the first in the high bits; `quant_map`, the 16 numbers that
+         they stand for; `absmax`, by which those of a block are multiplied, perhaps in codes of 8 bits and blocks itself
+8 bits   LLM.int8() (arXiv 2208.07339): `weight` in int8, `SCB`, the largest number of each row
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # sizes and dtypes, as JSON
+_BYTES_AT_A_TIME = 1 << 20
+
+
+def of_4_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Fp32 [N,K].
+
+    Raises:
+        ValueError, TypeError, RuntimeError, LookupError, ArithmeticError: tensors that do not fit together.
+    """
+    said = [tensors[name] for name in STATES if name in tensors]
+    state = json.loads(bytes(said[0].tolist()))
+    shape, block = state["shape"], state["blocksize"]
+    codes = tensors["weight"].contiguous().view(torch.uint8).flatten()  # which a training may store as another dtype
+    code, factors, size = tensors["weight.quant_map"].float(), _factors(tensors, state), math.prod(shape)
+    if (len(codes), len(factors), len(code)) != (-(-size // 2), -(-size // block), 16):
+        raise ValueError(f"{shape} in blocks of {block}")
+    numbers, pairs = torch.empty(max(2 * len(codes), len(factors) * block)), torch.cartesian_prod(code, code)  # a byte's two
+    for start in range(0, len(codes), _BYTES_AT_A_TIME):
+        part = codes[start : start + _BYTES_AT_A_TIME]
+        numbers[2 * start : 2 * (start + len(part))] = pairs.index_select(0, part.int()).flatten()
+    numbers[: len(factors) * block].view(-1, block).mul_(factors[:, None])
+    return numbers[:size].view(shape)
+
+
+def of_8_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Fp32 [N,K].
+
+    Raises:
+        ValueError, RuntimeError: tensors that do not fit together, or that lie in the order of a GPU's kernel.
+    """
+    weight, largest, order = tensors["weight"], tensors["SCB"], tensors.get("weight_format")
+    if weight.dtype != torch.int8 or weight.ndim != 2 or largest.shape != weight.shape[:1] or (order is not None and order.any()):
+        raise ValueError
+    return weight.float().mul_((largest.float() / 127)[:, None])
+
+
+def _factors(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> torch.Tensor:
+    """Each block's, [blocks]; in codes of 8 bits they are less their mean."""
+    factors = tensors["weight.absmax"]
+    if "weight.nested_absmax" not in tensors:
+        return factors.float()
+    outer = tensors["weight.nested_absmax"].float().repeat_interleave(state["nested_blocksize"])[: len(factors)]
+    if factors.dtype != torch.uint8 or outer.shape != factors.shape:
+        raise ValueError
+    return tensors["weight.nested_quant_map"].float()[factors.int()] * outer + state["nested_offset"]
