@@ -5,6 +5,7 @@
     compressed-tensors  llm-compressor: `weight` in int8 or FP8, or `weight_packed`; `weight_scale`, `weight_zero_point`
     modelopt            NVIDIA: `weight` in FP8, or in FP4 as bytes, `weight_scale`, of FP4 `weight_scale_2`
     gptq, awq           `qweight`, `qzeros`, `scales`, and of GPTQ perhaps `g_idx`, the group of each input
+    bitnet              `weight`, four numbers of -1, 0 and 1 a byte, and one `weight_scale`
     bitsandbytes        `weight` and, in 4 bits, `weight.absmax`, in 8 `SCB` (`bitsandbytes_weights`)
 
 Engines compute with them as with any others: of schemes that round activations too (W8A8) the weights alone are taken. Scales are
@@ -171,6 +172,15 @@ def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
     return _turned(_grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T), config)
 
 
+def _bitnet(tensors: Tensors, config: Any) -> torch.Tensor:
+    """Numbers [N / 4, K] in uint8, 1 too large, the first quarter of the rows lowest; `bitlinear` divides by the scale."""
+    packed, scale = tensors["weight"], tensors["weight_scale"].float()
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or scale.numel() != 1:
+        raise ValueError
+    numbers = torch.cat([(packed >> shift) & 3 for shift in range(0, 8, 2)]).float().sub_(1)
+    return numbers.mul_(scale if quantization_config(config).get("linear_class") == "autobitlinear" else 1 / scale)
+
+
 def _bitsandbytes(tensors: Tensors, config: Any) -> torch.Tensor:
     read = bitsandbytes_weights.of_8_bits if "SCB" in tensors else bitsandbytes_weights.of_4_bits
     return _turned(read(tensors), config)
@@ -245,6 +255,7 @@ _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matri
     "modelopt": (_Form(levels="weight", scales="weight_scale", more=("weight_scale_2",), gives="weight", numbers=_modelopt),),
     "gptq": (_Form(levels="qweight", scales="scales", more=("qzeros", "g_idx"), gives="weight", numbers=_gptq),),
     "awq": (_Form(levels="qweight", scales="scales", more=("qzeros",), gives="weight", numbers=_awq),),
+    "bitnet": (_Form(levels="weight", scales="weight_scale", gives="weight", numbers=_bitnet),),
     "bitsandbytes": (
         _Form(
             levels="weight",

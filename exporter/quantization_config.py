@@ -58,6 +58,8 @@ def in_few_bits(config: Any) -> bool:
     settings = quantization_config(config)
     if settings.get("quant_method") == "compressed-tensors":
         return any(each.get("type", "int") == "int" and each.get("num_bits") in range(5) for each in _weights(settings))
+    if settings.get("quant_method") == "bitnet":
+        return True
     return settings.get("quant_method") in ("gptq", "awq") and settings.get("bits", 4) in range(5)
 
 
@@ -72,6 +74,9 @@ def layouts(settings: Settings) -> set[str]:
         return {str(settings.get("quant_algo"))}
     if method == "auto-round":
         return {str(settings.get("packing_format"))}
+    if method == "bitnet":
+        normed = {"use_rms_norm"} if settings.get("use_rms_norm") else set()  # of what a matrix multiplies, with weights
+        return {str(settings.get("quantization_mode", "offline")), str(settings.get("linear_class", "bitlinear"))} | normed
     if method == "bitsandbytes":
         return {str(settings.get("bnb_4bit_quant_type", "fp4"))} if settings.get("load_in_4bit") else set()
     if method != "compressed-tensors":
@@ -113,6 +118,7 @@ _LAYOUTS: dict[str, set[str]] = {  # quant_method -> what of `layouts` is read
     "modelopt": {"FP8", "NVFP4"},
     "gptq": {"gptq", "gptq_v2"},
     "awq": {"gemm"},
+    "bitnet": {"offline", "bitlinear", "autobitlinear"},
     "bitsandbytes": {"nf4", "fp4"},
     "auto-round": set(),  # in other words than its own alone
 }  # fmt: skip

@@ -86,10 +86,12 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "route_scale": 2.5,
     },
     "apertus": {},
+    "apertus1p5_text": {"output_vocab_size": 90},  # which leaves out what stands for images and sound
     "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
     "arcee": {},
     "bamba": {**_MAMBA, "attn_layer_indices": [2, 5]},
     "biogpt": {},
+    "bitnet": {},
     "bloom": {},
     "codegen": {"rotary_dim": 16},
     "cohere": {"use_qk_norm": True},

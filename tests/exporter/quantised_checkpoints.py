@@ -138,6 +138,20 @@ def gptq(bits: int, numbers: list[torch.Tensor], *, layout: str = "gptq", shuffl
     return store
 
 
+def bitnet(numbers: list[torch.Tensor], *, divides: bool = False) -> Store:
+    """As transformers packs numbers of -1, 0 and 1, by whose scale one of its layers divides."""
+
+    def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        mean = matrix.abs().mean()
+        signs = (matrix / mean).round().clamp(-1, 1)
+        numbers.append(signs * (1 / (1 / mean) if divides else mean))
+        quarters = (signs + 1).to(torch.uint8).chunk(4)
+        packed = torch.stack([part << (2 * place) for place, part in enumerate(quarters)]).sum(0, dtype=torch.uint8)
+        return {"weight": packed, "weight_scale": (1 / mean if divides else mean).reshape(1)}
+
+    return store
+
+
 def awq(numbers: list[torch.Tensor]) -> Store:
     """As AutoAWQ packs for its GEMM kernel: outputs in words, in an order of its own."""
 

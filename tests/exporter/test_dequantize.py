@@ -27,13 +27,14 @@ from tests.exporter.quantised_checkpoints import (
     assert_reads,
     assert_runs,
     awq,
+    bitnet,
     compressed,
     gptq,
     in_fp8,
     modelopt,
     rewritten,
     source,
-)  # fmt: skip
+)
 from tests.zoo import Zoo
 
 KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
@@ -142,12 +143,13 @@ def test_what_llm_compressor_writes_is_read_as_transformers_dequantises_it(name:
     assert_reads(folder, _by_transformers(folder).state_dict(), 2**-8 if name == "NVFP4" else 0)  # which it rounds to bf16
 
 
-@pytest.mark.parametrize("name", ["W4A16", "AWQ"])
+@pytest.mark.parametrize("name", ["W4A16", "AWQ", "BitNet"])
 def test_int4_of_levels_of_4_bits_is_as_near_to_them_as_int8(name: str, zoo: Zoo, tmp_path: Path) -> None:
     """Embedding and head, which the checkpoint has in full, are in int8 like the rows: in 4 bits the error is 0.1 and more."""
     folder = tmp_path / "quantised"
-    if name == "AWQ":
-        rewritten(zoo.checkpoint("llama"), folder, PACKED[name][0], awq([]))
+    if name in PACKED:
+        settings, store = PACKED[name]
+        rewritten(zoo.checkpoint("llama"), folder, settings, store([]))
     else:
         compressed(zoo.checkpoint("llama"), folder, name)
     assert_runs(folder, reference_run._load(folder, torch.float32), "int4", 0.03)
@@ -210,6 +212,8 @@ PACKED: dict[str, tuple[dict[str, Any], Callable[[list[torch.Tensor]], Store]]] 
         partial(gptq, 2, layout="gptq_v2"),
     ),
     "AutoRound, as AWQ packs": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, awq),
+    "BitNet": ({"quant_method": "bitnet", "linear_class": "autobitlinear"}, bitnet),
+    "BitNet, divided by its scales": ({"quant_method": "bitnet"}, partial(bitnet, divides=True)),
     "ModelOpt's FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, partial(modelopt, "FP8")),
     "ModelOpt's NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, partial(modelopt, "NVFP4")),
 }

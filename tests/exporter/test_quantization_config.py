@@ -37,6 +37,8 @@ def test_a_block_size_that_is_none_is_one_line(size: Any, zoo: Zoo, tmp_path: Pa
         ({"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"}, r"quantised \(auto-round, auto_round:fp8"),
         ({"quant_method": "auto-round", "packing_format": ["auto_round"]}, "quantised"),
         ({"quant_method": ["gptq"]}, "quantised"),
+        ({"quant_method": "bitnet", "quantization_mode": "online"}, r"quantised \(bitnet, online\)"),  # as it is trained
+        ({"quant_method": "bitnet", "linear_class": "bitlinear", "use_rms_norm": True}, r"quantised \(bitnet, use_rms_norm\)"),
         ({"quant_method": "mxfp4"}, r"quantised \(mxfp4\)"),  # whose layout is known of gpt-oss alone
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, r"quantised \(gptq, marlin\)"),
         ({"quant_method": "awq", "version": "GEMV"}, r"quantised \(awq, gemv\)"),
@@ -75,6 +77,7 @@ def test_another_way_of_quantising_is_one_line(settings: dict[str, Any], says: s
             False,
         ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, False),
+        ({"quant_method": "bitnet"}, True),
         ({"quant_method": "fp8"}, False),
         (None, False),
     ],

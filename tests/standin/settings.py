@@ -84,7 +84,7 @@ def _others(key: str, value: Any) -> list[Any]:
     if isinstance(value, dict):  # rotary embeddings, maybe one a kind of layer
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.4}
         own = [{**value, **yarn}, {**value, "partial_rotary_factor": 0.5}] if "rope_type" in value else []
-        return own + [{**value, inner: other} for inner, held in value.items() for other in _others(inner, held)]
+        return own + [{**value, inner: other} for inner, held in value.items() for other in _others(str(inner), held)]
     if isinstance(value, list):
         return [value[::-1]]
     return [5, 16, 0.7, True]  # of None
