@@ -126,7 +126,7 @@ def _quantization(request: ExportRequest, targets: Sequence[TargetRequest], conf
             bits=bits, method=request.quantize_method, block_size=request.quantize_block, outer_bits=8 if few else None
         )
     if few:
-        said = "the checkpoint's weights are in 4 bits, those for %s are not; --quantize int4 keeps them"
+        said = "the checkpoint's weights are in 4 bits or less, those for %s are not; --quantize int4 keeps them"
         logger.warning(said, " and ".join(target.name for target in targets))
     return None
 

@@ -173,7 +173,7 @@ def test_levels_of_4_bits_that_become_fp32_are_told_without_the_checkpoint_being
 
     monkeypatch.setattr(cli, "export", export_and_lose)
     assert command.main([str(folder), "--out", str(tmp_path / "bundle"), "--max-length", "48", *options]) == 0
-    told = "skip-export: warning: the checkpoint's weights are in 4 bits, those for cpu are not; --quantize int4 keeps them\n"
+    told = "warning: the checkpoint's weights are in 4 bits or less, those for cpu are not; --quantize int4 keeps them\n"
     assert (told in capsys.readouterr().err) is warned
 
 
