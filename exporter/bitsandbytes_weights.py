@@ -1,8 +1,7 @@
-"""What bitsandbytes stores of a matrix [N,K], which it reads as one row of N * K numbers, as these numbers again.
+"""What bitsandbytes stores in 4 bits of a matrix [N,K], as numbers again; it reads the matrix as one row of N * K numbers.
 
-4 bits   QLoRA (arXiv 2305.14314, 3): `weight`, two codes a byte, the first in the high bits; `quant_map`, the 16 numbers that
-         they stand for; `absmax`, by which those of a block are multiplied, perhaps in codes of 8 bits and blocks itself
-8 bits   LLM.int8() (arXiv 2208.07339): `weight` in int8, `SCB`, the largest number of each row
+QLoRA (arXiv 2305.14314, 3): `weight`, two codes a byte, the first in the high bits; `quant_map`, the 16 numbers that they stand
+for; `absmax`, by which those of a block are multiplied, perhaps in codes of 8 bits and blocks itself.
 """
 
 from __future__ import annotations
@@ -37,18 +36,6 @@ def of_4_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         numbers[2 * start : 2 * (start + len(part))] = pairs.index_select(0, part.int()).flatten()
     numbers[: len(factors) * block].view(-1, block).mul_(factors[:, None])
     return numbers[:size].view(shape)
-
-
-def of_8_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Fp32 [N,K].
-
-    Raises:
-        ValueError, RuntimeError: tensors that do not fit together, or that lie in the order of a GPU's kernel.
-    """
-    weight, largest, order = tensors["weight"], tensors["SCB"], tensors.get("weight_format")
-    if weight.dtype != torch.int8 or weight.ndim != 2 or largest.shape != weight.shape[:1] or (order is not None and order.any()):
-        raise ValueError
-    return weight.float().mul_((largest.float() / 127)[:, None])
 
 
 def _factors(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> torch.Tensor:

@@ -6,7 +6,7 @@
     modelopt            NVIDIA: `weight` in FP8, or in FP4 as bytes, `weight_scale`, of FP4 `weight_scale_2`
     gptq, awq           `qweight`, `qzeros`, `scales`, and of GPTQ perhaps `g_idx`, the group of each input
     bitnet              `weight`, four numbers of -1, 0 and 1 a byte, and one `weight_scale`
-    bitsandbytes        `weight` and, in 4 bits, `weight.absmax`, in 8 `SCB` (`bitsandbytes_weights`)
+    bitsandbytes        `weight` and, in 4 bits, what `bitsandbytes_weights` reads, in 8 `SCB`
 
 Engines compute with them as with any others: of schemes that round activations too (W8A8) the weights alone are taken. Scales are
 multiplied in fp32, whatever they are stored in, so that what lay on levels goes on doing so, and `--quantize` can keep them.
@@ -23,7 +23,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter import bitsandbytes_weights
+from skipdecode.exporter.bitsandbytes_weights import STATES, of_4_bits
 from skipdecode.exporter.quantization_config import block_structure, layouts, quantization_config
 
 Read = Callable[[], torch.Tensor]
@@ -177,13 +177,21 @@ def _bitnet(tensors: Tensors, config: Any) -> torch.Tensor:
     packed, scale = tensors["weight"], tensors["weight_scale"].float()
     if packed.dtype != torch.uint8 or packed.ndim != 2 or scale.numel() != 1:
         raise ValueError
-    numbers = torch.cat([(packed >> shift) & 3 for shift in range(0, 8, 2)]).float().sub_(1)
-    return numbers.mul_(scale if quantization_config(config).get("linear_class") == "autobitlinear" else 1 / scale)
+    levels = _fields(packed, 2).unflatten(1, (-1, 4)).movedim(2, 0).flatten(0, 1)
+    multiplies = quantization_config(config).get("linear_class") == "autobitlinear"
+    return _grouped(levels, _by_row(scale if multiplies else 1 / scale, levels), 1)
 
 
-def _bitsandbytes(tensors: Tensors, config: Any) -> torch.Tensor:
-    read = bitsandbytes_weights.of_8_bits if "SCB" in tensors else bitsandbytes_weights.of_4_bits
-    return _turned(read(tensors), config)
+def _bitsandbytes_4(tensors: Tensors, config: Any) -> torch.Tensor:
+    return _turned(of_4_bits(tensors), config)
+
+
+def _bitsandbytes_8(tensors: Tensors, config: Any) -> torch.Tensor:
+    """LLM.int8() (arXiv 2208.07339): a matrix [N,K] in int8, the largest number of each row; in no order of a GPU's kernel."""
+    matrix, largest, order = tensors["weight"], tensors["SCB"], tensors.get("weight_format")
+    if matrix.dtype != torch.int8 or matrix.ndim != 2 or largest.shape != matrix.shape[:1] or (order is not None and order.any()):
+        raise ValueError
+    return _turned(_grouped(matrix, largest.float()[:, None] / 127, 0), config)
 
 
 def _turned(weight: torch.Tensor, config: Any) -> torch.Tensor:
@@ -260,10 +268,10 @@ _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matri
         _Form(
             levels="weight",
             scales="weight.absmax",
-            more=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *bitsandbytes_weights.STATES),
+            more=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *STATES),
             gives="weight",
-            numbers=_bitsandbytes,
+            numbers=_bitsandbytes_4,
         ),
-        _Form(levels="weight", scales="SCB", more=("weight_format",), gives="weight", numbers=_bitsandbytes),
+        _Form(levels="weight", scales="SCB", more=("weight_format",), gives="weight", numbers=_bitsandbytes_8),
     ),
 }

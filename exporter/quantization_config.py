@@ -56,11 +56,10 @@ def check_quantised(settings: Settings, model_type: str, where: str) -> None:
 def in_few_bits(config: Any) -> bool:
     """Whether a checkpoint's matrices are integers of 4 bits or less: levels that `--quantize int4` keeps."""
     settings = quantization_config(config)
-    if settings.get("quant_method") == "compressed-tensors":
+    method = settings.get("quant_method")
+    if method == "compressed-tensors":
         return any(each.get("type", "int") == "int" and each.get("num_bits") in range(5) for each in _weights(settings))
-    if settings.get("quant_method") == "bitnet":
-        return True
-    return settings.get("quant_method") in ("gptq", "awq") and settings.get("bits", 4) in range(5)
+    return method == "bitnet" or (method in ("gptq", "awq") and settings.get("bits", 4) in range(5))
 
 
 def layouts(settings: Settings) -> set[str]:

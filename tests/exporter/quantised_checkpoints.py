@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -15,6 +16,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from safetensors.torch import load_file, save_file
 
 import skipdecode
+from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
@@ -54,9 +56,9 @@ def source(folder: Path) -> TensorSource:
 def assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: float = 0) -> None:
     """A checkpoint's parameters are these numbers, but for such a part of each."""
     skeleton = build_skeleton(load_config(str(folder))[0])
-    source = CheckpointSource(folder, skeleton)
+    read = CheckpointSource(folder, skeleton)
     for parameter, shape in skeleton.shapes.items():
-        torch.testing.assert_close(source(parameter, shape).float(), expected[parameter], rtol=rounding, atol=0)
+        torch.testing.assert_close(read(parameter, shape).float(), expected[parameter], rtol=rounding, atol=0)
 
 
 def assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: float = 1e-3) -> None:
@@ -65,6 +67,17 @@ def assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: flo
     export(ExportRequest(model=str(folder), out=bundle, schedule=full, max_length=MAX_LENGTH, quantize=quantize))
     decoder = skipdecode.load(bundle).decoder([9], 3)
     assert_gives_the_references_logits(decoder, model, [[9, 8, 7, 6, 5, 4, 3, 17, 23]], 3, tolerance)
+
+
+def assert_refused(
+    folder: Path, change: Mapping[str, torch.Tensor | None], says: str, parameter: str, shape: tuple[int, ...]
+) -> None:
+    """With these tensors in a checkpoint, and without those that are None, reading `parameter` is one line."""
+    state = load_file(folder / "model.safetensors") | change
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
+    with pytest.raises(ModelNotSupportedError, match=says) as caught:
+        source(folder)(parameter, shape)
+    assert "\n" not in str(caught.value)
 
 
 def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: Store) -> Path:
