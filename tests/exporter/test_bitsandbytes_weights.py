@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 import transformers
 from bitsandbytes import functional
+from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+from bitsandbytes.backends.utils import _get_4bit_code
 from safetensors.torch import load_file
 
 from skipdecode.exporter import bitsandbytes_weights
@@ -33,6 +36,25 @@ WAYS: dict[str, dict[str, Any]] = {
     "LLM.int8()": {"load_in_8bit": True},
 }
 Quantised = Callable[[str, str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _computed_by_torch() -> Iterator[None]:
+    """Dequantised by bitsandbytes' own code in torch: 0.50.2's for AVX-512 takes other blocks' scales where blocks cross rows."""
+
+    def generic(
+        weight: torch.Tensor, absmax: torch.Tensor, block: int, kind: str, shape: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        code = _get_4bit_code(kind, weight.device)
+        found: torch.Tensor = _dequantize_4bit_compute(weight.view(torch.uint8).flatten(), absmax, code, block, shape, dtype)
+        return found
+
+    library = torch.library.Library("bitsandbytes", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it was registered before
+        library.impl("dequantize_4bit", generic, "CPU", allow_override=True)
+    yield
+    library._destroy()
 
 
 @pytest.fixture(scope="module")
