@@ -17,8 +17,9 @@ from skipdecode.model import Keys
 MIXTURES = (
     "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
     "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-    "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mellum", "minimax_m2", "mixtral", "nemotron_h",
-    "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
+    "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe",
+    "solar_open",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
@@ -87,10 +88,11 @@ def decoder_parts(model: torch.nn.Module) -> DecoderParts:
     config: Any = model.config
     check_known(config)
     owner_name, layers_name, final_names, rotary_name = _PARTS[config.model_type]
-    owner = getattr(model, model.base_model_prefix, model)  # a model without a head is its own
+    base = base_name(model)
+    owner = getattr(model, base, model)  # a model without a head is its own
     owner = getattr(owner, owner_name) if owner_name else owner
     present = tuple(name for name in final_names if getattr(owner, name, None) is not None)
-    path = ".".join(part for part in (model.base_model_prefix, owner_name, layers_name) if part)
+    path = ".".join(part for part in (base, owner_name, layers_name) if part)
     return DecoderParts(
         owner=owner,
         layers=getattr(owner, layers_name),
@@ -98,6 +100,11 @@ def decoder_parts(model: torch.nn.Module) -> DecoderParts:
         rotary=getattr(owner, rotary_name) if rotary_name else None,
         prefix=f"{path}.",
     )
+
+
+def base_name(model: torch.nn.Module) -> str:
+    """What a model with a head calls the model without it; Llama 4's says what that is called in one that also sees."""
+    return "model" if model.config.model_type == "llama4_text" else model.base_model_prefix
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:

@@ -15,7 +15,7 @@ _ABOVE_ZERO = (  # frequencies and logits are divided by them, scores and embedd
     "rope_theta", "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "attention_factor",
     "original_max_position_embeddings", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "softmax_scale", "attention_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale",
-    "scale_emb", "dim_model_base", "swiglu_limit",
+    "scale_emb", "dim_model_base", "swiglu_limit", "floor_scale",
 )  # fmt: skip
 # roots, clamps, and what experts' weights are multiplied by, of which an engine takes the largest; 0: no clamp, no rotation
 _FROM_ZERO = (

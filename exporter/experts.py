@@ -15,11 +15,25 @@ EXPERTS_NAME = "skipdecode_onnx"
 
 def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """hidden [T,H], K of E experts `chosen` for each token [T,K] int64, their weights [T,K] -> [T,H]."""
-    weights, experts = weights.to(hidden.dtype), module.down_proj.shape[0]
+    products = _biased if module.has_bias else _gated if module.has_gate else _squared
+    return _weighed(products(module, hidden), hidden, chosen, weights)
+
+
+def halved_experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same of Llama 4's: `gate_up_proj` [E,H,2I], gates beside ups, and `down_proj` [E,I,H]."""
+    tokens, width = hidden.shape
+    experts, _, doubled = module.gate_up_proj.shape
+    gate, up = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)).split(doubled // 2, dim=-1)
+    products = _matmul(torch.nn.functional.silu(gate) * up, module.down_proj, (experts, tokens, width))
+    return _weighed(products, hidden, chosen, weights)
+
+
+def _weighed(products: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Every expert's product [E,T,H] times its weight or 0, summed up: [T,H]."""
+    weights, experts = weights.to(hidden.dtype), products.shape[0]
     # a product, as zeros of a size that is worked out at run time are nodes that ONNX Runtime's CUDA provider leaves to the CPU
     none = torch.matmul(weights, torch.zeros(weights.shape[1], experts, dtype=hidden.dtype))
     shares = none.scatter(1, chosen, weights)
-    products = (_biased if module.has_bias else _gated if module.has_gate else _squared)(module, hidden)
     weighed, first = products * shares.T[:, :, None], torch.zeros(1, dtype=torch.int64)
     # the operator itself: of narrow floats torch's own would first be traced as a cast to fp32
     total: torch.Tensor = torch.onnx.ops.symbolic(

@@ -1,7 +1,8 @@
 """Layers older than transformers' interface for attention: the same arithmetic, said through it.
 
 Their classes multiply queries, keys and values by hand, each in its own way. Each function here stands for the `forward` of one
-of them while a layer is traced: its projections, its rotary embedding, the cache, then `onnx_attention`.
+of them while a layer is traced: its projections, its rotary embedding, the cache, then `onnx_attention`. So does one for Llama 4,
+which asks the cache for one length of all rows.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from typing import Any
 
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache, onnx_attention
+from skipdecode.exporter.own_experts import llama_4_mixture
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
 
 def through_interface(layer: torch.nn.Module) -> torch.nn.Module:
-    """The layer; an attention of its own, if it has one, leaves one operator in a trace."""
+    """The layer; an attention or mixture of its own, if it has one, is in a trace as those of the others are."""
     for module in layer.modules():
         forward = _FORWARDS.get(type(module).__name__)
         if forward is not None:
@@ -95,6 +98,21 @@ def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, *
     return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj, **settings)
 
 
+def _llama_4(
+    self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, **others: Any
+) -> _Result:
+    """Some layers turn queries and keys and then take them to one length; the others scale queries by their position."""
+    query, key, value = (_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    cache = _cache(others)
+    if self.use_rope:
+        query, key = apply_rotary_emb(query, key, position_embeddings)
+        query, key = (self.qk_norm(each) if hasattr(self, "qk_norm") else each for each in (query, key))
+    elif self.attn_temperature_tuning:
+        times = torch.log1p(torch.floor((cache.position_ids.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
+        query = (query * times[:, None, :, None]).to(query.dtype)
+    return _attended(self, query, cache.update(key, value), attention_mask, self.o_proj, scaling=self.scaling)
+
+
 def _cache(others: dict[str, Any]) -> Any:
     return others[CACHE if CACHE in others else "layer_past"]
 
@@ -123,11 +141,13 @@ def _attended(
     return projection(rows.flatten(2)), None
 
 
-_FORWARDS: dict[str, Callable[..., _Result]] = {
+_FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _codegen,
     "FalconAttention": _falcon,
     "GPTJAttention": _gpt_j,
     "GPTNeoSelfAttention": _gpt_neo,
+    "Llama4TextAttention": _llama_4,
+    "Llama4TextMoe": llama_4_mixture,
     "MptAttention": _mpt,
 }

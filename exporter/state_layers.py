@@ -23,7 +23,7 @@ from skipdecode.model import Keys, State, StateLayers
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
 _CONVOLUTION, _DELTA_RULE, _SELECTIVE_SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
-_WITH_ATTENTION = (None, "full_attention", "sliding_attention", "hybrid")  # kinds of layers
+_WITH_ATTENTION = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")  # kinds of layers
 
 
 def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:

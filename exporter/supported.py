@@ -55,8 +55,8 @@ def check_supported(config: Any, max_length: int) -> None:
     Raises:
         ModelNotSupportedError: sizes that are none, or settings of some layers alone, numbers that nothing can be computed with,
             attention to later tokens, layers of other kinds, experts with another activation than ONNX Runtime's, values wider
-            than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling that `max_length` tokens
-            would exceed, or an architecture that is not tested.
+            than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling or a chunk of attention
+            that `max_length` tokens would exceed, several experts a token in Llama 4, or an architecture that is not tested.
     """
     check_known(config)
     _check_own_heads(config)
@@ -69,7 +69,11 @@ def check_supported(config: Any, max_length: int) -> None:
     if getattr(config, "enable_moe_block", False):
         raise unsupported(config, f"has experts with {config.hidden_activation}, where ONNX Runtime's have silu")
     check_causal(config)
-    other = {*(layer_kinds(config) or ())} - {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
+    known = {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
+    if config.model_type == "llama4_text":
+        _check_llama_4(config, max_length)
+        known.add("chunked_attention")
+    other = {*(layer_kinds(config) or ())} - known
     if other:
         raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, which are none that can be exported")
     if config.model_type in HYBRIDS:
@@ -93,6 +97,21 @@ def check_causal(config: Any) -> None:
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # of images alone
     if both_ways or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
+
+
+def _check_llama_4(config: Any, max_length: int) -> None:
+    """Llama 4's layers that see the tokens of one chunk alone are exact within the first one; a token has one expert's rows."""
+    size = config.attention_chunk_size
+    _check_each(config, ("attention_chunk_size",))
+    if size is not None and max_length > size and "chunked_attention" in (layer_kinds(config) or ()):
+        raise ModelNotSupportedError(
+            f"{config.model_type} attends in chunks of {size} tokens, --max-length is {max_length}",
+            f"export with --max-length {size} or less",
+        )
+    if config.num_experts_per_tok != 1:
+        raise unsupported(
+            config, f"gives each of {config.num_experts_per_tok} experts a token other rows, which no operator does"
+        )
 
 
 def _check_counts(config: Any) -> None:

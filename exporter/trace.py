@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentio
 
 from skipdecode.bindings import PAST, PAST_KEY, PAST_VALUE, past, present
 from skipdecode.exporter import per_layer_inputs
-from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, expands_latents
+from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, base_name, expands_latents
 from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
 from skipdecode.graph_passes.stitch import LAYER_INDEX
@@ -154,7 +154,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.final = torch.nn.ModuleList(final)
         self.model = model
-        for body in (getattr(model, model.base_model_prefix), owner):  # OPT's head calls the owner, the others the base model
+        for body in (getattr(model, base_name(model)), owner):  # OPT's head calls the owner, the others the base model
             body.forward = _as_they_come
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

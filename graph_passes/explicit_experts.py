@@ -27,6 +27,7 @@ from skipdecode.graph_passes.lower_experts import (
     Experts,
     NarrowBiasedExperts,
     SquaredExperts,
+    TurnedExperts,
     number,
     turned_experts,
 )
@@ -50,7 +51,7 @@ class ExplicitExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        kinds = (_Experts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
+        kinds = (_Experts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
         modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
         if modified:
             RemoveUnusedNodesPass()(model)
@@ -76,6 +77,16 @@ class _Experts(Experts):
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
         return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _silu_of_first_half)
+
+
+class _TurnedExperts(_Experts):
+    turned = TurnedExperts.turned
+
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
+    ) -> Any:
+        gate_up, down = (op.initializer(turned_experts(matrices)) for matrices in (gate_up, down))
+        return super().rewrite(op, x, zeros, chosen, weights, gate_up, down)
 
 
 class _SquaredExperts(SquaredExperts):

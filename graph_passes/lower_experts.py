@@ -36,7 +36,7 @@ class LowerExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        kinds = (Experts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)
+        kinds = (Experts, TurnedExperts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)
         modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
@@ -59,10 +59,14 @@ class LowerExpertsPass(ir.passes.InPlacePass):
 
 class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-        both = op.MatMul(op.Unsqueeze(x, [0]), op.Transpose(gate_up, perm=[0, 2, 1]))
+        both = op.MatMul(op.Unsqueeze(x, [0]), self.turned(op, gate_up))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
-        products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), op.Transpose(down, perm=[0, 2, 1]))
+        products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), self.turned(op, down))
         return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
+
+    def turned(self, op: Any, parameter: Any) -> Any:
+        """The pattern of a parameter [E,N,K] as [E,K,N]."""
+        return op.Transpose(parameter, perm=[0, 2, 1])
 
     def check(self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value, **__: Any) -> MatchResult:
         return _check(chosen, gate_up, down)
@@ -72,6 +76,19 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     ) -> Any:
         parameters = (op.initializer(_taking_turns(gate_up)), None, down)
         return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=1.0, activation_beta=0.0)
+
+
+class TurnedExperts(Experts):
+    """Llama 4's: W_gate_up [E,H,2I], W_down [E,I,H]."""
+
+    def turned(self, op: Any, parameter: Any) -> Any:
+        return parameter
+
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
+    ) -> Any:
+        gate_up, down = (op.initializer(turned_experts(matrices)) for matrices in (gate_up, down))
+        return super().rewrite(op, x, zeros, chosen, weights, gate_up, down)
 
 
 class SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]

@@ -211,6 +211,15 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "head_dim": 16,
     },
+    # a layer that turns nothing and sees all tokens, and scales its queries by their position
+    "llama4_text": {
+        "num_local_experts": 5,
+        "head_dim": 16,
+        "intermediate_size_mlp": 80,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
     "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "minicpm3": {**_LATENT, "q_lora_rank": None},

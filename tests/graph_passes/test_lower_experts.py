@@ -40,6 +40,15 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
 }
 """.replace("BEGIN", _BEGIN).replace("END", _END)
 
+# Llama 4's: matrices the other way round
+TURNED = (
+    GRAPH.replace("float[5,8,4] down", "float[5,4,8] down")
+    .replace("turned_up = Transpose <perm = [0, 2, 1]> (gate_up)\n", "")
+    .replace("turned_down = Transpose <perm = [0, 2, 1]> (down)\n", "")
+    .replace("turned_up", "gate_up")
+    .replace("turned_down", "down")
+)
+
 # Nemotron-H's: no gate, and the square of a ReLU
 SQUARED = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,4,8] up, float[5,8,4] down) => (float[T,8] y)
@@ -98,8 +107,9 @@ def mixture(text: str = GRAPH, *, width: int = WIDTH, inner: int = INNER, more: 
     """A graph with parameters `layer.gate_up` (without gates `layer.up`), `layer.down`, biases where it has some, and `more`."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (EXPERTS, 2 * inner, width), "down": (EXPERTS, width, inner)}
-    if "up_bias" in text:
+    if "turned_up" not in text:
         shapes = {name: (EXPERTS, columns, rows) for name, (_, rows, columns) in shapes.items()}
+    if "up_bias" in text:
         shapes |= {"up_bias": (EXPERTS, 2 * inner), "down_bias": (EXPERTS, width)}
     if "gate_up" not in text:
         shapes["up"] = (EXPERTS, inner, shapes.pop("gate_up")[2])
@@ -129,6 +139,29 @@ def test_the_chosen_experts_give_what_all_of_them_gave_whatever_their_weights_ad
     assert node.attributes["k"].as_int() == 2
     assert {name for name in after.graph.initializers if "." in name} == {"layer.down", "layer.gate_up.interleaved"}
     (expected,), (found,) = run_model(before, feeds(weights)), run_model(after, feeds(weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_matrices_the_other_way_round_become_the_same_parameters() -> None:
+    before, after, usual = mixture(TURNED), mixture(TURNED), mixture()
+    for name in ("layer.gate_up", "layer.down"):
+        matrices = usual.graph.initializers[name].const_value
+        assert matrices is not None
+        turned = matrices.numpy().swapaxes(1, 2).copy()
+        for model in (before, after):
+            model.graph.initializers[name].const_value = ir.tensor(turned, name=name)
+    assert LowerExpertsPass()(after).modified and LowerExpertsPass()(usual).modified
+    assert "MatMul" not in [node.op_type for node in after.graph]
+
+    def stored(model: ir.Model) -> list[Array]:
+        (node,) = [node for node in model.graph if node.op_type == "MoE"]
+        tensors = [value.const_value for value in node.inputs if value is not None and "." in str(value.name)]
+        return [tensor.numpy() for tensor in tensors if tensor is not None]
+
+    for found, expected in zip(stored(after), stored(usual), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert len({name for name in after.graph.initializers if "." in name}) == 2
+    (expected,), (found,) = run_model(before, feeds((0.7, 0.3))), run_model(after, feeds((0.7, 0.3)))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
