@@ -40,7 +40,8 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
     Raises:
         ModelNotSupportedError: when read: pieces that do not fit together.
     """
-    rules = get_checkpoint_conversion_mapping(config.model_type) or []
+    kinds = (config.model_type, getattr(config, "text_part_of", config.model_type))
+    rules = [rule for kind in dict.fromkeys(kinds) for rule in get_checkpoint_conversion_mapping(kind) or []]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     found: dict[str, Read] = {}
@@ -59,6 +60,11 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
             name = parameter.replace(first, target)
             found[name] = partial(_convert, converter, parameter, name, names, stored, asked)
     return found
+
+
+def has_rules_of_its_own(config: Any) -> bool:
+    """Whether a checkpoint, of which the model is the text part, is converted in a way that the model itself is not."""
+    return bool(get_checkpoint_conversion_mapping(getattr(config, "text_part_of", "")))
 
 
 def _convert(

@@ -18,9 +18,19 @@ from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
 from skipdecode.exporter.quantization_config import check_quantised, in_known_words
 from skipdecode.exporter.supported import check_single_stack
 
-# The text parts of models that also see, which transformers has no language model of -> the decoder that computes the same.
-# They rotate queries and keys by three positions of a token, in time, height and width, which are one and the same for text.
-_DECODERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# The text parts of models that also see or hear, which transformers has no language model of -> the decoder that computes the
+# same, and what they are made with whatever config.json says of it. They rotate queries and keys by three positions of a token,
+# in time, height and width, which are one and the same for text.
+_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
+    "glm4v_text": ("glm4", {"attention_bias": True}),
+    "qwen2_5_omni_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen3_omni_moe_text": ("qwen3_moe", {}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_text": ("qwen3", {}),
+}
 
 
 def load_config(model: str) -> tuple[Any, Path | None]:
@@ -75,13 +85,17 @@ def _text_part(config: Any, folder: Path) -> Any:
 def _as_decoder(text: Any) -> Any:
     from transformers import AutoConfig
 
-    decoder = _DECODERS.get(text.model_type)
-    if decoder is None:
+    if text.model_type not in _DECODERS:
         return text
+    decoder, own = _DECODERS[text.model_type]
     settings = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
     rotary = settings.pop("rope_parameters", None) or {}
     plain = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
-    return AutoConfig.for_model(decoder, **settings, rope_parameters=plain)
+    if settings.get("head_dim") is None:
+        settings["head_dim"] = text.hidden_size // text.num_attention_heads
+    made = AutoConfig.for_model(decoder, **{**settings, **own}, rope_parameters=plain)
+    made.text_part_of = text.model_type.removesuffix("_text")
+    return made
 
 
 def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: None) -> Path:

@@ -30,6 +30,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
 from skipdecode.exporter.attention import CACHE, widened
 from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
+from skipdecode.exporter.conversions import has_rules_of_its_own
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
@@ -38,8 +39,12 @@ from skipdecode.exporter.supported import check_supported
 from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
-# of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model
-_TEXT_PART = {"^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head"}
+# of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model; of one that
+# also speaks, too
+_TEXT_PART = {
+    "^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head",
+    "^thinker.": "",
+}  # fmt: skip
 
 
 def main() -> int:
@@ -79,8 +84,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
     logging.set_verbosity_error()  # it lists what sees as superfluous
     config, _ = load_config(str(folder))
-    if getattr(config, "quantization_config", None):
-        model = _dequantised(folder, config)
+    if getattr(config, "quantization_config", None) or has_rules_of_its_own(config):
+        model = _as_exported(folder, config)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32)
     for parameter in model.parameters():
@@ -89,8 +94,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _dequantised(folder: Path, config: Any) -> Any:
-    """transformers' model of weights that were stored quantised, as the exporter reads them.
+def _as_exported(folder: Path, config: Any) -> Any:
+    """transformers' model of weights as the exporter reads them: quantised ones, and a text part's that transformers converts.
 
     transformers needs packages for most ways of quantising, rounds what it dequantises, and fails at ragged blocks of FP8.
     """
