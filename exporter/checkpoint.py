@@ -80,14 +80,15 @@ class CheckpointSource:
         """Tell, once all parameters are read, of weights and biases of layers that none was: a model is made without them."""
         ours = tuple(_spellings(self._skeleton.parts.prefix, self._base))
         left = [name for name in self._unread if name.startswith(ours) and name.endswith((".weight", ".bias"))]
-        left = sorted(name for name in left if not self._skeleton.ignores(name) and not self._is_bias_of_zeros(name))
+        left = sorted(name for name in left if not self._skeleton.ignores(name) and not self._adds_nothing(name))
         if left:
             said = "%s: config.json describes a model without %d of the layers' tensors there, %s the first: they are left out"
             logger.warning(said, self._checkpoint, len(left), left[0])
 
-    def _is_bias_of_zeros(self, name: str) -> bool:
-        """As AutoGPTQ wrote one for each matrix."""
-        return name.endswith(".bias") and not self._stored(name).any()
+    def _adds_nothing(self, name: str) -> bool:
+        """Of no numbers, as of 0 shared experts, or a bias of zeros, as AutoGPTQ wrote one for each matrix."""
+        value = self._stored(name)
+        return not value.numel() or (name.endswith(".bias") and not value.any())
 
     def _stored(self, name: str) -> torch.Tensor:
         """A tensor that more than one shard may hold."""

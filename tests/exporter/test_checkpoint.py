@@ -71,9 +71,12 @@ def test_of_what_transformers_saves_nothing_is_left_out(name: str, zoo: Zoo, cap
     assert _read_all(folder, load_config(str(folder))[0], caplog) == []
 
 
-def test_weights_without_numbers_are_neither_asked_for_nor_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])  # whose files have other names
+def test_weights_without_numbers_are_neither_asked_for_nor_told_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with allowing_empty_weights():
-        model = transformers.AutoModelForCausalLM.from_config(RELATIVES["deepseek_v3"](n_shared_experts=0))
+        model = transformers.AutoModelForCausalLM.from_config(RELATIVES[name](n_shared_experts=0))
     empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}
     model.save_pretrained(tmp_path)
     config, _ = load_config(str(tmp_path))
