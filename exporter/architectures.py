@@ -15,18 +15,21 @@ from skipdecode.model import Keys
 
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4 and Nemotron-H may have none
 MIXTURES = (
-    "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint",
-    "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-    "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mixtral",
-    "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe",
-    "solar_open",
+    "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4_text",
+    "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
-LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu")
+LATENT = (
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "sarvam_mla", "youtu",
+)  # fmt: skip
 # those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
 HYBRIDS = {
     # Gated DeltaNet
     **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), ("linear_attention",)),  # Kimi Delta Attention
     **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as the two below
     "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these
     "falcon_h1": ("hybrid",),  # and attention, side by side
@@ -61,6 +64,7 @@ _PARTS = {
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
+    "kimi_linear": ("", "layers", ("norm",), None),
     "nemotron_h": ("", "layers", ("norm_f",), None),
     **dict.fromkeys(("lfm2", "lfm3"), ("", "layers", ("embedding_norm",), "rotary_emb")),
     "lfm2_moe": ("", "layers", ("embedding_norm",), "pos_emb"),

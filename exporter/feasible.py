@@ -15,7 +15,7 @@ from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slots_of_plans
+from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_decays, check_tensorrt, slots_of_plans
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
 from skipdecode.graph_passes.quantization import BLOCK_SIZES
@@ -79,6 +79,7 @@ def _check_builder(
                 "--workspace and --optimization-level are for TensorRT's builder", "add --target tensorrt-rtx, or leave them out"
             )
         return
+    check_decays(skeleton)
     check_tensorrt(skeleton, limits, schedule)
     for target in targets:
         if target.name == "tensorrt":

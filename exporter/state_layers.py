@@ -1,14 +1,14 @@
 """Layers that keep states: what each keeps of a row, and what a trace calls instead of transformers' functions.
 
-Of linear attention (Gated DeltaNet, arXiv 2412.06464; Mamba-2, arXiv 2405.21060) the past is one matrix a head, which sums up
-keys and values, and the last inputs of a causal convolution; of a short convolution (LFM2) those alone. Both operators are
-standard since opset 27.
+Of linear attention (Gated DeltaNet, arXiv 2412.06464; Kimi Delta Attention, arXiv 2510.26692; Mamba-2, arXiv 2405.21060) the
+past is one matrix a head, which sums up keys and values, and the last inputs of a causal convolution; of a short convolution
+(LFM2) those alone. Both operators are standard since opset 27.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from skipdecode.model import Keys, State, StateLayers
 
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
-_CONVOLUTION, _DELTA_RULE, _SELECTIVE_SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+_CONVOLUTION, _SELECTIVE_SCAN = "causal_conv1d_fn", "mamba2_chunk_scan"
+_DELTA_RULE, _KIMI_DELTA_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 _WITH_ATTENTION = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")  # kinds of layers
 
 
@@ -47,6 +48,11 @@ def is_mamba(layer: torch.nn.Module) -> bool:
     return hasattr(_mixer(layer), "ssm_state_size")
 
 
+def forgets_by_channel(module: torch.nn.Module) -> bool:
+    """Whether each number of a key has a decay of its own (Kimi Delta Attention), where other heads have one."""
+    return hasattr(module, "forget_gate")
+
+
 def _states(layer: torch.nn.Module) -> Iterator[State]:
     mixer = _mixer(layer)
     if mixer is None:
@@ -60,6 +66,9 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
     elif hasattr(mixer, "num_v_heads"):
         _check_calls(mixer, _DELTA_RULE)
         yield State(name=RECURRENT_STATE, shape=(mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim))
+    elif forgets_by_channel(mixer):
+        _check_calls(mixer, _KIMI_DELTA_RULE)
+        yield State(name=RECURRENT_STATE, shape=(mixer.num_heads, mixer.head_dim, mixer.head_dim))
 
 
 def _check_calls(mixer: Any, function: str) -> None:
@@ -105,9 +114,8 @@ class StateCache:
         """What the convolution is given: the new tokens alone, as its operator joins them to the state."""
         return inputs
 
-    def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> None:
-        """The layer hands back what the function in the place of its own gave it."""
-        self.states[RECURRENT_STATE] = state
+    def update_recurrent_state(self, *_: Any, **__: Any) -> None:
+        """What the layer hands back was kept by the function in the place of its own; some layers have widened it since."""
 
 
 @contextmanager
@@ -120,8 +128,16 @@ def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
         out, cache.states[CONV_STATE] = _causal_conv(inputs, conv.weight, conv.bias, cache.states[CONV_STATE], activation)
         return out
 
+    def keeping(recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        def computed(*rows: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            out, cache.states[RECURRENT_STATE] = recurrence(*rows, **others)
+            return out, cache.states[RECURRENT_STATE]
+
+        return computed
+
     module = _module(mixer)
-    functions = {_CONVOLUTION: convolution, _DELTA_RULE: _gated_delta_rule, _SELECTIVE_SCAN: _selective_scan}
+    functions = {_CONVOLUTION: convolution, _SELECTIVE_SCAN: keeping(_selective_scan)}
+    functions |= dict.fromkeys((_DELTA_RULE, _KIMI_DELTA_RULE), keeping(_gated_delta_rule))
     kept = {name: module[name] for name in functions if name in module}
     module.update({name: functions[name] for name in kept})
     try:
@@ -148,10 +164,13 @@ def _gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor, use_qk_l2norm_in_kernel: bool, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Query and key [B,S,KH,DK], value [B,S,VH,DV], g (log of the decay) and beta [B,S,VH] -> [B,S,VH,DV], the state."""
+    """Query and key [B,S,KH,DK], value [B,S,VH,DV], g (log of the decay) and beta [B,S,VH] -> [B,S,VH,DV], the state.
+
+    Of Kimi's g is [B,S,VH,DK].
+    """
     if use_qk_l2norm_in_kernel:
         query, key = _l2_normalised(query), _l2_normalised(key)
-    return _linear_attention((query, key, value), initial_state, (g, beta), "gated_delta", query.shape[3] ** -0.5)
+    return _linear_attention((query, key, value), initial_state, (g.flatten(2), beta), "gated_delta", query.shape[3] ** -0.5)
 
 
 def _selective_scan(
@@ -174,7 +193,7 @@ def _selective_scan(
 def _linear_attention(
     packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], rule: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """LinearAttention-27: query and key [B,S,KH,DK], value [B,S,VH,DV], gates [B,S,VH] -> [B,S,VH,DV], the state after them.
+    """LinearAttention-27: query and key [B,S,KH,DK], value [B,S,VH,DV], gates [B,S,..] -> [B,S,VH,DV], the state after them.
 
     Each head of query and key serves VH / KH heads of the values.
     """

@@ -34,7 +34,7 @@ _SHARED = (
 )  # fmt: skip
 _STATE_SIZES = (
     "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size",
-    "mamba_d_ssm",
+    "mamba_d_ssm", "linear_num_heads", "linear_head_dim",
 )  # fmt: skip
 _MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
 

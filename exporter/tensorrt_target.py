@@ -20,6 +20,7 @@ from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowe
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.plan_builders import build_plans, num_builders
 from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, link_or_copy
+from skipdecode.exporter.state_layers import forgets_by_channel
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
 from skipdecode.graph_passes.conventions import required, static_dim
@@ -56,6 +57,13 @@ class _Engine:
     graph: ir.Model  # standard
     slots: int  # of its layers' KV buffers
     profiles: tuple[Profile, ...]
+
+
+def check_decays(skeleton: Skeleton) -> None:
+    """Raises TargetError where keys' numbers are forgotten each at its own rate: `explicit_linear_attention` has one a head."""
+    if any(forgets_by_channel(module) for layer in skeleton.parts.layers for module in layer.modules()):
+        message = f"{skeleton.config.model_type}'s linear attention has a decay for each number of a key, plans have one a head"
+        raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
 def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> None:

@@ -89,6 +89,17 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "apertus1p5_text": {"output_vocab_size": 90},  # which leaves out what stands for images and sound
     "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
     "arcee": {},
+    # whose head_dim is that of its linear attention, and becomes what its attention turns
+    "bailing_hybrid": {
+        **_ROUTED,
+        **_LATENT,
+        **_ALL_MIXED,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "head_dim": 8,
+        "layer_types": _DELTA_NET["layer_types"],
+    },
     "bamba": {**_MAMBA, "attn_layer_indices": [2, 5]},
     "biogpt": {},
     "bitnet": {},
@@ -180,6 +191,17 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "internlm3": {"head_dim": 16},
     "iquestcoder": {"head_dim": 16},
     "jais2": {},
+    # its attention turns nothing
+    "kimi_linear": {
+        **_ROUTED,
+        **_LATENT,
+        **_DELTA_NET,
+        "q_lora_rank": None,
+        "num_experts": 8,
+        "linear_num_heads": 2,
+        "linear_head_dim": 24,
+        **_ALL_MIXED,
+    },
     "kolibri1": {**_EXPERTS, **_SHARED, **_ALL_WINDOWED},
     # layers of one kind have twice the heads, and frequencies of their own
     "laguna": {
@@ -272,8 +294,9 @@ RELATIVES: dict[str, Callable[[], Any]] = {
 # and two whose layers have heads, or scales by position, of their own. `make survey` runs the others.
 EVERY_PATH = (
     "afmoe", "bloom", "codegen", "deepseek_v2", "deepseek_v3", "falcon", "falcon_h1", "flex_olmo", "gemma4_text", "glm4",
-    "glm4_moe", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "laguna", "lara_mini", "lfm2",
-    "ministral3", "mixtral", "mpt", "nanochat", "nemotron_h", "olmo_hybrid", "phimoe", "qwen3_5_text", "stablelm", "vaultgemma",
+    "glm4_moe", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "kimi_linear", "laguna",
+    "lara_mini", "lfm2", "llama4_text", "ministral3", "mixtral", "mpt", "nanochat", "nemotron_h", "olmo_hybrid", "phimoe",
+    "qwen3_5_text", "stablelm", "vaultgemma",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the kinds above with other settings

@@ -23,7 +23,7 @@ def _source(folder: Path) -> TensorSource:
     return CheckpointSource(folder, build_skeleton(transformers.AutoConfig.from_pretrained(folder)))
 
 
-CONVERTED = ["mixtral", "qwen3_moe", "phimoe", "granitemoe", "ernie4_5_moe", "minimax_m2", "deepseek_v3"]
+CONVERTED = ["mixtral", "qwen3_moe", "phimoe", "granitemoe", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "kimi_linear"]
 DIVIDED = ["exaone", "lara_mini", "sarvam_moe"]  # the last two have several matrices in one, in the file
 
 

@@ -40,7 +40,18 @@ DENSE = (
     "qwen3_5_text", "falcon_h1", "cohere",
 )  # fmt: skip
 # a router inside the operator and outside, of softmaxes, sigmoids, groups and biases; experts with a bias, with no gate
-MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "minimax_m2", "phimoe", "nemotron_h", "lara_mini")
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "minimax_m2",
+    "phimoe",
+    "nemotron_h",
+    "lara_mini",
+    "kimi_linear",
+    "llama4_text",
+)
 ENGINES = (  # of every architecture: `make survey`
     *((name, "fp16", "none") for name in ("opt", "llama", *DENSE, *MIXTURES)),
     *((name, "bf16", "none") for name in ("apertus", "phimoe", "nemotron_h", "qwen3_5_text")),  # whose operators lack kernels

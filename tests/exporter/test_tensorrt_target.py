@@ -19,6 +19,7 @@ from skipdecode.cli import inspect, run, validate
 from skipdecode.errors import SkipDecodeError, TargetError
 from skipdecode.exporter import tensorrt_target
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.kv_buffer import LEAST_SLOTS
@@ -27,7 +28,7 @@ from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.exporter.plan_requests import SCHEDULE, longer_checkpoint, plan_request
-from tests.models import MAX_LENGTH
+from tests.models import MAX_LENGTH, RELATIVES
 from tests.zoo import Zoo
 
 TARGET = "targets/tensorrt-rtx"
@@ -253,6 +254,15 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
         tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
     skeleton.shapes = {"model.norm.weight": (1536,), "model.embed_tokens_per_layer.weight": (262144, 8960)}
     tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])
+def test_decays_of_single_numbers_are_refused(name: str) -> None:
+    with pytest.raises(
+        TargetError, match=rf"--target: {name}'s linear attention has a decay for each number .*; choose cpu or cuda"
+    ):
+        tensorrt_target.check_decays(build_skeleton(RELATIVES[name]()))
+    tensorrt_target.check_decays(build_skeleton(RELATIVES["qwen3_5_text"]()))
 
 
 def test_more_scores_than_a_tensor_may_have_are_refused_where_attention_is_written_out(zoo: Zoo, tmp_path: Path) -> None:
