@@ -26,6 +26,7 @@ def taking_config(where: str) -> Iterator[None]:
     """
     try:
         with allowing_empty_weights():
+            warnings.simplefilter("ignore", FutureWarning)  # that settings have other names by now
             yield
     except OSError:
         raise

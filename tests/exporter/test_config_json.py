@@ -14,6 +14,8 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.model_names import load_config
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
 from tests.unprivileged import UNPRIVILEGED
@@ -97,6 +99,27 @@ for name in names:
     assert main([folder, "--out", out, "--quiet"]) == 2
     Path(folder, name).chmod(0o644)
 """
+
+
+def test_settings_by_the_names_that_a_checkpoint_on_the_hub_has_are_taken_without_a_word(tmp_path: Path) -> None:
+    """As Kimi Linear's: transformers has other names for half of them, and calls `rope_scaling` deprecated."""
+    settings = {
+        "model_type": "kimi_linear", "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"}, "hidden_size": 64,
+        "linear_attn_config": {
+            "full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 2, "head_dim": 24, "short_conv_kernel_size": 3,
+        },
+        "num_hidden_layers": 3, "num_attention_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "first_k_dense_replace": 1, "num_experts": 8, "num_experts_per_token": 2, "moe_renormalize": True, "num_expert_group": 1,
+        "num_shared_experts": 1, "model_max_length": 64, "rope_scaling": None, "rope_theta": 10000.0, "head_dim": 72,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    skeleton = build_skeleton(load_config(str(tmp_path))[0])
+    assert [group.layers for group in skeleton.state_layers] == [(0, 2)]
+    assert [state.shape for state in skeleton.state_layers[0].states] == [(3 * 2 * 24, 2), (2, 24, 24)]
+    assert (skeleton.keys.num_heads, skeleton.keys.head_size) == (4, 24)
+    assert [name for name in skeleton.shapes if name.endswith("experts.down_proj")] == [
+        f"model.layers.{layer}.mlp.experts.down_proj" for layer in (1, 2)
+    ]
 
 
 def test_a_file_that_may_not_be_read_is_named_for_that_and_not_as_damaged(zoo: Zoo, tmp_path: Path) -> None:

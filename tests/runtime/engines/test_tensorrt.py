@@ -96,8 +96,8 @@ def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_le
     assert measure_plans(generator) is None, "the standard graphs' weights are others"
 
 
-# a softmax's router, a sigmoid's with groups of experts and shared ones, biases and clamps, squared ReLUs of another width, matrices
-# the other way round
+# a softmax's router, a sigmoid's with groups of experts and shared ones, biases and clamps, squared ReLUs of another width,
+# matrices the other way round
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h_latent", "llama4_text"])
 def test_mixtures_agree_with_torch_and_every_plan_with_onnx_runtime(
     name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
