@@ -41,6 +41,8 @@ OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # those whose final norm, which has no weights, is also between embedding and layers
 NORM_ON_BOTH_ENDS = ("nanochat",)
+# what Gemma 4's experts have, where the others' have SwiGLU
+GELU_OF_EXPERTS = "gelu_pytorch_tanh"
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
 IN_MXFP4 = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
@@ -202,7 +204,15 @@ def has_experts(config: Any) -> bool:
     """Whether any layer is a mixture of experts."""
     if config.model_type == "nemotron_h":
         return "moe" in (layer_kinds(config) or ())
+    if config.model_type == "gemma4_text":
+        return bool(config.enable_moe_block)
     return config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or bool(config.num_local_experts))
+
+
+def experts_per_token(config: Any) -> int | list[int]:
+    """How many experts a token has; Hunyuan's may be one number a layer."""
+    count: int | list[int] = config.top_k_experts if config.model_type == "gemma4_text" else config.num_experts_per_tok
+    return count
 
 
 def layer_kind(config: Any, layer: int) -> str | None:

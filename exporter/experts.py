@@ -43,12 +43,12 @@ def _weighed(products: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor,
 
 
 def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """SwiGLU experts, [T,H] -> [E,T,H]: `gate_up_proj` [E,2I,H], an expert's gate above its up, and `down_proj` [E,H,I]."""
+    """Experts with a gate, [T,H] -> [E,T,H]: `gate_up_proj` [E,2I,H], an expert's gate above its up, and `down_proj` [E,H,I]."""
     tokens, width = hidden.shape
     experts, doubled, _ = module.gate_up_proj.shape
     both = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
     gate, up = both.split(doubled // 2, dim=-1)
-    return _matmul(torch.nn.functional.silu(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
+    return _matmul(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
 
 
 def _squared(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

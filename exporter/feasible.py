@@ -12,6 +12,7 @@ import torch
 from skipdecode import manifest
 from skipdecode.cuda import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
+from skipdecode.exporter.architectures import GELU_OF_EXPERTS
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -122,6 +123,8 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], ske
     """What ONNX Runtime's CUDA kernels of mixtures do not take."""
     if not any(target.name == "cuda" for target in targets):
         return
+    if skeleton.config.model_type == "gemma4_text":
+        raise TargetError(f"the experts have {GELU_OF_EXPERTS}, cuda's silu", "choose cpu or tensorrt-rtx", where="--target")
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load
     for width, what in _widths(skeleton).items():
         if width % multiple:

@@ -8,11 +8,13 @@ from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import (
+    GELU_OF_EXPERTS,
     HYBRIDS,
     OWN_HEADS,
     attention_window,
     check_known,
     declared,
+    experts_per_token,
     has_experts,
     layer_configs,
     layer_keys,
@@ -66,8 +68,6 @@ def check_supported(config: Any, max_length: int) -> None:
         _check_heads(own)
     if has_experts(config):
         _check_experts(config)
-    if getattr(config, "enable_moe_block", False):
-        raise unsupported(config, f"has experts with {config.hidden_activation}, where ONNX Runtime's have silu")
     check_causal(config)
     known = {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
     if config.model_type == "llama4_text":
@@ -174,10 +174,11 @@ def _check_experts(config: Any) -> None:
     name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
     _check_each(config, (name,), needed=True)
     experts = getattr(config, name)
-    chosen, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
+    chosen, groups = experts_per_token(config), getattr(config, "n_group", None)
     each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
     if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
-        raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {experts}, the number of experts")
+        setting = "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
+        raise _no_count(config, setting, chosen, f"write 1 to {experts}, the number of experts")
     if groups is not None and (groups < 1 or experts % groups):
         raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     taken = getattr(config, "topk_group", None)
@@ -187,11 +188,13 @@ def _check_experts(config: Any) -> None:
         room = (taken or 1) * (experts // groups)
         if any(count > room for count in each):
             raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {room}, the experts of topk_group groups")
-    activation, known = getattr(config, "hidden_act", "silu"), "silu"  # LFM2 has no other
+    activation, known, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has no other
     if config.model_type == "nemotron_h":  # whose experts have no gate
         activation, known = config.mlp_hidden_act, "relu2"
+    elif config.model_type == "gemma4_text":
+        activation, known, whose = config.hidden_activation, GELU_OF_EXPERTS, "ours"
     if activation != known and (activation, known) != ("swish", "silu"):
-        raise unsupported(config, f"has experts with {activation}, where ONNX Runtime's have {known}")
+        raise unsupported(config, f"has experts with {activation}, where {whose} have {known}")
 
 
 def _check_states(config: Any) -> None:

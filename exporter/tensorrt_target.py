@@ -13,6 +13,7 @@ import onnx_ir as ir
 from skipdecode import manifest
 from skipdecode.cuda import gpu_at_hand
 from skipdecode.errors import TargetError
+from skipdecode.exporter.architectures import experts_per_token
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.job import Job
@@ -94,7 +95,7 @@ def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
     experts = [math.prod(shape[1:]) for name, shape in skeleton.shapes.items() if ".experts." in name and len(shape) == 3]
     if not experts:
         return
-    chosen = skeleton.config.num_experts_per_tok  # Hunyuan's may be one a layer
+    chosen = experts_per_token(skeleton.config)
     rows = _MOST_ELEMENTS // (max(experts) * (max(chosen) if isinstance(chosen, list) else chosen))
     if limits.max_batch > rows:
         raise TargetError(

@@ -25,6 +25,7 @@ from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, static
 from skipdecode.graph_passes.lower_experts import (
     BiasedExperts,
     Experts,
+    GeluExperts,
     NarrowBiasedExperts,
     SquaredExperts,
     TurnedExperts,
@@ -51,7 +52,7 @@ class ExplicitExpertsPass(ir.passes.InPlacePass):
     """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        kinds = (_Experts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
+        kinds = (_Experts, _GeluExperts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
         modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
         if modified:
             RemoveUnusedNodesPass()(model)
@@ -77,6 +78,13 @@ class _Experts(Experts):
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
         return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _silu_of_first_half)
+
+
+class _GeluExperts(GeluExperts):
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
+    ) -> Any:
+        return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _gelu_of_first_half)
 
 
 class _TurnedExperts(_Experts):
@@ -166,6 +174,11 @@ def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activatio
 def _silu_of_first_half(op: Any, both: Any, _: ir.DataType) -> Any:
     gate, up = op.Split(both, axis=-1, num_outputs=2, _outputs=2)
     return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
+
+
+def _gelu_of_first_half(op: Any, both: Any, _: ir.DataType) -> Any:
+    gate, up = op.Split(both, axis=-1, num_outputs=2, _outputs=2)
+    return op.Mul(op.Gelu(gate, approximate="tanh"), up)
 
 
 def _squared_relu(op: Any, up: Any, _: ir.DataType) -> Any:

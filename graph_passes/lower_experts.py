@@ -61,8 +61,12 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
         both = op.MatMul(op.Unsqueeze(x, [0]), self.turned(op, gate_up))
         gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
-        products = op.MatMul(op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), self.turned(op, down))
+        products = op.MatMul(op.Mul(self.activated(op, gate), up), self.turned(op, down))
         return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
+
+    def activated(self, op: Any, gate: Any) -> Any:
+        """The pattern of the activation."""
+        return op.Mul(gate, op.Sigmoid(gate))
 
     def turned(self, op: Any, parameter: Any) -> Any:
         """The pattern of a parameter [E,N,K] as [E,K,N]."""
@@ -76,6 +80,13 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     ) -> Any:
         parameters = (op.initializer(_taking_turns(gate_up)), None, down)
         return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=1.0, activation_beta=0.0)
+
+
+class GeluExperts(Experts):
+    """Gemma 4's, which ONNX Runtime's operator has not: for `branch_experts` and `explicit_experts`."""
+
+    def activated(self, op: Any, gate: Any) -> Any:
+        return op.Gelu(gate, approximate="tanh")
 
 
 class TurnedExperts(Experts):

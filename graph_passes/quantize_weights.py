@@ -114,11 +114,16 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     bias, last = _bias(node, outputs)
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]
-    attributes = {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
+    attributes = product_attributes(outputs, inputs, how)
     quantised = ir.node("MatMulNBits", [node.inputs[0], *values], attributes, domain=MS_DOMAIN)
     graph.insert_before(last, quantised)
     take_over(last.outputs[0], quantised.outputs[0])
     graph.remove({node, last}, safe=True)
+
+
+def product_attributes(outputs: int, inputs: int, how: Quantization) -> dict[str, int]:
+    """Of `MatMulNBits`."""
+    return {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
 
 
 def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:

@@ -306,6 +306,11 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
         RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,
         max_position_embeddings=1200,  # prompts of two passes
     ),
+    # experts beside a layer's own MLP, with a GELU
+    "gemma4_moe": functools.partial(
+        RELATIVES["gemma4_text"], enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64,
+        hidden_size_per_layer_input=0,
+    ),
     # hybrids without experts
     "nemotron_h_dense": functools.partial(
         RELATIVES["nemotron_h"], layers_block_type=["linear_attention", "mlp", "full_attention"] * (LAYERS // 3)

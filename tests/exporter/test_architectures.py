@@ -46,6 +46,16 @@ def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_ancho
         assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
 
 
+def test_experts_that_are_branches_give_the_references_logits_and_are_packed_as_others(zoo: Zoo) -> None:
+    generator = skipdecode.load(zoo.bundle("gemma4_moe"))
+    schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5), LAYERS)
+    decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, schedule)
+    assert_gives_the_references_logits(decoder, zoo.model("gemma4_moe"), RAGGED, NEW, 1e-3)
+    graph = onnx.load(zoo.bundle("gemma4_moe") / "targets/cpu/segment_000.onnx", load_external_data=False).graph
+    experts = [weight for weight in graph.initializer if ".experts." in weight.name]
+    assert len(experts) == 2 * 8 and all("prepacked_0" in {entry.key for entry in weight.external_data} for weight in experts)
+
+
 def test_quantised_experts_with_biases_and_clamps_mostly_give_the_references_logits(zoo: Zoo, tmp_path: Path) -> None:
     """Without one of the biases, or the sinks, half of all logits would be off by 0.13 or more."""
     schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5)
@@ -205,7 +215,12 @@ def test_layers_that_keep_nothing_are_engines_of_their_own_since_a_prompt_passes
         ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4 in its config.json; write 0 to 3"),
         ("gemma4_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1 in its config.json; write 0 to 3"),
         ("gemma4_text", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7 in its config.json; write 0 to 3"),
-        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "has experts with gelu_pytorch_tanh"),
+        (
+            "gemma4_text",
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "hidden_activation": "silu"},
+            "has experts with silu, where ours have gelu_pytorch_tanh",
+        ),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts is 5 .*; write 1 to 4"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends to later tokens"),
     ],
 )

@@ -116,6 +116,11 @@ def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_pa
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
 
 
+def test_experts_with_another_activation_than_cudas_kernels_have_are_refused(zoo: Zoo, tmp_path: Path) -> None:
+    says = "--target: the experts have gelu_pytorch_tanh, cuda's silu; choose cpu or tensorrt-rtx"
+    _refused(zoo.checkpoint("gemma4_moe"), tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
+
+
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:
     shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "model")
     _edit_config(tmp_path / "model", intermediate_size=100)

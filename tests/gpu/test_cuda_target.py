@@ -75,7 +75,9 @@ def test_every_variant_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.05)], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", [*CONFIGS, *RELATIVES, *VARIATIONS])
+@pytest.mark.parametrize(
+    "name", [name for name in (*CONFIGS, *RELATIVES, *VARIATIONS) if name != "gemma4_moe"]
+)  # which is refused
 def test_every_architecture_agrees_with_the_reference_and_its_steps_are_captured(
     name: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path
 ) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from skipdecode.graph_passes.explicit_experts import READ_SHARE, ExplicitExpertsPass
 from tests.graph_passes.running import Array, run_model
-from tests.graph_passes.test_lower_experts import BIASED, EXPERTS, GRAPH, SQUARED, TURNED, WIDTH, mixture
+from tests.graph_passes.test_lower_experts import BIASED, EXPERTS, GELU, GRAPH, SQUARED, TURNED, WIDTH, mixture
 
-KINDS = {"gated": GRAPH, "turned": TURNED, "squared": SQUARED, "biased": BIASED}
+KINDS = {"gated": GRAPH, "gelu": GELU, "turned": TURNED, "squared": SQUARED, "biased": BIASED}
 
 
 def _of_rows(text: str) -> str:

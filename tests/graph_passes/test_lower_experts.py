@@ -40,6 +40,9 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
 }
 """.replace("BEGIN", _BEGIN).replace("END", _END)
 
+# Gemma 4's, whose activation the operator has not
+GELU = GRAPH.replace("sigmoid = Sigmoid (gate)\n    silu = Mul (gate, sigmoid)", 'silu = Gelu <approximate = "tanh"> (gate)')
+
 # Llama 4's: matrices the other way round
 TURNED = (
     GRAPH.replace("float[5,8,4] down", "float[5,4,8] down")

@@ -97,8 +97,8 @@ def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_le
 
 
 # a softmax's router, a sigmoid's with groups of experts and shared ones, biases and clamps, squared ReLUs of another width,
-# matrices the other way round
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h_latent", "llama4_text"])
+# matrices the other way round, GELUs
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h_latent", "llama4_text", "gemma4_moe"])
 def test_mixtures_agree_with_torch_and_every_plan_with_onnx_runtime(
     name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
