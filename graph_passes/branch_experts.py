@@ -4,8 +4,8 @@
     -> total = 0; for each expert: total = If(a token has a share of it, total + its product by their shares, total)
 
 Each expert has matrices of its own, which ONNX Runtime packs and maps as others, and a branch reads from outside. The experts of
-a layer of Gemma 4 26B-A4B in int4 (8 of 128, 2816 x 704) take 2.0 to 2.4 ms a step, where `QMoE` takes 1.7 with the activation that
-it has, SwiGLU; of 64 tokens 45 and 43 ms (random weights, AMD EPYC, 2 cores, processes taking turns).
+a layer of Gemma 4 26B-A4B in int4 (8 of 128, 2816 x 704) take 2.0 to 2.4 ms a step, where `QMoE` takes 1.7 with the activation
+that it has, SwiGLU; of 64 tokens 45 and 43 ms (random weights, AMD EPYC, 2 cores, processes taking turns).
 """
 
 from __future__ import annotations
