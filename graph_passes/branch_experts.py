@@ -28,6 +28,7 @@ from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_weights import product_attributes
 
 logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, np.dtype[Any]]
 Product = Callable[[Tape, ir.Value], ir.Value]  # rows [R,K] -> [R,N]
 
 
@@ -71,8 +72,6 @@ class _Branches(GeluExperts):
             taking = _taking(f"{name}.taken", expert, x, shares, total, up_product, down_product)
             total = op.If(is_taken, then_branch=taking, else_branch=_leaving(f"{name}.left", total))
             total.shape, total.type = x.shape, x.type
-        release_pages(gate_up.const_value)
-        release_pages(down.const_value)
         return total
 
     def _products(self, op: Any, parameter: ir.Value, chosen: ir.Value) -> list[Product]:
@@ -80,7 +79,7 @@ class _Branches(GeluExperts):
         tensor = parameter.const_value
         assert tensor is not None
         experts, outputs, inputs = tensor.shape.numpy()
-        share = static_dim(chosen, 1) / experts
+        share, read = static_dim(chosen, 1) / experts, _one_by_one(tensor)
 
         def stored(made: ir.TensorProtocol) -> ir.Value:
             value: ir.Value = op.initializer(made)
@@ -91,19 +90,35 @@ class _Branches(GeluExperts):
             name = f"{parameter.name}.{expert}"
             matrix = stored(
                 ir.LazyTensor(
-                    lambda: ir.tensor(tensor.numpy()[expert].T.copy(), name=name),
+                    lambda: ir.tensor(read(expert).T.copy(), name=name),
                     dtype=tensor.dtype, shape=ir.Shape([inputs, outputs]), name=name,
                 )
             )  # fmt: skip
             return lambda tape, rows: tape.op("MatMul", [rows, matrix])
 
         def quantised(expert: int, how: Quantization) -> Product:
-            parts = how.parts(np.asarray(tensor.numpy()[expert], dtype=np.float32))
+            parts = how.parts(np.asarray(read(expert), dtype=np.float32))
             tensors = (ir.tensor(numbers, name=f"{parameter.name}.{expert}.{part}") for part, numbers in parts.items())
             values, attributes = [stored(each) for each in tensors], product_attributes(outputs, inputs, how)
             return lambda tape, rows: tape.op("MatMulNBits", [rows, *values], attributes, domain=MS_DOMAIN)
 
         return [plain(expert) if self._how is None else quantised(expert, self._how) for expert in range(experts)]
+
+
+def _one_by_one(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
+    """Gives each matrix of a tensor [E,N,K], in turn; a tensor that is cast as it is read is read once for all of them."""
+    held: Array | None = None
+
+    def read(expert: int) -> Array:
+        nonlocal held
+        held = tensor.numpy() if held is None else held
+        matrix: Array = held[expert].copy()
+        if expert == len(held) - 1:
+            held = None
+            release_pages(tensor)
+        return matrix
+
+    return read
 
 
 def _taking(

@@ -77,14 +77,15 @@ class _Experts(Experts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _silu_of_first_half)
+        return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), self.inner)
+
+    def inner(self, op: Any, both: Any, _: ir.DataType) -> Any:
+        gate, up = op.Split(both, axis=-1, num_outputs=2, _outputs=2)
+        return op.Mul(self.activated(op, gate), up)
 
 
-class _GeluExperts(GeluExperts):
-    def rewrite(
-        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
-    ) -> Any:
-        return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), _gelu_of_first_half)
+class _GeluExperts(_Experts):
+    activated = GeluExperts.activated
 
 
 class _TurnedExperts(_Experts):
@@ -169,16 +170,6 @@ def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activatio
     mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
     # an expert that nobody chose may overflow in fp16, and 0 times infinity is none
     return op.ReduceSum(op.Where(op.Equal(shares, nothing), nothing, mixed), _integers(op, 1), keepdims=0)
-
-
-def _silu_of_first_half(op: Any, both: Any, _: ir.DataType) -> Any:
-    gate, up = op.Split(both, axis=-1, num_outputs=2, _outputs=2)
-    return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
-
-
-def _gelu_of_first_half(op: Any, both: Any, _: ir.DataType) -> Any:
-    gate, up = op.Split(both, axis=-1, num_outputs=2, _outputs=2)
-    return op.Mul(op.Gelu(gate, approximate="tanh"), up)
 
 
 def _squared_relu(op: Any, up: Any, _: ir.DataType) -> Any:

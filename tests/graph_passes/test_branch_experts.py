@@ -86,6 +86,26 @@ def test_quantised_they_give_what_all_of_them_gave_on_the_same_levels(bits: int)
     assert _error(found, expected) < 0.02
 
 
+def test_a_tensor_that_is_cast_as_it_is_read_is_read_once_for_all_experts() -> None:
+    model, read = mixture(GELU), []
+    parameter = model.graph.initializers["layer.gate_up"]
+    tensor = parameter.const_value
+    assert tensor is not None
+
+    def cast() -> ir.TensorProtocol:
+        read.append(1)
+        return ir.tensor(tensor.numpy(), name=tensor.name)
+
+    parameter.const_value = ir.LazyTensor(cast, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name)  # type: ignore[arg-type]
+    BranchExpertsPass(None)(model)
+    made = [model.graph.initializers[f"layer.gate_up.{expert}"].const_value for expert in range(EXPERTS)]
+    for times in (1, 2):  # as for two files
+        for expert, matrix in enumerate(made):
+            assert matrix is not None
+            np.testing.assert_array_equal(matrix.numpy(), tensor.numpy()[expert].T)
+        assert len(read) == times
+
+
 def _error(found: Array, expected: Array) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
