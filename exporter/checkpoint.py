@@ -54,7 +54,7 @@ class CheckpointSource:
                 self._where[name].append(file)
         self._unread = set(self._where)
         stored = dequantised({name: partial(self._stored, name) for name in self._where}, skeleton.config)
-        self._read = converted(stored, skeleton.config, skeleton.shapes) | stored
+        self._read = stored | converted(stored, skeleton.config, skeleton.shapes)
         self._base = skeleton.parts.prefix.split(".")[0]
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

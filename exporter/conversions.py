@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.dequantize import Read
@@ -27,12 +34,13 @@ class _Shapes:
     shapes: Mapping[str, tuple[int, ...]]
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Its shape alone; a file may lack the names' beginning."""
-        return torch.empty(next(shape for known, shape in self.shapes.items() if known.endswith(name)), device="meta")
+        """Its shape alone; a file may lack the names' beginning, or have one of a model that also sees."""
+        own = name.rpartition("language_model.")[2]
+        return torch.empty(next(shape for known, shape in self.shapes.items() if known.endswith(own)), device="meta")
 
 
 def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Read]:
-    """Tensors that a file holds under other names, in pieces or in one, by the model's parameter names; read when asked for.
+    """Tensors that a file holds under other names, in pieces, in one or turned, by the model's names; read when asked for.
 
     Args:
         shapes: of the model's parameters.
@@ -42,6 +50,8 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
     """
     kinds = (config.model_type, getattr(config, "text_part_of", config.model_type))
     rules = [rule for kind in dict.fromkeys(kinds) for rule in get_checkpoint_conversion_mapping(kind) or []]
+    if config.model_type == "llama4_text":
+        rules += _llama_4s_experts()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     found: dict[str, Read] = {}
@@ -50,7 +60,7 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
         parameter, pattern = rename_source_key(name, renamings, converters)
         if pattern is not None:
             pieces[parameter][pattern].append(name)
-        elif parameter != name:
+        elif parameter not in stored:
             found[parameter] = stored[name]
     asked = {"config": config, "model": _Shapes(shapes)}
     for parameter, names in pieces.items():
@@ -60,6 +70,21 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
             name = parameter.replace(first, target)
             found[name] = partial(_convert, converter, parameter, name, names, stored, asked)
     return found
+
+
+def _llama_4s_experts() -> list[WeightConverter]:
+    """Of a file that has them one by one, as llm-compressor quantises them; transformers' own has them in one tensor."""
+    stacked, turned = MergeModulelist(dim=0), Transpose(1, 2)
+    return [
+        WeightConverter(
+            source_patterns=["experts.*.gate_proj.weight", "experts.*.up_proj.weight"],
+            target_patterns="experts.gate_up_proj",
+            operations=[stacked, Concatenate(dim=1), turned],
+        ),
+        WeightConverter(
+            source_patterns="experts.*.down_proj.weight", target_patterns="experts.down_proj", operations=[stacked, turned]
+        ),
+    ]
 
 
 def has_rules_of_its_own(config: Any) -> bool:

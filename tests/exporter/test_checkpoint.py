@@ -217,6 +217,17 @@ def test_the_text_part_of_a_model_that_sees_is_the_decoder_that_it_was_made_of(k
     _assert_text_part_is_read(getattr(model, "thinker", model), tmp_path, _SEEING[kind][0])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_qwen3_vls_experts_lie_either_way_round(turned: bool, tmp_path: Path) -> None:
+    """Those on the hub [E,H,2I] and [E,I,H], as transformers 4 had them; what transformers 5 saves as it has them."""
+    model = _that_sees("Qwen3VLMoe")
+    folder = _folder(model.config, tmp_path)
+    state = {key: value.mT.contiguous() if turned and ".experts." in key else value for key, value in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    assert any(tensor.ndim == 3 for tensor in state.values())
+    _assert_text_part_is_read(model, folder, "qwen3_moe")
+
+
 @pytest.mark.parametrize("names", ["model.language_model.", "model."])
 def test_a_text_part_may_be_spelled_as_any_transformers_wrote_it(names: str, tmp_path: Path) -> None:
     model = _that_sees("Qwen3VL")

@@ -47,6 +47,27 @@ def test_the_eleventh_expert_comes_after_the_tenth(tmp_path: Path) -> None:
     assert torch.equal(_source(tmp_path)("model.layers.0.mlp.experts.down_proj", tuple(value.shape)), value)
 
 
+def test_llama_4s_experts_may_lie_one_by_one_as_llm_compressor_writes_them(zoo: Zoo, tmp_path: Path) -> None:
+    state = load_file(zoo.checkpoint("llama4_text") / "model.safetensors")
+    transformers.AutoConfig.from_pretrained(zoo.checkpoint("llama4_text")).save_pretrained(tmp_path)
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, matrix in enumerate(tensor):
+                gate, up = matrix.T.chunk(2)
+                stem = name.removesuffix("gate_up_proj") + str(expert)
+                apart |= {f"{stem}.gate_proj.weight": gate.contiguous(), f"{stem}.up_proj.weight": up.contiguous()}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            apart |= {f"{stem}{expert}.down_proj.weight": matrix.T.contiguous() for expert, matrix in enumerate(tensor)}
+        else:
+            apart[name] = tensor
+    save_file({f"language_model.{name}": tensor for name, tensor in apart.items()}, tmp_path / "model.safetensors")
+    source, skeleton = _source(tmp_path), build_skeleton(transformers.AutoConfig.from_pretrained(tmp_path))
+    for parameter, shape in skeleton.shapes.items():
+        assert torch.equal(source(parameter, shape), state[parameter]), parameter
+
+
 def test_experts_that_do_not_fit_together_are_one_line(zoo: Zoo, tmp_path: Path) -> None:
     state = load_file(zoo.checkpoint("mixtral") / "model.safetensors")
     transformers.AutoConfig.from_pretrained(zoo.checkpoint("mixtral")).save_pretrained(tmp_path)
