@@ -18,12 +18,13 @@ MIXTURES = (
     "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
     "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid",
     "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "llama4_text",
-    "mellum", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-    "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
+    "mellum", "minimax_m2", "mistral4", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = (
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "sarvam_mla", "youtu",
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "mistral4",
+    "sarvam_mla", "youtu",
 )  # fmt: skip
 # those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
 HYBRIDS = {
@@ -83,6 +84,14 @@ class DecoderParts:
     final_names: tuple[str, ...]  # its modules after the last layer, in order
     rotary: torch.nn.Module | None  # gives cos and sin [B, S, rotary D]
     prefix: str  # of the layers' parameter names: "model.layers."
+
+
+def register_language_model(config: Any) -> None:
+    """Tell AutoModelForCausalLM of Mistral 4's class, which transformers (5.24) has among those of models that see alone."""
+    if config.model_type == "mistral4":
+        from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+        AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 def decoder_parts(model: torch.nn.Module) -> DecoderParts:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.checkpoint import lacks_head
 from skipdecode.exporter.checkpoint_folder import checkpoint_folder
 from skipdecode.exporter.config_json import reason, taking_config
@@ -74,6 +75,7 @@ def _text_part(config: Any, folder: Path) -> Any:
     """
     with taking_config(str(folder)):
         text = _as_decoder(config.get_text_config())
+        register_language_model(text)
         text.dtype = config.dtype if text.dtype is None else text.dtype
     text.name_or_path = config.name_or_path
     text.return_dict = True  # how a model hands out what it computes, which whoever calls it here counts on

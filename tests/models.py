@@ -247,6 +247,12 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "minicpm3": {**_LATENT, "q_lora_rank": None},
     "ministral": {"head_dim": 16, "sliding_window": 5},
     "ministral3": {"head_dim": 16, "rope_parameters": _BY_POSITION},
+    "mistral4": {
+        **_ROUTED,
+        **_LATENT,
+        "n_routed_experts": 8,
+        "rope_parameters": {**_BY_POSITION, "partial_rotary_factor": 1 / 3},
+    },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
     "mpt": {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.7}},
     "nanochat": {},

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 
+from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
@@ -26,6 +27,7 @@ class Zoo:
             torch.manual_seed(0)
             config = (CONFIGS | RELATIVES | VARIATIONS)[name]()
             config.initializer_range = 0.1
+            register_language_model(config)
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
                 for parameter, tensor in model.state_dict().items():

@@ -237,6 +237,17 @@ def test_a_text_part_may_be_spelled_as_any_transformers_wrote_it(names: str, tmp
     _assert_text_part_is_read(model, folder, "qwen3")
 
 
+def test_the_text_part_of_a_mistral_that_sees_may_be_mistral_4(tmp_path: Path) -> None:
+    """Which transformers has no language model of, but by another name."""
+    eye = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eye |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
+    text = {**RELATIVES["mistral4"]().to_dict(), "initializer_range": 0.2}
+    config = transformers.Mistral3Config(text_config=text, vision_config=eye, image_token_index=95)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    _assert_text_part_is_read(model, tmp_path, "mistral4")
+
+
 def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
     """Which transformers has a language model of, and whose experts lie as they lie there."""
     eye = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
