@@ -25,6 +25,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines.ort import use_threads
 from skipdecode.errors import SkipDecodeError
+from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.config_json import allowing_empty_weights
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.generate import load
@@ -93,6 +94,7 @@ def _others(key: str, value: Any) -> list[Any]:
 def _model(kind: str, settings: dict[str, Any], seed: int = 0) -> Any:
     """Of large random weights, each by its own name: what another setting adds leaves the others as they are."""
     config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(settings))
+    register_language_model(config)
     with allowing_empty_weights(), torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, tensor in model.state_dict().items():
