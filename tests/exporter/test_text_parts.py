@@ -1,0 +1,148 @@
+"""The text part of a model that also sees or hears: its configuration, its weights, and what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from skipdecode.exporter import reference_run
+from skipdecode.exporter.checkpoint import CheckpointSource
+from skipdecode.exporter.graphs import build_skeleton
+from skipdecode.exporter.model_names import load_config
+from tests.exporter.quantised_checkpoints import source
+from tests.models import CONFIGS, RELATIVES
+
+
+@pytest.mark.parametrize("text", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_also_sees_the_text_part_is_read(text: str, tmp_path: Path) -> None:
+    text_part = {**CONFIGS["gemma3"]().to_dict(), "model_type": "gemma3_text"}
+    eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.Gemma3Config(
+        text_config=text_part, vision_config={**eye, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=95, boi_token_index=96, eoi_token_index=97,
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    config.save_pretrained(tmp_path)
+    spelled = {key.replace("model.language_model.", text): value.contiguous() for key, value in model.state_dict().items()}
+    save_file({key: value for key, value in spelled.items() if key != "lm_head.weight"}, tmp_path / "model.safetensors")
+    read = source(tmp_path)
+    for key, parameter in model.model.language_model.named_parameters():
+        torch.testing.assert_close(read(f"model.{key}", tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    reference = reference_run._load(tmp_path, torch.float32)
+    torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits)
+
+
+_EYE = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+_EAR = {"encoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64}
+_HALF_TURNED = {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+# models that see -> the decoder that their text part is, and what its configuration says beside that decoder's
+_SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "Glm4v": ("glm4", {"rope_parameters": _HALF_TURNED}),
+    "Glm4vMoe": ("glm4_moe", {"rope_parameters": _HALF_TURNED}),
+    "Qwen2VL": ("qwen2", {}),
+    "Qwen2_5_VL": ("qwen2", {}),
+    "Qwen2_5Omni": ("qwen2", {}),
+    "Qwen3VL": ("qwen3", {}),
+    "Qwen3VLMoe": ("qwen3_moe", {"norm_topk_prob": False}),  # which its router does not ask
+    "Qwen3OmniMoe": ("qwen3_moe", {"num_experts": 5}),
+}
+
+
+def _that_sees(kind: str) -> Any:
+    """A model, its weights drawn large enough that a mistake shows."""
+    text, more = _SEEING[kind]
+    rotary = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3], **more.get("rope_parameters", {})}
+    settings = {**(CONFIGS | RELATIVES)[text]().to_dict(), "head_dim": 16, "tie_word_embeddings": False, **more}
+    settings = {**settings, "rope_parameters": rotary}
+    settings.pop("model_type")
+    if "Omni" in kind:
+        thinker = getattr(transformers, f"{kind}ThinkerConfig")(text_config=settings, vision_config=_EYE, audio_config=_EAR)
+        config = getattr(transformers, f"{kind}Config")(thinker_config=thinker.to_dict(), enable_audio_output=False)
+    else:
+        config = getattr(transformers, f"{kind}Config")(text_config=settings, vision_config=_EYE, image_token_id=95)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model
+
+
+def _assert_text_part_is_read(model: Any, folder: Path, text: str) -> None:
+    """And that the decoder that it is gives the logits of the whole, whose positions in time and place are one in text."""
+    assert load_config(str(folder))[0].model_type == text
+    read, reference = source(folder), reference_run._load(folder, torch.float32)
+    for key, parameter in reference.named_parameters():
+        torch.testing.assert_close(read(key, tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
+    ids = torch.tensor([[5, 6, 7, 8, 3, 9]])
+    torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", _SEEING)
+def test_the_text_part_of_a_model_that_sees_is_the_decoder_that_it_was_made_of(kind: str, tmp_path: Path) -> None:
+    model = _that_sees(kind)
+    model.save_pretrained(tmp_path)  # by the names that the checkpoints on the hub have
+    _assert_text_part_is_read(getattr(model, "thinker", model), tmp_path, _SEEING[kind][0])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_qwen3_vls_experts_lie_either_way_round(turned: bool, tmp_path: Path) -> None:
+    """Those on the hub [E,H,2I] and [E,I,H], as transformers 4 had them; what transformers 5 saves as it has them."""
+    model = _that_sees("Qwen3VLMoe")
+    model.config.save_pretrained(tmp_path)
+    state = {key: value.mT.contiguous() if turned and ".experts." in key else value for key, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert any(tensor.ndim == 3 for tensor in state.values())
+    _assert_text_part_is_read(model, tmp_path, "qwen3_moe")
+
+
+@pytest.mark.parametrize("names", ["model.language_model.", "model."])
+def test_a_text_part_may_be_spelled_as_any_transformers_wrote_it(names: str, tmp_path: Path) -> None:
+    model = _that_sees("Qwen3VL")
+    model.config.save_pretrained(tmp_path)
+    state = {key.replace("model.language_model.", names): value.contiguous() for key, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    _assert_text_part_is_read(model, tmp_path, "qwen3")
+
+
+def test_the_text_part_of_a_mistral_that_sees_may_be_mistral_4(tmp_path: Path) -> None:
+    """Which transformers has no language model of, but by another name."""
+    eye = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eye |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
+    text = {**RELATIVES["mistral4"]().to_dict(), "initializer_range": 0.2}
+    config = transformers.Mistral3Config(text_config=text, vision_config=eye, image_token_index=95)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    _assert_text_part_is_read(model, tmp_path, "mistral4")
+
+
+def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
+    """Which transformers has a language model of, and whose experts lie as they lie there."""
+    eye = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    eye |= {"patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    text = {**RELATIVES["llama4_text"]().to_dict(), "initializer_range": 0.2}
+    model = transformers.Llama4ForConditionalGeneration(transformers.Llama4Config(text_config=text, vision_config=eye)).eval()
+    model.save_pretrained(tmp_path)
+    assert "language_model.model.layers.0.feed_forward.experts.gate_up_proj" in load_file(tmp_path / "model.safetensors")
+    _assert_text_part_is_read(model.language_model, tmp_path, "llama4_text")  # the whole fails without an image
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(own_head: bool, tmp_path: Path) -> None:
+    eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    whole = {"vision_config": {**eye, "model_type": "clip_vision_model", "patch_size": 14}, "image_token_index": 95}
+    config = transformers.LlavaConfig(text_config=CONFIGS["llama"](), **whole, tie_word_embeddings=True)
+    state = dict(transformers.LlavaForConditionalGeneration(config).state_dict())
+    head = state.pop("lm_head.weight")
+    config.save_pretrained(tmp_path)
+    save_file({**state, "lm_head.weight": head + 1} if own_head else state, tmp_path / "model.safetensors")
+    skeleton = build_skeleton(load_config(str(tmp_path))[0])
+    assert ("lm_head.weight" in skeleton.shapes) is own_head
+    name = skeleton.canonical["lm_head.weight"]
+    torch.testing.assert_close(CheckpointSource(tmp_path, skeleton)(name, tuple(head.shape)), head + own_head, rtol=0, atol=0)
