@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skipdecode.exporter.architectures import (
+    INDEXED,
     OWN_ATTENTION,
     DecoderParts,
     attention_window,
@@ -126,7 +127,9 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     first: dict[int, str] = {}
     all_of_them = dict(model.named_parameters(remove_duplicate=False))
     empty = [re.escape(name) for name, p in all_of_them.items() if not p.numel()]  # some checkpoints hold them, some do not
-    canonical = {name: first.setdefault(id(p), name) for name, p in all_of_them.items() if p.numel()}
+    unread = [INDEXED[config.model_type]] if config.model_type in INDEXED else []
+    read = {name: p for name, p in all_of_them.items() if p.numel() and not any(re.search(each, name) for each in unread)}
+    canonical = {name: first.setdefault(id(p), name) for name, p in read.items()}
     stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     parts = decoder_parts(model)
@@ -134,9 +137,9 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         config=config,
         dtype=dtype,
         parts=parts,
-        shapes={name: tuple(p.shape) for name, p in model.named_parameters() if p.numel()} | buffers,
+        shapes={name: tuple(p.shape) for name, p in model.named_parameters() if name in canonical} | buffers,
         canonical=canonical | {name: name for name in buffers},
-        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), _CAUSAL_MASKS, *_predicting_ahead(config), *empty),
+        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), _CAUSAL_MASKS, *_predicting_ahead(config), *empty, *unread),
         hidden_size=hidden_width(config),
         keys=layer_keys(config, 0),
         state_layers=state_layers(config, parts.layers),

@@ -113,6 +113,10 @@ def _llama_4(
     return _attended(self, query, cache.update(key, value), attention_mask, self.o_proj, scaling=self.scaling)
 
 
+def _no_choice(self: Any, *_: Any, **__: Any) -> None:
+    """Of tokens to attend to, where all of them are no more than it would choose (`check_supported`)."""
+
+
 def _cache(others: dict[str, Any]) -> Any:
     return others[CACHE if CACHE in others else "layer_past"]
 
@@ -141,9 +145,10 @@ def _attended(
     return projection(rows.flatten(2)), None
 
 
-_FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
+_FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _codegen,
+    "DeepseekV32Indexer": _no_choice,
     "FalconAttention": _falcon,
     "GPTJAttention": _gpt_j,
     "GPTNeoSelfAttention": _gpt_neo,

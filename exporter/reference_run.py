@@ -27,7 +27,7 @@ from skipdecode.bindings import PAST_KEY, PAST_VALUE, of_layer, past
 from skipdecode.child_process import end_with
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import decoder_layers, expands_latents, layer_keys
+from skipdecode.exporter.architectures import INDEXED, decoder_layers, expands_latents, layer_keys
 from skipdecode.exporter.attention import CACHE, widened
 from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
 from skipdecode.exporter.conversions import has_rules_of_its_own
@@ -150,7 +150,7 @@ def _cache(config: Any, with_states: bool, most: int) -> Any:
     """transformers' cache, which keeps all of up to `most` positions where it would keep those of a window alone."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    if not with_states:
+    if not with_states and config.model_type not in INDEXED:
         return DynamicCache()
     cache = DynamicCache(config=config)
     for layer in cache.layers:

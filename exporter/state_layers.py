@@ -24,7 +24,14 @@ LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced,
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
 _CONVOLUTION, _SELECTIVE_SCAN = "causal_conv1d_fn", "mamba2_chunk_scan"
 _DELTA_RULE, _KIMI_DELTA_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
-_WITH_ATTENTION = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")  # kinds of layers
+_WITH_ATTENTION = (
+    None,
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "hybrid",
+)  # kinds of layers
 
 
 def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:

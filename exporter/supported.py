@@ -10,6 +10,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import (
     GELU_OF_EXPERTS,
     HYBRIDS,
+    INDEXED,
     OWN_HEADS,
     attention_window,
     check_known,
@@ -73,6 +74,14 @@ def check_supported(config: Any, max_length: int) -> None:
     if config.model_type == "llama4_text":
         _check_llama_4(config, max_length)
         known.add("chunked_attention")
+    if config.model_type in INDEXED:
+        _check_each(config, ("index_topk",), needed=True)
+        if max_length > config.index_topk:
+            raise ModelNotSupportedError(
+                f"{config.model_type} attends to {config.index_topk} tokens that it chooses, --max-length is {max_length}",
+                f"export with --max-length {config.index_topk} or less, which are all",
+            )
+        known.add("indexed_attention")
     other = {*(layer_kinds(config) or ())} - known
     if other:
         raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, which are none that can be exported")

@@ -83,6 +83,12 @@ def test_weights_without_numbers_are_neither_asked_for_nor_told_of(
     assert _read_all(tmp_path, config, caplog) == []
 
 
+def test_an_indexer_that_would_choose_all_tokens_is_left_out(zoo: Zoo) -> None:
+    config = load_config(str(zoo.checkpoint("deepseek_v32")))[0]
+    assert not [name for name in build_skeleton(config).shapes if "indexer" in name]
+    assert [name for name in load_file(zoo.checkpoint("deepseek_v32") / "model.safetensors") if "indexer" in name]
+
+
 def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
     zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

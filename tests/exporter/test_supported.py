@@ -77,6 +77,12 @@ def test_falcons_linear_biases_are_refused_and_no_length_beyond_mpts_own_is_take
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "has experts with silu, where ONNX Runtime's have relu2"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write a whole number from 2 on"),
         ("llama4_text", {"attention_chunk_size": 47}, "attends in chunks of 47 tokens, --max-length is 48; export with .* 47"),
+        (
+            "deepseek_v32",
+            {"index_topk": 47},
+            "attends to 47 tokens that it chooses, --max-length is 48; export with .* 47 or less",
+        ),
+        ("deepseek_v32", {"index_topk": 0}, "index_topk is 0 .*; write a whole number from 1 on"),
         ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0 .*; write a whole number from 1 on"),
         ("llama4_text", {"floor_scale": 0}, "floor_scale is 0 in its config.json; write a number above 0"),
         ("llama4_text", {"num_experts_per_tok": 2}, "gives each of 2 experts a token other rows, which no operator does"),
