@@ -14,7 +14,6 @@ from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_engine, weight_bytes
-from skipdecode.graph_passes.branch_experts import BranchExpertsPass
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -28,6 +27,7 @@ from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
+from skipdecode.graph_passes.split_experts import SplitExpertsPass
 from skipdecode.graph_passes.widen import WidenPass
 
 FOLDER = "targets/cpu"
@@ -36,7 +36,7 @@ FOLDER = "targets/cpu"
 def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
     """Write the engines below `partial`, the bundle in the making: in fp32, or all weights that are multiplied quantised."""
     quantization = job.quantization
-    lowering = _lowering(job.limits.max_length, quantization)
+    lowering = _lowering(job.limits.max_length)
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
@@ -67,11 +67,11 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
     )  # fmt: skip
 
 
-def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
+def _lowering(max_length: int) -> list[ir.passes.PassBase]:
     return [
         LowerAttentionPass(max_length=max_length),
         LowerLinearAttentionPass(opset=OPSET),
-        BranchExpertsPass(quantization),
+        SplitExpertsPass(),
         LowerExpertsPass(),
         FuseRouterPass(),
         OrderQKVPass(),

@@ -22,7 +22,7 @@ WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # where -inf is as good as a number, a token, place or expert that is never chosen
 _NEVER = ("lm_head.bias", "sinks", "e_score_correction_bias")
-_SCALES = ("weight", "layer_scalar")  # vectors by which something is multiplied
+_SCALES = ("weight", "layer_scalar", "router.scale", "per_expert_scale")  # vectors by which something is multiplied
 _DRAWN_AT_ONCE = 1 << 20  # random numbers of one generator
 IR_TYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
 

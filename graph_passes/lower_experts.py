@@ -83,7 +83,7 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class GeluExperts(Experts):
-    """Gemma 4's, which ONNX Runtime's operator has not: for `branch_experts` and `explicit_experts`."""
+    """Gemma 4's, which ONNX Runtime's operator has not: for `split_experts` and `explicit_experts`."""
 
     def activated(self, op: Any, gate: Any) -> Any:
         return op.Gelu(gate, approximate="tanh")

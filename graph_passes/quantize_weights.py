@@ -111,19 +111,17 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     assert parameter.const_value is not None
     parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
     values: list[ir.Value | None] = [*register_parts(graph, str(parameter.name), parts)]
+    for value in values:
+        assert value is not None
+        value.meta.update(parameter.meta)  # which tells what of an expert's matrix a step reads
     bias, last = _bias(node, outputs)
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]
-    attributes = product_attributes(outputs, inputs, how)
+    attributes = {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
     quantised = ir.node("MatMulNBits", [node.inputs[0], *values], attributes, domain=MS_DOMAIN)
     graph.insert_before(last, quantised)
     take_over(last.outputs[0], quantised.outputs[0])
     graph.remove({node, last}, safe=True)
-
-
-def product_attributes(outputs: int, inputs: int, how: Quantization) -> dict[str, int]:
-    """Of `MatMulNBits`."""
-    return {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
 
 
 def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:

@@ -92,6 +92,8 @@ def test_random_weights_are_normal_and_no_block_repeats() -> None:
     assert drawn.unique().numel() > 0.8 * drawn.numel()  # normal numbers in fp32 do meet
 
 
-def test_random_norms_leave_what_they_are_given() -> None:
+@pytest.mark.parametrize("name", ["norm.weight", "layers.0.router.scale", "layers.0.router.per_expert_scale"])
+def test_random_scales_leave_what_they_are_given(name: str) -> None:
+    """Of zeros Gemma 4's experts would weigh nothing, and the first ones be chosen always: a step would be too fast."""
     source = random_source()
-    assert bool((source("norm.weight", (8,)) == 1).all()) and not source("norm.bias", (8,)).any()
+    assert bool((source(name, (8,)) == 1).all()) and not source("norm.bias", (8,)).any()

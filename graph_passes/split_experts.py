@@ -1,0 +1,100 @@
+"""A mixture with an activation that ONNX Runtime's operator has not, for a CPU: each expert multiplies the tokens that chose it.
+
+    Sum over E of (MatMul(Gelu(gate) * up, W_down) * ScatterElements(0, chosen, weights))
+    -> x of each choice, sorted by expert, split into E parts: MatMul(part, W_gate_up of its expert), joined
+       Gelu(gate) * up, split again: MatMul(part, W_down of its expert), joined, times the weights, added up by token
+
+A part may have no rows, and then its product costs next to nothing. Each expert has matrices of its own, which are quantised,
+packed and mapped as all others are. The experts of a layer of Gemma 4 26B-A4B (8 of 128, 2816 x 704) in int4, beside the operator
+with the activation that it has, SwiGLU: a step 2.2 ms (1.7), of 4 rows 6.1 (8.5), 64 tokens 57 (55). An If for each expert, which
+was tried first, is 0.95x as fast a step, 0.90x of 4 rows, and takes half a GB more of 30 layers (random weights, AMD EPYC, 2
+cores, interleaved).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import rewriter
+
+from skipdecode.graph_passes.conventions import static_dim
+from skipdecode.graph_passes.explicit_experts import READ_SHARE
+from skipdecode.graph_passes.lower_experts import GeluExperts
+from skipdecode.graph_passes.mapped import release_pages
+
+logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class SplitExpertsPass(ir.passes.InPlacePass):
+    """Takes gated experts with a GELU; leaves other mixtures to `lower_experts`."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = rewriter.RewritePass([_ByExpert.rule()])(model).modified
+        if modified:
+            RemoveUnusedNodesPass()(model)
+        logger.info("split mixtures of experts: %s", modified)
+        return ir.passes.PassResult(model, modified)
+
+
+class _ByExpert(GeluExperts):
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
+    ) -> Any:
+        every = _integers(op, -1)
+        choices = op.Reshape(chosen, every)  # [T*K]
+        _, order = op.TopK(choices, op.Shape(choices), axis=0, largest=0, _outputs=2)
+        tokens = op.Div(order, _integers(op, static_dim(chosen, 1)))
+        counts = op.ScatterElements(
+            op.Constant(value=ir.tensor(np.zeros(static_dim(gate_up, 0), np.int64))), choices,
+            op.Expand(_integers(op, 1), op.Shape(choices)), axis=0, reduction="add",
+        )  # fmt: skip
+        both = self._products(op, op.Gather(x, tokens), counts, gate_up, chosen)
+        gate, up = op.Split(both, axis=1, num_outputs=2, _outputs=2)
+        made = self._products(op, op.Mul(self.activated(op, gate), up), counts, down, chosen)
+        last = _integers(op, 1)
+        weighed = op.Mul(made, op.Unsqueeze(op.Gather(op.Reshape(weights, every), order), last))
+        nothing = op.Expand(op.Constant(value=ir.tensor(np.zeros(1, np.float32))), op.Shape(x))
+        return op.ScatterND(nothing, op.Unsqueeze(tokens, last), weighed, reduction="add")
+
+    def _products(self, op: Any, rows: ir.Value, counts: ir.Value, parameter: ir.Value, chosen: ir.Value) -> ir.Value:
+        """Rows [T*K,K'] in the experts' order, of each as many as `counts` [E] says, by its matrix: [T*K,N]."""
+        experts, outputs, inputs = (static_dim(parameter, axis) for axis in range(3))
+        parts = op.Split(rows, counts, axis=0, _outputs=experts)
+        assert parameter.const_value is not None
+        read, products = _one_by_one(parameter.const_value), []
+        for expert, part in enumerate(parts):
+            name = f"{parameter.name}.{expert}"
+            tensor = ir.LazyTensor(
+                lambda expert=expert, name=name: ir.tensor(read(expert), name=name),  # type: ignore[misc]
+                dtype=parameter.const_value.dtype, shape=ir.Shape([outputs, inputs]), name=name,
+            )  # fmt: skip
+            matrix = op.initializer(tensor)
+            matrix.meta[READ_SHARE] = static_dim(chosen, 1) / experts
+            products.append(op.MatMul(part, op.Transpose(matrix, perm=[1, 0])))
+        return op.Concat(*products, axis=0)  # type: ignore[no-any-return]
+
+
+def _one_by_one(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
+    """Gives each matrix of a tensor [E,N,K], in turn; a tensor that is cast as it is read is read once for all of them."""
+    held: Array | None = None
+
+    def read(expert: int) -> Array:
+        nonlocal held
+        held = tensor.numpy() if held is None else held
+        matrix: Array = held[expert].copy()
+        if expert == len(held) - 1:
+            held = None
+            release_pages(tensor)
+        return matrix
+
+    return read
+
+
+def _integers(op: Any, *numbers: int) -> Any:
+    return op.Constant(value_ints=[*numbers])
