@@ -221,9 +221,14 @@ def has_experts(config: Any) -> bool:
     return config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or bool(config.num_local_experts))
 
 
+def experts_setting(config: Any) -> str:
+    """The setting that says how many experts a token has."""
+    return "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
+
+
 def experts_per_token(config: Any) -> int | list[int]:
     """How many experts a token has; Hunyuan's may be one number a layer."""
-    count: int | list[int] = config.top_k_experts if config.model_type == "gemma4_text" else config.num_experts_per_tok
+    count: int | list[int] = getattr(config, experts_setting(config))
     return count
 
 

@@ -16,6 +16,7 @@ from skipdecode.exporter.architectures import (
     check_known,
     declared,
     experts_per_token,
+    experts_setting,
     has_experts,
     layer_configs,
     layer_keys,
@@ -186,8 +187,7 @@ def _check_experts(config: Any) -> None:
     chosen, groups = experts_per_token(config), getattr(config, "n_group", None)
     each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
     if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
-        setting = "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
-        raise _no_count(config, setting, chosen, f"write 1 to {experts}, the number of experts")
+        raise _no_count(config, experts_setting(config), chosen, f"write 1 to {experts}, the number of experts")
     if groups is not None and (groups < 1 or experts % groups):
         raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     taken = getattr(config, "topk_group", None)

@@ -3,6 +3,8 @@ initializers are weights; how constants are added, values cast, inputs and sizes
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
@@ -34,6 +36,11 @@ def integers(*numbers: int) -> ir.Node:
 def constant(tape: Tape, *numbers: int) -> ir.Value:
     """The same as a new node of a tape's."""
     return tape.op("Constant", [], {"value_ints": [*numbers]})
+
+
+def rule_constant(op: Any, *numbers: int) -> Any:
+    """The same in what a rewrite rule puts in a pattern's place."""
+    return op.Constant(value_ints=[*numbers])
 
 
 def cast(value: ir.Value, to: ir.DataType) -> ir.Node:

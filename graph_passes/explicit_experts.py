@@ -21,7 +21,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, static_dim
+from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, rule_constant, static_dim
 from skipdecode.graph_passes.lower_experts import (
     BiasedExperts,
     Experts,
@@ -84,18 +84,12 @@ class _Experts(Experts):
         return op.Mul(self.activated(op, gate), up)
 
 
-class _GeluExperts(_Experts):
-    activated = GeluExperts.activated
+class _GeluExperts(GeluExperts, _Experts):
+    """The pattern of the one, rewritten as the other does."""
 
 
-class _TurnedExperts(_Experts):
-    turned = TurnedExperts.turned
-
-    def rewrite(
-        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
-    ) -> Any:
-        gate_up, down = (op.initializer(turned_experts(matrices)) for matrices in (gate_up, down))
-        return super().rewrite(op, x, zeros, chosen, weights, gate_up, down)
+class _TurnedExperts(TurnedExperts, _Experts):
+    """As the one above, once the matrices are turned."""
 
 
 class _SquaredExperts(SquaredExperts):
@@ -129,10 +123,10 @@ def _mixture(
     for parameter in (experts.up, experts.down, experts.up_bias, experts.down_bias):
         if parameter is not None:
             parameter.meta[READ_SHARE] = static_dim(chosen, 1) / static_dim(parameter, 0)
-    places = op.Concat(op.Shape(hidden, start=0, end=2), _integers(op, -1), axis=0)
+    places = op.Concat(op.Shape(hidden, start=0, end=2), rule_constant(op, -1), axis=0)
     values = [op.Reshape(value, places) for value in (x, zeros, chosen, weights)]
-    first = [op.Slice(value, *(_integers(op, bound) for bound in (0, 1, 1))) for value in values]
-    others = [op.Slice(value, *(_integers(op, bound) for bound in (1, TO_THE_END, 1))) for value in values]
+    first = [op.Slice(value, *(rule_constant(op, bound) for bound in (0, 1, 1))) for value in values]
+    others = [op.Slice(value, *(rule_constant(op, bound) for bound in (1, TO_THE_END, 1))) for value in values]
     parts = (_by_the_chosen(op, first, experts, activation, kind), _by_all(op, others, experts, activation, kind))
     return op.Reshape(op.Concat(*parts, axis=1), op.Shape(x))
 
@@ -140,18 +134,18 @@ def _mixture(
 def _by_the_chosen(op: Any, values: list[Any], experts: _Weights, activation: Activation, kind: ir.DataType) -> Any:
     """Rows [B,1,H], zeros, experts `chosen` [B,1,K] and their weights [B,1,K] -> [B,1,H]; in fp32."""
     rows, _, chosen, weights = values
-    which = op.Squeeze(chosen, _integers(op, 1))
+    which = op.Squeeze(chosen, rule_constant(op, 1))
 
     def product(numbers: Any, matrices: ir.Value, bias: ir.Value | None) -> Any:
         """[B,K,inputs], or [B,1,inputs] -> [B,K,outputs]."""
-        found = op.Mul(_wide(op, op.Gather(matrices, which)), op.Unsqueeze(numbers, _integers(op, 2)))
-        summed = op.ReduceSum(found, _integers(op, 3), keepdims=0)
+        found = op.Mul(_wide(op, op.Gather(matrices, which)), op.Unsqueeze(numbers, rule_constant(op, 2)))
+        summed = op.ReduceSum(found, rule_constant(op, 3), keepdims=0)
         return summed if bias is None else op.Add(summed, _wide(op, op.Gather(bias, which)))
 
     inner = activation(op, product(_wide(op, rows), experts.up, experts.up_bias), ir.DataType.FLOAT)
     shares = op.Transpose(_wide(op, weights), perm=[0, 2, 1])
     mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
-    return op.Cast(op.ReduceSum(mixed, _integers(op, 1)), to=kind)
+    return op.Cast(op.ReduceSum(mixed, rule_constant(op, 1)), to=kind)
 
 
 def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activation, kind: ir.DataType) -> Any:
@@ -161,15 +155,15 @@ def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activatio
     def product(numbers: Any, matrices: ir.Value, bias: ir.Value | None) -> Any:
         """[B,E,R,inputs], or [B,1,R,inputs] -> [B,E,R,outputs]."""
         found = op.MatMul(numbers, op.Transpose(matrices, perm=[0, 2, 1]))
-        return found if bias is None else op.Add(found, op.Unsqueeze(bias, _integers(op, 1)))
+        return found if bias is None else op.Add(found, op.Unsqueeze(bias, rule_constant(op, 1)))
 
-    inner = activation(op, product(op.Unsqueeze(rows, _integers(op, 1)), experts.up, experts.up_bias), kind)
+    inner = activation(op, product(op.Unsqueeze(rows, rule_constant(op, 1)), experts.up, experts.up_bias), kind)
     shares = op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=2), perm=[0, 2, 1])
-    shares = op.Unsqueeze(shares, _integers(op, 3))
+    shares = op.Unsqueeze(shares, rule_constant(op, 3))
     nothing = op.Constant(value=ir.tensor(np.array(0, dtype=kind.numpy()), dtype=kind))
     mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
     # an expert that nobody chose may overflow in fp16, and 0 times infinity is none
-    return op.ReduceSum(op.Where(op.Equal(shares, nothing), nothing, mixed), _integers(op, 1), keepdims=0)
+    return op.ReduceSum(op.Where(op.Equal(shares, nothing), nothing, mixed), rule_constant(op, 1), keepdims=0)
 
 
 def _squared_relu(op: Any, up: Any, _: ir.DataType) -> Any:
@@ -183,14 +177,10 @@ def _clamped(op: Any, both: Any, kind: ir.DataType, alpha: float, beta: float, l
     def constant(value: float) -> Any:
         return op.Constant(value=ir.tensor(np.array(value, dtype=kind.numpy()), dtype=kind))
 
-    gate, up = (op.Slice(both, *(_integers(op, bound) for bound in (first, TO_THE_END, -1, 2))) for first in (0, 1))
+    gate, up = (op.Slice(both, *(rule_constant(op, bound) for bound in (first, TO_THE_END, -1, 2))) for first in (0, 1))
     gate, up = op.Min(gate, constant(limit)), op.Max(op.Min(up, constant(limit)), constant(-limit))
     return op.Mul(op.Add(up, constant(beta)), op.Mul(gate, op.Sigmoid(op.Mul(gate, constant(alpha)))))
 
 
 def _wide(op: Any, value: Any) -> Any:
     return op.Cast(value, to=ir.DataType.FLOAT)
-
-
-def _integers(op: Any, *numbers: int) -> Any:
-    return op.Constant(value_ints=[*numbers])

@@ -110,10 +110,10 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     outputs, inputs = weight.shape
     assert parameter.const_value is not None
     parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
-    values: list[ir.Value | None] = [*register_parts(graph, str(parameter.name), parts)]
-    for value in values:
-        assert value is not None
-        value.meta.update(parameter.meta)  # which tells what of an expert's matrix a step reads
+    registered = register_parts(graph, str(parameter.name), parts)
+    for part in registered:
+        part.meta.update(parameter.meta)  # which tells what of an expert's matrix a step reads
+    values: list[ir.Value | None] = [*registered]
     bias, last = _bias(node, outputs)
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]

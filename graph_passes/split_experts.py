@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
 
-from skipdecode.graph_passes.conventions import static_dim
+from skipdecode.graph_passes.conventions import rule_constant, static_dim
 from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.lower_experts import GeluExperts
 from skipdecode.graph_passes.mapped import release_pages
@@ -46,18 +46,18 @@ class _ByExpert(GeluExperts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        every = _integers(op, -1)
+        every = rule_constant(op, -1)
         choices = op.Reshape(chosen, every)  # [T*K]
         _, order = op.TopK(choices, op.Shape(choices), axis=0, largest=0, _outputs=2)
-        tokens = op.Div(order, _integers(op, static_dim(chosen, 1)))
+        tokens = op.Div(order, rule_constant(op, static_dim(chosen, 1)))
         counts = op.ScatterElements(
             op.Constant(value=ir.tensor(np.zeros(static_dim(gate_up, 0), np.int64))), choices,
-            op.Expand(_integers(op, 1), op.Shape(choices)), axis=0, reduction="add",
+            op.Expand(rule_constant(op, 1), op.Shape(choices)), axis=0, reduction="add",
         )  # fmt: skip
         both = self._products(op, op.Gather(x, tokens), counts, gate_up, chosen)
         gate, up = op.Split(both, axis=1, num_outputs=2, _outputs=2)
         made = self._products(op, op.Mul(self.activated(op, gate), up), counts, down, chosen)
-        last = _integers(op, 1)
+        last = rule_constant(op, 1)
         weighed = op.Mul(made, op.Unsqueeze(op.Gather(op.Reshape(weights, every), order), last))
         nothing = op.Expand(op.Constant(value=ir.tensor(np.zeros(1, np.float32))), op.Shape(x))
         return op.ScatterND(nothing, op.Unsqueeze(tokens, last), weighed, reduction="add")
@@ -94,7 +94,3 @@ def _one_by_one(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
         return matrix
 
     return read
-
-
-def _integers(op: Any, *numbers: int) -> Any:
-    return op.Constant(value_ints=[*numbers])
