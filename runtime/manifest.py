@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from skipdecode.errors import BundleError, SkipDecodeError
-from skipdecode.model import Model, check_sources, sources_hold, states_hold
+from skipdecode.model import Model, check_sources, sizes_hold, sources_hold, states_hold
 from skipdecode.schedule import Schedule, active_layers
 from skipdecode.strict_json import MalformedError, decode
 
@@ -111,10 +111,10 @@ class Manifest:
             (len({v.num_layers for v in self.variants}) == len(self.variants), "variants", "are not distinct"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
-            (_sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
+            (sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
             (states_hold(self.model), "model.state_layers", "have layers out of range or twice, or parts without a size"),
             (sources_hold(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
-            (_sizes_hold(self.limits), "limits", "are not positive numbers below 2**63"),
+            (_limits_hold(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
             if not holds:
@@ -230,6 +230,5 @@ def _weights_hold(target: Target) -> bool:
     return len(sizes) == len(target.segments) + 1 and all(0 < size < 2**63 for size in sizes)
 
 
-def _sizes_hold(value: Model | Limits) -> bool:
-    """Whether every number is one that a size can be: what divides by it or multiplies it is safe."""
-    return all(0 < number < 2**63 for number in dataclasses.astuple(value) if isinstance(number, int))
+def _limits_hold(limits: Limits) -> bool:
+    return all(0 < number < 2**63 for number in dataclasses.astuple(limits))

@@ -49,8 +49,8 @@ def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
 
 
 def key_sizes(groups: Sequence[StateLayers], keys: Keys) -> set[Keys]:
-    """Those of all layers; `keys`: of layers that are in no group."""
-    return {keys} | {group.keys for group in groups if group.keys is not None}
+    """Those of all layers that have any; `keys`: of layers that are in no group."""
+    return {each for each in (keys, *(group.keys for group in groups)) if each is not None and each.num_heads}
 
 
 def check_sources(sources: Collection[int], schedule: Schedule) -> None:
@@ -71,9 +71,9 @@ class Model:
     model_type: str
     num_layers: int  # L
     hidden_size: int  # H, between layers
-    num_heads: int  # NH
+    num_heads: int  # NH, 0 where no layer has attention
     num_kv_heads: int  # KVH, and
-    head_size: int  # D, of a layer in none of `state_layers`
+    head_size: int  # D, of a layer in none of `state_layers`; 0 where each is in one
     vocab_size: int  # V
     num_parameters: int  # tied weights once
     state_layers: tuple[StateLayers, ...]  # every other layer has keys and values of those sizes, and nothing else
@@ -92,6 +92,17 @@ class Model:
     def key_sources(self) -> frozenset[int]:
         """The layers whose keys and values others read."""
         return frozenset(group.keys_of for group in self.state_layers if group.keys_of is not None)
+
+
+def sizes_hold(model: Model) -> bool:
+    """Whether every number is one that a size can be: what divides by it or multiplies it is safe.
+
+    Those of heads are 0 where all layers keep states in the place of keys.
+    """
+    heads = (model.num_heads, model.num_kv_heads, model.head_size)
+    without = not any(heads) and sum(len(group.layers) for group in model.state_layers if not group.keys) == model.num_layers
+    others = (model.num_layers, model.hidden_size, model.vocab_size, model.num_parameters)
+    return all(0 < size < 2**63 for size in (others if without else (*others, *heads)))
 
 
 def states_hold(model: Model) -> bool:

@@ -18,7 +18,7 @@ from skipdecode import manifest as manifests
 from skipdecode.bundle_facts import facts
 from skipdecode.cli import Parser, guarded
 from skipdecode.manifest import Manifest
-from skipdecode.model import StateLayers
+from skipdecode.model import Model, StateLayers
 from skipdecode.schedule import Schedule
 
 _COLUMNS = 64
@@ -70,9 +70,8 @@ def picture(schedule: Schedule) -> list[str]:
 def _page(manifest: Manifest) -> list[str]:
     data, model, schedule = facts(manifest), manifest.model, manifest.schedule
     return [
-        f"{model.name}: {model.model_type}, {model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads "
-        f"({model.num_kv_heads} key/value) of {model.head_size}, vocabulary {model.vocab_size}, "
-        f"{model.num_parameters / 1e6:,.1f} M parameters",
+        f"{model.name}: {model.model_type}, {model.num_layers} layers x {model.hidden_size}, {_heads(model)}, "
+        f"vocabulary {model.vocab_size}, {model.num_parameters / 1e6:,.1f} M parameters",
         *map(_states_line, model.state_layers),
         f"limits: {manifest.limits.max_length} tokens a row, {manifest.limits.max_batch} rows",
         "",
@@ -90,6 +89,12 @@ def _page(manifest: Manifest) -> list[str]:
         *(line for target in data["targets"] for line in _target_lines(target, manifest)),
         f"bundle     {_mib(data['bundle_bytes'])} on disk",
     ]
+
+
+def _heads(model: Model) -> str:
+    if not model.num_heads:
+        return "no attention"
+    return f"{model.num_heads} heads ({model.num_kv_heads} key/value) of {model.head_size}"
 
 
 def _states_line(group: StateLayers) -> str:

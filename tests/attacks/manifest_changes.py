@@ -17,6 +17,9 @@ READS = {"layers": [1, 2], "keys": None, "keys_of": 0, "states": []}
 NO_SOURCE = "model.state_layers read keys of layers that have none, or are above"
 
 
+NO_HEADS = {"num_heads": 0, "num_kv_heads": 0, "head_size": 0}  # of a model whose layers all keep states
+
+
 def _keep(data: dict[str, Any], *groups: dict[str, Any]) -> None:
     data["model"]["state_layers"] = list(groups)
 
@@ -47,6 +50,14 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative_limit": (lambda d: d["limits"].update(max_batch=-1), "not positive"),
     "limit_beyond_64_bits": (lambda d: d["limits"].update(max_length=2**63), "below"),
     "model_without_heads": (lambda d: d["model"].update(num_kv_heads=0), "model has sizes that are not positive"),
+    "model_without_heads_whose_layers_have_keys": (
+        lambda d: [_keep(d, STATES), d["model"].update(NO_HEADS)],
+        "model has sizes that are not positive",
+    ),
+    "model_with_heads_of_no_size": (
+        lambda d: [_keep(d, {**STATES, "layers": [*range(DEPTH)]}), d["model"].update(head_size=0)],
+        "model has sizes that are not positive",
+    ),
     "model_of_negative_width": (lambda d: d["model"].update(hidden_size=-8), "model has sizes that are not positive"),
     "more_parameters_than_a_float_can_hold": (lambda d: d["model"].update(num_parameters=10**400), "below"),
     "depth_beyond_memory": (lambda d: [d[part].update(num_layers=2**62) for part in ("model", "schedule")], "do not cover"),

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "strict_json.h"
 
@@ -65,10 +66,18 @@ double StateNumbers(const Model& model, int64_t length) {
   return numbers;
 }
 
+// Whether all layers keep states in the place of keys, so that the model has no heads.
+bool WithoutHeads(const Model& m) {
+  int64_t without = 0;
+  for (const StateLayers& group : m.state_layers) without += group.keys ? 0 : static_cast<int64_t>(group.layers.size());
+  return m.num_heads == 0 && m.num_kv_heads == 0 && m.head_size == 0 && without == m.num_layers;
+}
+
 void CheckSizes(const Manifest& manifest) {
   const Model& m = manifest.model;
-  for (const int64_t size :
-       {m.num_layers, m.hidden_size, m.num_heads, m.num_kv_heads, m.head_size, m.vocab_size, m.num_parameters}) {
+  std::vector<int64_t> sizes{m.num_layers, m.hidden_size, m.vocab_size, m.num_parameters};
+  if (!WithoutHeads(m)) sizes.insert(sizes.end(), {m.num_heads, m.num_kv_heads, m.head_size});
+  for (const int64_t size : sizes) {
     if (size <= 0) throw Malformed("model", "has sizes that are not positive numbers below 2**63");
   }
   if (manifest.limits.max_length <= 0 || manifest.limits.max_batch <= 0) {

@@ -65,6 +65,15 @@ def test_what_layers_keep_or_read_in_another_way_than_most_is_told(bundle: Path,
     assert told["model"]["state_layers"] == json.loads(json.dumps([dataclasses.asdict(group) for group in groups]))
 
 
+def test_a_model_whose_layers_all_keep_states_has_no_heads(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = manifests.read(bundle)
+    every = StateLayers(layers=tuple(range(6)), keys=None, keys_of=None, states=(State(name="conv_state", shape=(6, 3)),))
+    model = dataclasses.replace(manifest.model, num_heads=0, num_kv_heads=0, head_size=0, state_layers=(every,))
+    manifests.write(dataclasses.replace(manifest, model=model), bundle)
+    assert main([str(bundle)]) == 0
+    assert ", no attention, vocabulary " in capsys.readouterr().out.splitlines()[0]
+
+
 def test_the_picture_has_the_top_layer_first_and_warm_up_layers_marked() -> None:
     schedule = Schedule(name="table", num_layers=4, warmup_layers=1, layers=(4, 3, 2))
     assert picture(schedule)[:4] == ["    3 ███", "    2 ██·", "    1 █··", "    0 ▓▓▓"]
