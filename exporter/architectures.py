@@ -13,25 +13,28 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
 from skipdecode.model import Keys
 
-# mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4 and Nemotron-H may have none
+# mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4, Jamba and Nemotron-H may have none
 MIXTURES = (
     "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
     "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa",
-    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "kolibri1", "laguna", "lara_mini",
-    "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mistral4", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
+    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna",
+    "lara_mini", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mistral4", "mixtral", "nemotron_h", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = (
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_linear", "minicpm3",
     "mistral4", "sarvam_mla", "youtu",
 )  # fmt: skip
+# those without attention: each layer is a Mamba's alone
+STATES_ALONE = ("falcon_mamba", "mamba", "mamba2")
 # those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
 HYBRIDS = {
     # Gated DeltaNet
     **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), ("linear_attention",)),  # Kimi Delta Attention
     **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as the two below
+    **dict.fromkeys(("jamba", *STATES_ALONE), ("linear_attention",)),  # Mamba, the last one's Mamba-2
     "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these
     "falcon_h1": ("hybrid",),  # and attention, side by side
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
@@ -70,8 +73,9 @@ _PARTS = {
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
+    "jamba": ("", "layers", ("final_layernorm",), None),
     "kimi_linear": ("", "layers", ("norm",), None),
-    "nemotron_h": ("", "layers", ("norm_f",), None),
+    **dict.fromkeys(("nemotron_h", *STATES_ALONE), ("", "layers", ("norm_f",), None)),
     **dict.fromkeys(("lfm2", "lfm3"), ("", "layers", ("embedding_norm",), "rotary_emb")),
     "lfm2_moe": ("", "layers", ("embedding_norm",), "pos_emb"),
 }  # fmt: skip
@@ -152,9 +156,17 @@ def layer_configs(config: Any) -> list[Any]:
     return [layer_config(config, kinds.index(kind)) for kind in sorted({*kinds})] if kinds else [config]
 
 
+def num_heads(config: Any) -> int:
+    """Of the queries of layers that have no number of their own; 0: the model has no attention."""
+    heads: int = 0 if config.model_type in STATES_ALONE else config.num_attention_heads
+    return heads
+
+
 def layer_keys(config: Any, layer: int) -> Keys:
-    """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened."""
+    """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened; 0: there are none."""
     own = layer_config(config, layer)
+    if own.model_type in STATES_ALONE:
+        return Keys(num_heads=0, head_size=0)
     heads: int = own.num_attention_heads
     if own.model_type in LATENT:
         return Keys(num_heads=heads, head_size=own.qk_nope_head_dim + own.qk_rope_head_dim)
@@ -218,6 +230,8 @@ def has_experts(config: Any) -> bool:
         return "moe" in (layer_kinds(config) or ())
     if config.model_type == "gemma4_text":
         return bool(config.enable_moe_block)
+    if config.model_type == "jamba":
+        return any(count > 1 for count in config.layers_num_experts)
     return config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or bool(config.num_local_experts))
 
 

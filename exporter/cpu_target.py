@@ -26,6 +26,7 @@ from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
+from skipdecode.graph_passes.scan_channels import ScanChannelsPass
 from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.split_experts import SplitExpertsPass
 from skipdecode.graph_passes.widen import WidenPass
@@ -70,6 +71,7 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
 def _lowering(max_length: int) -> list[ir.passes.PassBase]:
     return [
         LowerAttentionPass(max_length=max_length),
+        ScanChannelsPass(),
         LowerLinearAttentionPass(opset=OPSET),
         SplitExpertsPass(),
         LowerExpertsPass(),

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from skipdecode import manifest
-from skipdecode.exporter.architectures import key_sources
+from skipdecode.exporter.architectures import key_sources, num_heads
 from skipdecode.exporter.check_request import check_request
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.cpu_target import compile_cpu
@@ -213,7 +213,7 @@ def _model(job: Job, ends: tuple[int, ...]) -> Model:
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=skeleton.hidden_size,
-        num_heads=config.num_attention_heads,
+        num_heads=num_heads(config),
         num_kv_heads=skeleton.keys.num_heads,
         head_size=skeleton.keys.head_size,
         state_layers=skeleton.state_layers,

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from skipdecode.exporter.architectures import (
     INDEXED,
     OWN_ATTENTION,
+    STATES_ALONE,
     DecoderParts,
     attention_window,
     decoder_parts,
@@ -121,6 +122,8 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     """
     config._attn_implementation = "eager" if config.model_type in OWN_ATTENTION else ATTENTION_NAME
     config._experts_implementation = EXPERTS_NAME
+    if config.model_type in STATES_ALONE:
+        config.residual_in_fp32 = False  # of what lies between layers the dtype is the engines'
     with torch.device("meta"), taking_config(place(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

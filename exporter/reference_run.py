@@ -27,7 +27,7 @@ from skipdecode.bindings import PAST_KEY, PAST_VALUE, of_layer, past
 from skipdecode.child_process import end_with
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import INDEXED, decoder_layers, expands_latents, layer_keys
+from skipdecode.exporter.architectures import INDEXED, decoder_layers, expands_latents, layer_keys, num_heads
 from skipdecode.exporter.attention import CACHE, widened
 from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
 from skipdecode.exporter.conversions import has_rules_of_its_own
@@ -116,7 +116,7 @@ def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
     skeleton = build_skeleton(config)
     found = {
         "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": skeleton.hidden_size,
-        "num_heads": config.num_attention_heads, "num_kv_heads": skeleton.keys.num_heads, "head_size": skeleton.keys.head_size,
+        "num_heads": num_heads(config), "num_kv_heads": skeleton.keys.num_heads, "head_size": skeleton.keys.head_size,
         "vocab_size": skeleton.vocab_size,
         "state_layers": json.loads(json.dumps([dataclasses.asdict(group) for group in skeleton.state_layers])),
     }  # fmt: skip

@@ -95,11 +95,20 @@ def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Cache) and (past := int(value.get_seq_length())):
+        if isinstance(value, Cache) and (past := _past(value)):
             raise ScheduleError(
-                f"positions count from the start of a pass, and a cache holds {past} earlier tokens",
+                f"positions count from the start of a pass, and a cache holds {past}",
                 "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
             )  # fmt: skip
+
+
+def _past(cache: Cache) -> str:
+    """What `cache` holds: without attention in any layer it does not know of how many tokens."""
+    try:
+        past = int(cache.get_seq_length())
+    except ValueError:
+        return "states of earlier tokens" if cache.has_previous_state() else ""
+    return f"{past} earlier tokens" if past else ""
 
 
 def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:

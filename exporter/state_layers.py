@@ -2,7 +2,8 @@
 
 Of linear attention (Gated DeltaNet, arXiv 2412.06464; Kimi Delta Attention, arXiv 2510.26692; Mamba-2, arXiv 2405.21060) the
 past is one matrix a head, which sums up keys and values, and the last inputs of a causal convolution; of a short convolution
-(LFM2) those alone. Both operators are standard since opset 27.
+(LFM2) those alone. Of Mamba (arXiv 2312.00752) each channel is a head, whose value is one number. Both operators are standard
+since opset 27.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from skipdecode.model import Keys, State, StateLayers
 
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
-_CONVOLUTION, _SELECTIVE_SCAN = "causal_conv1d_fn", "mamba2_chunk_scan"
+_CONVOLUTION, _CHANNEL_SCAN, _HEAD_SCAN = "causal_conv1d_fn", "mamba_selective_scan", "mamba2_chunk_scan"
 _DELTA_RULE, _KIMI_DELTA_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 _WITH_ATTENTION = (
     None,
@@ -51,13 +52,18 @@ def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers,
 
 
 def is_mamba(layer: torch.nn.Module) -> bool:
-    """Whether the layer's state is a Mamba's, which transformers keeps turned, [heads, value size, key size]."""
+    """Whether the layer's state is a Mamba's, which transformers keeps turned, [heads, value size, key size] or [channels, .]."""
     return hasattr(_mixer(layer), "ssm_state_size")
 
 
 def forgets_by_channel(module: torch.nn.Module) -> bool:
-    """Whether each number of a key has a decay of its own (Kimi Delta Attention), where other heads have one."""
-    return hasattr(module, "forget_gate")
+    """Whether each number of a key has a decay of its own (Kimi Delta Attention, Mamba), where other heads have one."""
+    return hasattr(module, "forget_gate") or _scans_channels(module)
+
+
+def _scans_channels(module: torch.nn.Module) -> bool:
+    """Whether it is a Mamba's mixer, and not a Mamba-2's."""
+    return hasattr(module, "dt_proj")
 
 
 def _states(layer: torch.nn.Module) -> Iterator[State]:
@@ -67,8 +73,11 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
     conv = _convolution(mixer)
     _check_calls(mixer, _CONVOLUTION)
     yield State(name=CONV_STATE, shape=(conv.in_channels, conv.kernel_size[0] - 1))
-    if is_mamba(layer):
-        _check_calls(mixer, _SELECTIVE_SCAN)
+    if _scans_channels(mixer):
+        _check_calls(mixer, _CHANNEL_SCAN)
+        yield State(name=RECURRENT_STATE, shape=(mixer.ssm_state_size, mixer.intermediate_size))
+    elif is_mamba(layer):
+        _check_calls(mixer, _HEAD_SCAN)
         yield State(name=RECURRENT_STATE, shape=(mixer.num_heads, mixer.ssm_state_size, mixer.head_dim))
     elif hasattr(mixer, "num_v_heads"):
         _check_calls(mixer, _DELTA_RULE)
@@ -114,7 +123,7 @@ class StateCache:
         return self.states[CONV_STATE]
 
     def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor:
-        """[B, heads, key size, value size]."""
+        """[B, heads, key size, value size], of a Mamba [B, key size, channels]."""
         return self.states[RECURRENT_STATE]
 
     def update_conv_state(self, inputs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -143,7 +152,11 @@ def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
         return computed
 
     module = _module(mixer)
-    functions = {_CONVOLUTION: convolution, _SELECTIVE_SCAN: keeping(_selective_scan)}
+
+    def channel_scan(*rows: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return _channel_scan(*rows, **others, initial_states=cache.states[RECURRENT_STATE])  # transformers' begins at 0
+
+    functions = {_CONVOLUTION: convolution, _CHANNEL_SCAN: keeping(channel_scan), _HEAD_SCAN: keeping(_head_scan)}
     functions |= dict.fromkeys((_DELTA_RULE, _KIMI_DELTA_RULE), keeping(_gated_delta_rule))
     kept = {name: module[name] for name in functions if name in module}
     module.update({name: functions[name] for name in kept})
@@ -180,7 +193,23 @@ def _gated_delta_rule(
     return _linear_attention((query, key, value), initial_state, (g.flatten(2), beta), "gated_delta", query.shape[3] ** -0.5)
 
 
-def _selective_scan(
+def _channel_scan(
+    inputs: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor,
+    z: torch.Tensor, delta_bias: torch.Tensor, initial_states: torch.Tensor, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Mamba's: inputs, dt and z [B,I,S], A [I,N], B and C [B,N,S], D [I] -> [B,I,S], the state [B,N,I].
+
+    As Mamba-2's of I heads, whose keys' numbers have a decay each, and whose values are one number (arXiv 2312.00752, section 3).
+    """
+    rows, channels = inputs.mT, inputs.shape[1]
+    dt = _softplus(dt.mT + delta_bias.to(dt.dtype))
+    query, key = (each.mT[:, :, None].expand(-1, -1, channels, -1).flatten(2) for each in (C, B))
+    decays = (dt[..., None] * A).flatten(2)
+    out, present = _attend((query, key, rows * dt), initial_states.mT[..., None], (decays,), channels, "gated", 1.0)
+    return (out + D * rows).mT * torch.nn.functional.silu(z), present.squeeze(-1).mT
+
+
+def _head_scan(
     inputs: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor,
     dt_bias: torch.Tensor, initial_states: torch.Tensor, dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -189,12 +218,17 @@ def _selective_scan(
     h_t = exp(A dt_t) h_(t-1) + B_t (x) dt_t x_t and y_t = C_t h_t + D x_t: linear attention whose query is C, whose key is B and
     whose value is dt x (arXiv 2405.21060, section 7).
     """
-    dt = dt + dt_bias
-    dt = torch.onnx.ops.symbolic("Softplus", (dt,), dtype=dt.dtype, shape=dt.shape, version=OPSET)  # without torch's threshold
+    dt = _softplus(dt + dt_bias)
     if tuple(dt_limit) != (0.0, float("inf")):  # which no softplus leaves
         dt = torch.clamp(dt, *dt_limit)
     out, present = _linear_attention((C, B, inputs * dt[..., None]), initial_states, (A * dt,), "gated", 1.0)
     return out + D[:, None] * inputs, present
+
+
+def _softplus(rows: torch.Tensor) -> torch.Tensor:
+    """One operator, without torch's threshold."""
+    softened: torch.Tensor = torch.onnx.ops.symbolic("Softplus", (rows,), dtype=rows.dtype, shape=rows.shape, version=OPSET)
+    return softened
 
 
 def _linear_attention(
@@ -207,7 +241,15 @@ def _linear_attention(
     query, key, value = packed
     heads = value.shape[2]
     query, key = (each[:, :, :, None].expand(-1, -1, -1, heads // each.shape[2], -1).flatten(2) for each in (query, key))
-    rows = value.flatten(2)
+    out, present = _attend((query, key, value.flatten(2)), state, gates, heads, rule, scale)
+    return out.unflatten(-1, (heads, -1)), present
+
+
+def _attend(
+    packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], heads: int, rule: str, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator as it is: query, key, value and gates [B,S,heads * size]."""
+    query, key, rows = packed
     out, present = torch.onnx.ops.symbolic_multi_out(
         "LinearAttention",
         (query, key, rows, state, *gates),
@@ -215,7 +257,7 @@ def _linear_attention(
         dtypes=(rows.dtype, state.dtype),
         shapes=(rows.shape, state.shape),
     )
-    return out.unflatten(-1, (heads, -1)), present
+    return out, present
 
 
 def _l2_normalised(rows: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from skipdecode.exporter.architectures import (
     HYBRIDS,
     INDEXED,
     OWN_HEADS,
+    STATES_ALONE,
     attention_window,
     check_known,
     declared,
@@ -35,10 +36,12 @@ _COUNTS = (
 _KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
 _SHARED = (
     ("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups"),
+    ("num_heads", "n_groups"),
 )  # fmt: skip
 _STATE_SIZES = (
     "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size",
-    "mamba_d_ssm", "linear_num_heads", "linear_head_dim",
+    "mamba_d_ssm", "mamba_expand", "mamba_dt_rank", "linear_num_heads", "linear_head_dim", "state_size", "expand",
+    "time_step_rank",
 )  # fmt: skip
 _MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
 
@@ -67,7 +70,8 @@ def check_supported(config: Any, max_length: int) -> None:
     for own in layer_configs(config):
         _check_counts(own)
         check_numbers(own)
-        _check_heads(own)
+        if config.model_type not in STATES_ALONE:
+            _check_heads(own)
     if has_experts(config):
         _check_experts(config)
     check_causal(config)

@@ -77,9 +77,9 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     for name, shape in skeleton.shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
             raise TargetError(f"{name} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
-    width = max(keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys))
+    width = max((keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys)), default=0)
     slots = max(slots_of_plans(skeleton, schedule, limits.max_length))
-    most = _MOST_ELEMENTS // (limits.max_batch * width)
+    most = _MOST_ELEMENTS // (limits.max_batch * width) if width else slots
     if slots > most:
         most -= most % LEAST_SLOTS  # no count of slots is rounded up beyond such a one
         raise TargetError(

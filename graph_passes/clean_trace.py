@@ -28,6 +28,7 @@ from skipdecode.graph_passes.rms_norm import RMSNormPass
 from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
 from skipdecode.graph_passes.unflatten import UnflattenPass
 from skipdecode.graph_passes.unit_norm import UnitNormPass
+from skipdecode.graph_passes.weight_first import WeightFirstPass
 from skipdecode.graph_passes.wide_states import WideStatesPass
 
 # without x + 0, which takes a norm's epsilon of 1e-8 for 0
@@ -64,6 +65,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         UnflattenPass(),
         ConstantReshapePass(),
         EmptyProductsPass(),
+        WeightFirstPass(),
         WideStatesPass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),

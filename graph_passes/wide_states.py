@@ -16,6 +16,7 @@ from skipdecode.graph_passes.conventions import NARROW, cast
 
 _OPERATORS = ("LinearAttention", "CausalConvWithState")
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
+_TURNS = ("Squeeze", "Transpose")  # a Mamba's state, to how it is kept
 
 
 class WideStatesPass(ir.passes.InPlacePass):
@@ -26,6 +27,7 @@ class WideStatesPass(ir.passes.InPlacePass):
         wide = {*states}
         for node in states:
             _add_between(node, wide)
+            _add_after(node.outputs[1], wide)
         for node in [node for node in model.graph if node in wide]:
             _widen(model.graph, node, wide)
         return ir.passes.PassResult(model, bool(states))
@@ -36,10 +38,19 @@ class WideStatesPass(ir.passes.InPlacePass):
                 raise ir.passes.PostconditionError(f"{node.name} computes in a narrow type")
 
 
+def _add_after(state: ir.Value, wide: set[ir.Node]) -> None:
+    """Add to `wide` what leads from an operator's state to the graph's output."""
+    for reader, _ in state.uses():
+        if reader.op_type in _TURNS:
+            wide.add(reader)
+            _add_after(reader.outputs[0], wide)
+
+
 def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
-    """Add to `wide` what leads from an operator with a state to `node`; returns whether anything does."""
+    """Add to `wide` what leads from a state, or from an operator with one, to `node`; returns whether anything does."""
     found = False
     for value in node.inputs:
+        found |= value is not None and _is_state(value)
         before = value.producer() if value is not None else None
         if before is None or before.op_type in _PRODUCTS:
             continue
@@ -49,11 +60,16 @@ def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
     return found
 
 
+def _is_state(value: ir.Value) -> bool:
+    """Whether it is what the layer kept of the tokens before."""
+    return value.is_graph_input() and str(value.name).startswith(PAST)
+
+
 def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
     for index, value in enumerate(node.inputs):
         if value is None or value.dtype not in NARROW:
             continue
-        if value.is_graph_input() and str(value.name).startswith(PAST):  # a state
+        if _is_state(value):
             value.type = ir.TensorType(ir.DataType.FLOAT)
         else:
             widened = cast(value, ir.DataType.FLOAT)

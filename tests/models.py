@@ -153,6 +153,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.5, 0.7, 1.2, 0.9, 1.1],
         "key_multiplier": 0.6,
     },
+    "falcon_mamba": {"state_size": 16, "use_bias": True},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
     "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
@@ -200,6 +201,15 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "internlm3": {"head_dim": 16},
     "iquestcoder": {"head_dim": 16},
     "jais2": {},
+    # a layer of each kind with experts, and one without
+    "jamba": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
     # its attention turns nothing
     "kimi_linear": {
         **_ROUTED,
@@ -251,6 +261,8 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "floor_scale": 4,
         "attn_scale": 0.5,
     },
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 4},
     "mellum": {**_EXPERTS, "num_local_experts": 5, "head_dim": 16, "sliding_window": 5},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 32},
     "minicpm3": {**_LATENT, "q_lora_rank": None},
@@ -310,8 +322,8 @@ RELATIVES: dict[str, Callable[[], Any]] = {
 EVERY_PATH = (
     "afmoe", "bloom", "codegen", "deepseek_v2", "deepseek_v3", "falcon", "falcon_h1", "flex_olmo", "gemma4_text", "glm4",
     "glm4_moe", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "kimi_linear", "laguna",
-    "lara_mini", "lfm2", "llama4_text", "ministral3", "mixtral", "mpt", "nanochat", "nemotron_h", "olmo_hybrid", "phimoe",
-    "qwen3_5_text", "stablelm", "vaultgemma",
+    "lara_mini", "lfm2", "llama4_text", "mamba", "ministral3", "mixtral", "mpt", "nanochat", "nemotron_h", "olmo_hybrid",
+    "phimoe", "qwen3_5_text", "stablelm", "vaultgemma",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the kinds above with other settings

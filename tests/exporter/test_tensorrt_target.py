@@ -256,7 +256,7 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
     tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "jamba"])
 def test_decays_of_single_numbers_are_refused(name: str) -> None:
     with pytest.raises(
         TargetError, match=rf"--target: {name}'s linear attention has a decay for each number .*; choose cpu or cuda"

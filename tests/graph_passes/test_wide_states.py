@@ -71,3 +71,20 @@ def test_products_stay_narrow_and_only_what_crosses_is_cast(layer: ir.Model) -> 
 def test_a_wide_graph_stays_as_it_is() -> None:
     model = _typed(ir.from_onnx_text(BEFORE.replace("float16", "float")), set())
     assert not WideStatesPass()(model).modified
+
+
+def test_a_state_that_is_kept_turned_is_wide_on_its_way_there_too() -> None:
+    text = BEFORE.replace("float16[B,2,3,3] past_recurrent_state", "float16[B,3,2] past_recurrent_state")
+    text = text.replace("float16[B,2,3,3] present_recurrent_state", "float16[B,3,2] present_recurrent_state")
+    text = text.replace(", past_recurrent_state, g", ", past, g").replace("read, present_recurrent_state", "read, present")
+    turn = "Transpose <perm = [0, 2, 1]>"
+    text = text.replace("    read,", f"    fore = {turn} (past_recurrent_state)\n    past = Unsqueeze (fore, last)\n    read,")
+    back = f"    back = Squeeze (present, last)\n    present_recurrent_state = {turn} (back)\n"
+    text = text.replace("    wide =", f"{back}    wide =").replace("{\n    rows", "<int64[1] last = {-1}>\n{\n    rows")
+    layer = _typed(ir.from_onnx_text(text), {"wide", "root"})
+    assert WideStatesPass()(layer).modified
+    for value in (*layer.graph.inputs, *layer.graph.outputs):
+        assert value.dtype == (ir.DataType.FLOAT if "state" in str(value.name) else ir.DataType.FLOAT16), value.name
+    turns = [node for node in layer.graph if node.op_type in ("Squeeze", "Unsqueeze")]
+    assert _types(node.outputs[0] for node in turns) == {ir.DataType.FLOAT}
+    assert not WideStatesPass()(layer).modified

@@ -158,8 +158,8 @@ def test_a_malformed_length_is_named(tmp_path: Path, line: str) -> None:
 
 
 # keeping expanded what torch caches as a latent, states in the place of keys and values, states beside them, nothing, and
-# states in one layer and all keys where torch caches a window of them in another
-@pytest.mark.parametrize("name", [*CONFIGS, "minicpm3", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm3"])
+# states in one layer and all keys where torch caches a window of them in another, and states that torch keeps turned alone
+@pytest.mark.parametrize("name", [*CONFIGS, "minicpm3", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm3", "mamba"])
 def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
