@@ -119,6 +119,8 @@ def _spellings(name: str, base: str) -> Iterator[str]:
     yield short  # saved from the base model, without its head
     yield f"language_model.{name}"  # the text part of a model that also sees, as transformers 4 wrote it
     yield f"{base}.language_model.{short}"  # and as 5 does
+    yield f"{base}.language_model.{name}"  # HyperCLOVA X's
+    yield f"{base}.text_model.{short}"  # Idefics' and SmolVLM's
     yield f"thinker.{name}"  # of one that also speaks
     yield name.replace("lm_head.", "embed_out.")  # GPT-NeoX
 

@@ -39,11 +39,12 @@ from skipdecode.exporter.supported import check_supported
 from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
-# of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model; of one that
-# also speaks, too
+# of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model; of some models
+# and of one that also speaks, too (`checkpoint._spellings`)
 _TEXT_PART = {
+    "^model.language_model.model": "model", "^model.language_model.lm_head": "lm_head",
     "^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head",
-    "^thinker.": "",
+    "^model.text_model": "model", "^thinker.": "",
 }  # fmt: skip
 
 
@@ -87,7 +88,11 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     if getattr(config, "quantization_config", None) or has_rules_of_its_own(config):
         model = _as_exported(folder, config)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32, output_loading_info=True
+        )
+        if told["missing_keys"]:  # which it has drawn at random
+            model = _as_exported(folder, config)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
     return model.eval()
@@ -95,7 +100,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _as_exported(folder: Path, config: Any) -> Any:
-    """transformers' model of weights as the exporter reads them: quantised ones, and a text part's that transformers converts.
+    """transformers' model of weights as the exporter reads them: quantised ones, and a text part's that transformers converts or
+    does not find.
 
     transformers needs packages for most ways of quantising, rounds what it dequantises, and fails at ragged blocks of FP8.
     """

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.reference_run import _load, _states
 from skipdecode.schedule import full_depth
 from tests.models import LAYERS, RELATIVES
@@ -39,3 +44,13 @@ def test_the_reference_computes_in_fp32_with_the_weights_that_the_bundle_has_rou
     assert any((given[name] != weight).any() for name, weight in taken.items())
     for name, weight in taken.items():
         torch.testing.assert_close(weight, given[name].half().float(), rtol=0, atol=0)
+
+
+def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) -> None:
+    """transformers draws what it does not find at random."""
+    weights = shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True) / "model.safetensors"
+    state = load_file(weights)
+    del state["model.layers.2.mlp.up_proj.weight"]
+    save_file(state, weights)
+    with pytest.raises(ModelNotSupportedError, match=r"the checkpoint lacks model\.layers\.2\.mlp\.up_proj\.weight"):
+        _load(tmp_path, torch.float32)

@@ -122,6 +122,22 @@ def test_the_text_part_of_a_mistral_that_sees_may_be_mistral_4(tmp_path: Path) -
     _assert_text_part_is_read(model, tmp_path, "mistral4")
 
 
+@pytest.mark.parametrize("names", ["model.text_model.", "model.language_model.model."])
+def test_a_text_part_may_be_called_as_smolvlm_and_hyperclova_x_call_it(names: str, tmp_path: Path) -> None:
+    eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    text = {**CONFIGS["llama"]().to_dict(), "initializer_range": 0.2}
+    config = transformers.SmolVLMConfig(text_config=text, vision_config={**eye, "patch_size": 14}, image_token_id=95)
+    model = transformers.SmolVLMForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert "model.text_model.layers.0.self_attn.q_proj.weight" in state and "lm_head.weight" in state
+    if names != "model.text_model.":
+        head = state.pop("lm_head.weight")
+        state = {key.replace("model.text_model.", names): value for key, value in state.items()}
+        save_file({**state, "model.language_model.lm_head.weight": head}, tmp_path / "model.safetensors")
+    _assert_text_part_is_read(model, tmp_path, "llama")
+
+
 def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
     """Which transformers has a language model of, and whose experts lie as they lie there."""
     eye = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
