@@ -140,14 +140,15 @@ class Generator:
         """
         chosen = self._schedule(schedule)
         check_rows(rows, max_new_tokens, self.manifest)
+        new = index(max_new_tokens)  # numpy's narrow ones would wrap in sums
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         left = len(rows)
-        for places, found, layers in self._tokens(rows, max_new_tokens, sampling, chosen, stop_ids):
+        for places, found, layers in self._tokens(rows, new, sampling, chosen, stop_ids):
             newest: list[int | None] = [None] * len(rows)
             for place, token in zip(places, found, strict=True):
                 if rows[place].finish_reason is None:
                     newest[place] = token
-                    left -= _append(rows[place], token, stop_ids, max_new_tokens)
+                    left -= _append(rows[place], token, stop_ids, new)
             yield Step(tuple(newest), layers)
             if not left:
                 self.engines.after_run()
@@ -199,18 +200,20 @@ class Generator:
             CapacityError: neither text nor token ids; text, but the bundle has no tokenizer.
         """
         try:
-            one = isinstance(prompts, str) or (len(prompts) and _is_number(prompts[0]))
+            one = isinstance(prompts, (str, bytes)) or (len(prompts) and _is_number(prompts[0]))
             several: list[Any] = [prompts] if one else list(prompts)
         except (TypeError, KeyError) as error:
             raise CapacityError(f"{reprlib.repr(prompts)} is no prompt", _PROMPT) from error
         return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(several)]
 
     def _encode(self, prompt: Any, where: str) -> list[int]:
+        if isinstance(prompt, bytes):  # numbers, but no ids
+            raise _neither(prompt, where)
         if not isinstance(prompt, str):
             try:
                 return [index(token) for token in prompt]
             except TypeError as error:
-                raise CapacityError(f"{reprlib.repr(prompt)} is neither text nor token ids", _PROMPT, where=where) from error
+                raise _neither(prompt, where) from error
         if self.tokenizer is None:
             raise CapacityError("the bundle has no tokenizer", "give token ids", where=str(self.path))
         return self.tokenizer.encode(prompt)
@@ -269,9 +272,13 @@ def load(
     )  # fmt: skip
 
 
+def _neither(prompt: Any, where: str) -> CapacityError:
+    return CapacityError(f"{reprlib.repr(prompt)} is neither text nor token ids", _PROMPT, where=where)
+
+
 def _is_number(value: Any) -> bool:
-    """Also of numpy's and torch's, in which a row of ids is no number."""
-    return isinstance(value, Integral) or getattr(value, "ndim", None) == 0
+    """Also of numpy's and torch's, in which a row of ids is no number, nor is a text of numpy's."""
+    return isinstance(value, Integral) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
 
 
 def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> bool:

@@ -79,7 +79,7 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
             raise CapacityError("is empty", "give at least one token", where=where)
         if row.token_ids or row.finish_reason is not None:
             raise CapacityError("has tokens of an earlier run", "make a new Row, its prompt with them", where=where)
-        if length + max_new_tokens > limits.max_length:
+        if length + int(max_new_tokens) > limits.max_length:
             raise CapacityError(
                 f"{length} tokens and {max_new_tokens} new ones exceed the bundle's {limits.max_length}",
                 "shorten the prompt, ask for fewer, or export with a larger --max-length",

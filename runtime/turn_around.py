@@ -35,8 +35,10 @@ class SkdSampling(ctypes.Structure):
 
     @classmethod
     def of(cls, how: Sampling) -> SkdSampling:
-        """The same in C."""
-        return cls(how.do_sample, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
+        """The same in C, zeros where it is greedy."""
+        if not how.do_sample:
+            return cls()
+        return cls(True, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
 
 
 class SkdTurnaround(ctypes.Structure):

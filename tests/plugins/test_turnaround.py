@@ -97,6 +97,11 @@ def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
     ]  # fmt: skip
 
 
+def test_of_greedy_sampling_nothing_else_is_read_and_numpys_truth_is_one() -> None:
+    assert bytes(SkdSampling.of(Sampling(seed=None))) == bytes(SkdSampling())  # type: ignore[arg-type]
+    assert SkdSampling.of(Sampling(do_sample=np.bool_(True))).do_sample == 1  # type: ignore[arg-type]
+
+
 def test_it_makes_the_next_steps_inputs(host: ctypes.CDLL) -> None:
     batch = Batch(2, 5, kept_steps=3)
     batch.turn(host, Sampling(), np.eye(2, 5, 3, dtype=np.float32))
