@@ -52,12 +52,18 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
     """Load every engine of `target`.
 
     Raises:
-        TargetError: engines of another library version, CPU or GPU, or for a device that is not here.
+        TargetError: engines of another library or version of it, CPU or GPU, or for a device that is not here.
         BundleError: an engine that cannot be loaded.
         CapacityError: memory does not hold them all.
     """
     if target.name in tensorrt.LIBRARIES:
         return _load_plans(manifest, bundle, target, trace)
+    if target.name not in (_FIRST, "cuda") or target.library != "onnxruntime":
+        raise TargetError(
+            f"this version runs no engines of {target.library} for {target.name}",
+            "export with --target cpu too",
+            where=str(bundle),
+        )
     if target.name == "cuda":
         check_cuda()
         use_threads(threads)

@@ -32,11 +32,13 @@ def test_unasked_it_is_cpu_or_where_there_is_none_the_first(names: tuple[str, ..
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"library": "openvino"}, "this version runs no engines of openvino for cpu; export with --target cpu too"),
+        ({"name": "rocm"}, "this version runs no engines of onnxruntime for rocm"),
         ({"library_version": "1.0.0"}, "the engines were compiled by onnxruntime 1.0.0"),
         ({"machine": "vax"}, "weights are laid out for vax with .*; this CPU differs; export the model on this machine"),
         ({"cpu_features": ("sve9",)}, "weights are laid out for .* with sve9; this CPU differs"),
     ],
-    ids=["library", "machine", "instructions"],
+    ids=["library", "device", "version", "machine", "instructions"],
 )
 def test_engines_of_another_library_or_cpu_are_refused_before_any_is_loaded(
     changes: dict[str, Any], says: str, tmp_path: Path
