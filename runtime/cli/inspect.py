@@ -19,7 +19,7 @@ from skipdecode.bundle_facts import facts
 from skipdecode.cli import Parser, guarded
 from skipdecode.manifest import Manifest
 from skipdecode.model import Model, StateLayers
-from skipdecode.schedule import Schedule
+from skipdecode.schedule import Anchor, Schedule
 
 _COLUMNS = 64
 _WARM_UP, _ACTIVE, _SKIPPED = _MARKS = "▓█·"
@@ -82,7 +82,7 @@ def _page(manifest: Manifest) -> list[str]:
         "",
         "variants",
         *(
-            f"  {v['name']:<5} {_span_text(v['positions']):<22} segments {' '.join(map(str, v['segments']))}"
+            f"  {v['name']:<5} {_span_text(v['positions'], schedule.anchor):<22} segments {' '.join(map(str, v['segments']))}"
             for v in data["variants"]
         ),
         "",
@@ -141,9 +141,9 @@ def _printable(lines: list[str]) -> str:
     return text
 
 
-def _span_text(positions: list[int | None] | None) -> str:
+def _span_text(positions: list[int | None] | None, anchor: Anchor) -> str:
     if positions is None:
-        return "prefill and baseline"
+        return "prefill and baseline" if anchor is Anchor.GENERATED else "baseline"
     first, last = positions
     return f"positions {first} and on" if last is None else f"positions {first} .. {last}"
 

@@ -16,7 +16,7 @@ import pytest
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
 from skipdecode.model import Keys, State, StateLayers
-from skipdecode.schedule import Schedule, full_depth
+from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.manifests import make_manifest
 from tests.models import LAYERS
 from tests.zoo import Zoo
@@ -116,6 +116,14 @@ def test_the_page_names_the_model_variants_segments_and_memory(bundle: Path, cap
     ):
         assert line in lines, line
     assert any(line.startswith("target cpu: ") and line.endswith("onnxruntime 1, x86_64 avx2") for line in lines)
+
+
+def test_by_an_absolute_anchor_a_prompt_is_not_run_at_full_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absolute = dataclasses.replace(SCHEDULE, anchor=Anchor.ABSOLUTE)
+    manifests.write(make_manifest(absolute, tmp_path / "bundle"), tmp_path / "bundle")
+    assert main([str(tmp_path / "bundle")]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "v6 baseline segments 0 1 2 3 4" in lines
 
 
 def test_json_says_the_same_with_units(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

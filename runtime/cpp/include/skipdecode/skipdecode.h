@@ -97,7 +97,7 @@ typedef struct skd_row_options {
 typedef struct skd_event {
   uint64_t row;      /* what skd_session_add gave, or the prompt's index in skd_generate */
   int64_t token;     /* generated for that row */
-  uint32_t layers;   /* that the deepest row of this decode step computed; of a prefill the model's depth */
+  uint32_t layers;   /* that the deepest row of this decode step computed; of a prefill the model's depth, all anchors */
   uint32_t prefill;  /* not 0: the token came of the prompt's pass, not of a decode step */
   skd_finish finish; /* after this token */
 } skd_event;
