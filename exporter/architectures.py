@@ -101,15 +101,19 @@ def register_language_model(config: Any) -> None:
         AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
-def decoder_parts(model: torch.nn.Module) -> DecoderParts:
+def decoder_parts(model: torch.nn.Module, kind: str | None = None) -> DecoderParts:
     """Find the parts of a causal language model.
+
+    Args:
+        kind: of the decoder that it is, where its configuration calls it otherwise.
 
     Raises:
         ModelNotSupportedError: an architecture that is not in `SUPPORTED`.
     """
     config: Any = model.config
-    check_known(config)
-    owner_name, layers_name, final_names, rotary_name = _PARTS[config.model_type]
+    if kind is None:
+        check_known(config)
+    owner_name, layers_name, final_names, rotary_name = _PARTS[kind or config.model_type]
     base = base_name(model)
     owner = getattr(model, base, model)  # a model without a head is its own
     owner = getattr(owner, owner_name) if owner_name else owner

@@ -22,7 +22,7 @@ from skipdecode.exporter.supported import check_single_stack
 # The text parts of models that also see or hear, which transformers has no language model of -> the decoder that computes the
 # same, and what they are made with whatever config.json says of it. They rotate queries and keys by three positions of a token,
 # in time, height and width, which are one and the same for text.
-_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
     "glm4v_text": ("glm4", {"attention_bias": True}),
     "qwen2_5_omni_text": ("qwen2", {}),
@@ -65,6 +65,8 @@ def _read_config(model: str) -> Any:
     if settings:
         check_quantised(settings, config.model_type, model)
         text.quantization_config = settings
+    elif hasattr(text, "quantization_config"):  # an empty one, which transformers would ask for its method
+        del text.quantization_config
     return text
 
 
@@ -87,9 +89,9 @@ def _text_part(config: Any, folder: Path) -> Any:
 def _as_decoder(text: Any) -> Any:
     from transformers import AutoConfig
 
-    if text.model_type not in _DECODERS:
+    if text.model_type not in DECODERS:
         return text
-    decoder, own = _DECODERS[text.model_type]
+    decoder, own = DECODERS[text.model_type]
     settings = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
     rotary = settings.pop("rope_parameters", None) or {}
     plain = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_parts, key_sources, returns_tuple
+from skipdecode.exporter.model_names import DECODERS
 from skipdecode.exporter.prompt_length import PromptEnds, PromptLength
 from skipdecode.exporter.skip_block import SkipBlock, open_blocks
 from skipdecode.exporter.sliced_forward import cover
@@ -33,7 +34,8 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     place until it ends. In a group of several processes each layer computes a position where no row has one for it.
 
     Args:
-        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel, FSDP or torch.compile.
+        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel, FSDP or torch.compile;
+            of one that also sees or hears the text part skips.
         schedule: its `num_layers` must be the model's.
         prompt_length: tokens `0 .. prompt_length - 1` of a row are its prompt (padding before it is counted), which a schedule
             anchored at the generated tokens runs at full depth. One number for every row of every pass, or one a row ([B] int),
@@ -50,8 +52,9 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{schedule!r} is no Schedule", "make one with build_schedule", where="skip_schedule")
-    decoder = _decoder(model)
-    parts = decoder_parts(decoder)
+    whole, decoder = _decoder(model)
+    kind, _ = DECODERS.get(decoder.config.model_type, (None, {}))
+    parts = decoder_parts(decoder, kind)
     depth = len(parts.layers)
     if schedule.num_layers != depth:
         raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "build it anew")
@@ -67,18 +70,19 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             outer.enclose(block)
         for index, cap in caps.items():
             undo.callback(cover(parts.layers[index], block, cap, returns_tuple(decoder, parts.layers[index])))
-        hooks = ((decoder, block.before_model), (parts.owner, block.before_layers)) if caps else ()
+        hooks = ((whole, block.before_model), (parts.owner, block.before_layers)) if caps else ()
         for module, hook in hooks:
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield model
 
 
-def _decoder(model: torch.nn.Module) -> PreTrainedModel:
-    """The model of transformers that others may have wrapped."""
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if found is None:
+def _decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model of transformers that others may have wrapped, and of one that also sees or hears its text part."""
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not found:
         raise ModelNotSupportedError(f"{type(model).__name__} is no model of transformers", "give one, or what wraps one")
-    return found
+    text = found[0].config.get_text_config().model_type
+    return found[0], next((module for module in found if module.config.model_type == text), found[0])
 
 
 def _check_masks(decoder: PreTrainedModel) -> None:

@@ -85,7 +85,7 @@ def _check_process(model: torch.nn.Module) -> None:
 def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse a mixture's auxiliary loss where it spreads one mask over all layers' positions, which are not the same."""
     asked = kwargs.get("output_router_logits")
-    asked = getattr(model.config, "output_router_logits", False) if asked is None else asked
+    asked = getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
     if asked and kwargs.get("attention_mask") is not None:
         raise ScheduleError(
             "the loss that balances experts takes as many positions of every layer",
@@ -115,6 +115,10 @@ def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:
     """Refuse rows of several sequences; what `position_ids` say of padding does not matter."""
     if positions is None:
         return
+    if positions.ndim == 3:  # in time and place, of which an image repeats some; behind those of text, where there are four
+        if len(positions) < 4:
+            return
+        positions = positions[0]
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         seen = mask[:, -positions.shape[-1] :].bool()
         before = positions.masked_fill(~seen, -1).cummax(dim=-1).values[..., :-1]

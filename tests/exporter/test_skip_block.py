@@ -12,6 +12,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from skipdecode.errors import ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
+from skipdecode.exporter.skip_block import _check_positions
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.models import LAYERS, VOCABULARY
 from tests.zoo import Zoo
@@ -148,3 +149,12 @@ def test_several_sequences_in_a_row_are_refused(positions: list[int], mask: list
     model = zoo.model("llama")
     with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="position_ids begin anew within one"):
         model(IDS, attention_mask=given, position_ids=torch.tensor([positions] * 3), use_cache=False)
+
+
+def test_positions_in_time_and_place_may_repeat_and_those_of_text_beside_them_may_not() -> None:
+    """An image's patches share them in Qwen's; the four that some pass begin with those that packing begins anew."""
+    image = torch.tensor([[[0, 1, 1, 2, 2]]]).expand(3, 1, 5)
+    _check_positions(image, torch.ones(1, 5))
+    _check_positions(torch.cat((torch.arange(5).expand(1, 1, 5), image)), None)
+    with pytest.raises(ScheduleError, match="position_ids begin anew within one"):
+        _check_positions(torch.cat((torch.tensor([[[0, 1, 2, 0, 1]]]), image)), None)

@@ -14,8 +14,10 @@ from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
+from skipdecode.exporter.reference import skip_schedule
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.exporter.quantised_checkpoints import source
-from tests.models import CONFIGS, RELATIVES
+from tests.models import CONFIGS, LAYERS, RELATIVES
 
 
 @pytest.mark.parametrize("text", ["language_model.model.", "model.language_model."])
@@ -136,6 +138,21 @@ def test_a_text_part_may_be_called_as_smolvlm_and_hyperclova_x_call_it(names: st
         state = {key.replace("model.text_model.", names): value for key, value in state.items()}
         save_file({**state, "model.language_model.lm_head.weight": head}, tmp_path / "model.safetensors")
     _assert_text_part_is_read(model, tmp_path, "llama")
+
+
+@pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe"])
+def test_inside_skip_schedule_a_model_that_sees_computes_what_its_text_part_computes(kind: str, tmp_path: Path) -> None:
+    model, ids = _that_sees(kind), torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
+    model.save_pretrained(tmp_path)
+    alone, mask = reference_run._load(tmp_path, torch.float32), torch.ones_like(ids)
+    labels = torch.where(torch.arange(8) < torch.tensor([[3], [5]]), -100, ids)
+    schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=3), LAYERS)
+    with skip_schedule(alone, schedule, prompt_length=[3, 5]):
+        wanted = alone(ids, attention_mask=mask, use_cache=False).logits
+    assert not torch.allclose(alone(ids, attention_mask=mask).logits, wanted, atol=1e-3)
+    with skip_schedule(model, schedule, prompt_length="labels"):
+        found = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
