@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_utf8
-from skipdecode.exporter.output_folder import check_out, real_out
+from skipdecode.exporter.output_folder import check_apart, check_out, real_out
 from skipdecode.exporter.request import DEFAULT_BLOCK, DEFAULT_METHOD, QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest, check_dtype, parse_targets
 from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
@@ -21,7 +23,7 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
         Its targets.
 
     Raises:
-        BundleError: `out` has a name that libraries do not take, or would not be replaced.
+        BundleError: `out` has a name that libraries do not take, would not be replaced, or holds what is read.
         ScheduleError: the schedule is unknown, its table is not there, or a number of it is out of its range.
         TargetError: an option is out of its range, or a target unknown or its package missing.
         ModelNotSupportedError: `model` names nothing that an export begins with.
@@ -41,10 +43,15 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
         raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
     if not 1 <= request.max_batch <= _MOST_ROWS:
         raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
-    check_out(real_out(request.out), request.force)
+    out, table = real_out(request.out), request.schedule.name.partition(":")[2]
+    check_out(out, request.force)
+    if table:
+        check_apart(out, Path(table), "the table")
     targets = parse_targets(request.targets)
     check_dtype(request.dtype, targets)
-    checkpoint_folder(request.model)
+    checkpoint = checkpoint_folder(request.model)
+    if checkpoint is not None:
+        check_apart(out, checkpoint, "the checkpoint")
     return targets
 
 

@@ -47,6 +47,12 @@ def check_out(out: Path, force: bool) -> None:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
 
 
+def check_apart(out: Path, read: Path, name: str) -> None:
+    """Raises BundleError where what an export reads lies in the folder that it replaces, and would go with it."""
+    if real_out(read).is_relative_to(out):
+        raise BundleError(f"holds {read}, which is read", f"move {name}, or choose another --out", where=str(out))
+
+
 def _is_bundle(path: Path) -> bool:
     """Whether it has a bundle's manifest, of any version; other programs may write a `bundle.json` of their own."""
     try:

@@ -51,6 +51,19 @@ def test_the_folder_at_hand_is_replaced_where_it_is_a_bundle(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
+def test_what_is_read_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
+    _write(out := tmp_path / "bundle", OLD)
+    inside = shutil.copytree(zoo.checkpoint("llama"), out / "models" / "llama")
+    (table := out / "table.json").write_text("[6, 4, 2]")
+    for model, schedule, named in ((inside, "full", "checkpoint"), (zoo.checkpoint("llama"), f"table:{table}", "table")):
+        request = ExportRequest(
+            model=str(model), out=out, schedule=ScheduleRequest(name=schedule), max_length=MAX_LENGTH, force=True
+        )
+        with pytest.raises(BundleError, match=rf"bundle: holds .*, which is read; move the {named}, or choose another --out"):
+            export(request)
+    assert (out / manifests.MANIFEST).read_text() == OLD and (inside / "model.safetensors").is_file()
+
+
 def test_a_file_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("years of work")
     with pytest.raises(BundleError, match="is not a bundle"):
