@@ -202,9 +202,14 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
             "download it again, or, if you trust it, `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
             where=str(file),
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(name, str) and _is_plain(value) for name, value in found.items()):
         raise ModelNotSupportedError("is no flat list of tensors", "give what save_pretrained writes", where=str(file))
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor that has all its numbers, one after another."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
 
 
 _FORMATS = (

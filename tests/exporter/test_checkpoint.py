@@ -247,7 +247,10 @@ def test_a_bin_that_is_not_plain_tensors_is_refused_and_runs_nothing(zoo: Zoo, t
     torch.save(state, weights, _use_new_zipfile_serialization=False)  # as before torch 1.6
     with pytest.raises(ModelNotSupportedError, match="cannot be read as plain tensors"):
         _source(folder)
-    torch.save({"state_dict": state}, weights)
-    with pytest.raises(ModelNotSupportedError, match="no flat list of tensors"):
-        _source(folder)
+    name, some = next((name, tensor) for name, tensor in state.items() if tensor.ndim == 2)
+    others = ({3: some}, {name: some.to_sparse()}, {name: some.to("meta")})
+    for content in ({"state_dict": state}, *({**state, **other} for other in others)):
+        torch.save(content, weights)
+        with pytest.raises(ModelNotSupportedError, match="no flat list of tensors"):
+            _source(folder)
     assert not trace.exists()
