@@ -13,6 +13,7 @@ from skipdecode import manifest
 from skipdecode.cuda import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
 from skipdecode.exporter.architectures import GELU_OF_EXPERTS
+from skipdecode.exporter.config_json import place
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -45,6 +46,10 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
             )
         return request.max_length
     longest = getattr(config, "max_position_embeddings", None)
+    if longest == 1:
+        raise ModelNotSupportedError(
+            "max_position_embeddings is 1, which leaves no token to generate", "correct it", where=place(config)
+        )
     return min(DEFAULT_MAX_LENGTH, longest) if isinstance(longest, int) and longest > 0 else DEFAULT_MAX_LENGTH
 
 

@@ -60,7 +60,9 @@ def answer(request: dict[str, Any], out: Path) -> int:
     config, folder = load_config(request["model"])
     _check_dimensions(config, request["dimensions"], request["model"])
     if folder is not None:
-        weight_files(folder)  # raises where there are none
+        form, files = weight_files(folder)
+        for file in files:
+            form.names(file)  # raises where it is damaged
     if request.get("check"):
         return 0
     model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
@@ -85,6 +87,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
     logging.set_verbosity_error()  # it lists what sees as superfluous
     config, _ = load_config(str(folder))
+    if config._attn_implementation not in (None, "eager", "sdpa"):  # which may need a package, or a GPU
+        config._attn_implementation = "eager"
     if getattr(config, "quantization_config", None) or has_rules_of_its_own(config):
         model = _as_exported(folder, config)
     else:

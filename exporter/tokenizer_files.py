@@ -50,14 +50,13 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
             (bundle / name).write_bytes(read_bytes(folder / name))
     if not (bundle / "config.json").exists():
         config.to_json_file(bundle / "config.json")
-    theirs = None
+    theirs, settings = None, {} if folder is None else read_settings(folder / "tokenizer_config.json")
     if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
         _convert(folder, bundle / "tokenizer.json")
     elif folder is not None and (bundle / "tokenizer.json").exists():
         theirs = _complete(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
         return
-    settings = {} if folder is None else read_settings(folder / "tokenizer_config.json")
     if settings.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
         _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
     _write(bundle / "tokenization.json", told := _tokenization(bundle / "tokenizer.json"))
@@ -91,11 +90,11 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
     """
     from transformers import AutoTokenizer
 
+    tokenizer = _opened(path, folder)
     try:
         with _panicking():
             theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             known = theirs.backend_tokenizer.get_added_tokens_decoder()
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
         logger.warning(
             "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
@@ -136,6 +135,15 @@ def _few(ids: list[int], start: int) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+
+
+def _opened(path: Path, folder: Path) -> tokenizers.Tokenizer:
+    """The bundle's copy of the tokenizer that `folder` has."""
+    try:
+        with _panicking():
+            return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ModelNotSupportedError(f"cannot be read ({error})", "repair it", where=str(folder / path.name)) from error
 
 
 def _tokenization(path: Path) -> dict[str, Any]:

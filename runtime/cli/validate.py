@@ -96,7 +96,7 @@ def _request(options: argparse.Namespace) -> ValidateRequest:
     requests = tuple(read_requests(options.workload)) if options.workload else None
     new_tokens = [request.new_tokens for request in requests] if requests else [options.new_tokens or 2]
     given = {"--reference": options.reference is not None, "--eval": options.eval is not None, SECOND_TOKEN: max(new_tokens) > 1}
-    check_measured(list(slos), {name for name, there in given.items() if there})
+    check_measured(list(slos), {name for name, there in given.items() if there}, in_workload=requests is not None)
     if options.speedup and options.eval is None:
         raise CapacityError("says at which speedups --eval scores", "add --eval FILE.jsonl", where="--speedup")
     if requests and options.prompt_tokens is not None:

@@ -129,6 +129,6 @@ def _ask(request: dict[str, Any], out: Path) -> None:
         raise ModelNotSupportedError(line)  # one line already: what, where, what to do
     if "ModuleNotFoundError" in line:
         raise ModelNotSupportedError(f"needs the export extra ({line})", "pip install 'skipdecode[export]'", where="--reference")
-    raise ModelNotSupportedError(
-        f"the reference ended with status {done.returncode} ({line})", "see whether it fits in memory", where="--reference"
-    )
+    killed = done.returncode < 0 or "memory" in line.lower()
+    remedy = "see whether it fits in memory" if killed else "see whether transformers loads it"
+    raise ModelNotSupportedError(f"the reference ended with status {done.returncode} ({line})", remedy, where="--reference")

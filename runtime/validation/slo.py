@@ -79,11 +79,12 @@ def parse_slo(text: str) -> Slo:
     return Slo(name=name, operator=operator, bound=bound)
 
 
-def check_measured(slos: list[Slo], given: set[str]) -> None:
-    """Raises CapacityError where an objective needs an option that was not given."""
+def check_measured(slos: list[Slo], given: set[str], in_workload: bool = False) -> None:
+    """Raises CapacityError where an objective needs an option that was not given; `in_workload`: a file says how many tokens."""
     for slo in slos:
         needed = _NEEDS.get(slo.name)
         if needed and needed not in given:
+            needed = "a request of 2 new_tokens in --workload" if needed == SECOND_TOKEN and in_workload else needed
             raise CapacityError(f"{slo.name} is measured only with {needed}", f"add {needed}, or drop it", where="--slo")
 
 

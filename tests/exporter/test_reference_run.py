@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -54,3 +55,13 @@ def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) ->
     save_file(state, weights)
     with pytest.raises(ModelNotSupportedError, match=r"the checkpoint lacks model\.layers\.2\.mlp\.up_proj\.weight"):
         _load(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("settings", [{"_attn_implementation": "flash_attention_2"}, {"quantization_config": {}}])
+def test_settings_that_are_for_another_machine_or_for_nothing_do_not_matter(
+    settings: dict[str, object], zoo: Zoo, tmp_path: Path
+) -> None:
+    config = shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
+    for name, weight in _load(tmp_path, torch.float32).state_dict().items():
+        torch.testing.assert_close(weight, zoo.model("llama").state_dict()[name], rtol=0, atol=0)

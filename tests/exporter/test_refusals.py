@@ -74,6 +74,12 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
     _refused("", out, ModelNotSupportedError, "^MODEL: is empty; name a checkpoint folder, a hub id or opt-SIZE$")
 
 
+def test_a_model_of_one_position_is_refused_where_no_length_is_asked_for(zoo: Zoo, tmp_path: Path) -> None:
+    _edit_config(folder := _copy(zoo, tmp_path), max_position_embeddings=1)
+    says = "max_position_embeddings is 1, which leaves no token to generate"
+    _refused(folder, tmp_path / "outs" / "bundle", ModelNotSupportedError, says, max_length=None)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "says"),
     [

@@ -31,6 +31,16 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(zoo: Zoo, tmp_p
         export(ExportRequest(model=str(folder), out=tmp_path / "bundle", max_length=MAX_LENGTH))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_is_named_alone(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (bundle := tmp_path / "bundle").mkdir()
+    shutil.copyfile(_E2E / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ModelNotSupportedError, match=rf"{re.escape(str(tmp_path / name))}: (cannot be read|is not JSON) "):
+        copy_tokenizer(tmp_path, bundle, CONFIGS["llama"](), MAX_LENGTH)
+    assert not caplog.records
+
+
 _END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 
 

@@ -90,3 +90,5 @@ def test_an_objective_on_what_is_not_measured_is_refused() -> None:
     check_measured([parse_slo("bleu>=60"), parse_slo("tokens_per_s>1")], {"--eval"})
     with pytest.raises(CapacityError, match="p99_token_ms is measured only with --new-tokens 2; add"):
         check_measured([parse_slo("p99_ttft_ms<=9"), parse_slo("p99_token_ms<=9")], set())
+    with pytest.raises(CapacityError, match="p99_token_ms is measured only with a request of 2 new_tokens in --workload; add"):
+        check_measured([parse_slo("p99_token_ms<=9")], set(), in_workload=True)
