@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_builder(parser)
     parser.add_argument("--random-weights", action="store_true", help="a known architecture without its checkpoint")
     parser.add_argument("--slim", action="store_true", help="leave out what the targets do not read")
-    parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle")
+    parser.add_argument("--force", action="store_true", help="replace DIR where it is a bundle, with all that lies in it")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("--debug", action="store_true", help="traceback on errors")
     return parser
