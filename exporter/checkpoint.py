@@ -121,6 +121,9 @@ def _spellings(name: str, base: str) -> Iterator[str]:
     yield f"{base}.language_model.{short}"  # and as 5 does
     yield f"{base}.language_model.{name}"  # HyperCLOVA X's
     yield f"{base}.text_model.{short}"  # Idefics' and SmolVLM's
+    if base != "model":
+        yield f"model.language_model.{short}"
+        yield f"language_model.model.{short}"
     yield f"thinker.{name}"  # of one that also speaks
     yield name.replace("lm_head.", "embed_out.")  # GPT-NeoX
 

@@ -48,7 +48,8 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
     Raises:
         ModelNotSupportedError: when read: pieces that do not fit together.
     """
-    kinds = (config.model_type, getattr(config, "text_part_of", config.model_type))
+    own = config.model_type
+    kinds = (getattr(config, "whole_type", own), own, getattr(config, "text_part_of", own))  # the whole's names first
     rules = [rule for kind in dict.fromkeys(kinds) for rule in get_checkpoint_conversion_mapping(kind) or []]
     if config.model_type == "llama4_text":
         rules += _llama_4s_experts()

@@ -79,6 +79,8 @@ def _text_part(config: Any, folder: Path) -> Any:
         text = _as_decoder(config.get_text_config())
         register_language_model(text)
         text.dtype = config.dtype if text.dtype is None else text.dtype
+    if text is not config:
+        text.whole_type = config.model_type
     text.name_or_path = config.name_or_path
     text.return_dict = True  # how a model hands out what it computes, which whoever calls it here counts on
     if text is not config and getattr(config, "tie_word_embeddings", False) and lacks_head(folder):

@@ -155,6 +155,24 @@ def test_inside_skip_schedule_a_model_that_sees_computes_what_its_text_part_comp
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "eye"),
+    [
+        ("Llava", "mamba2", {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}),
+        ("QianfanOCR", "qwen3", {"image_size": [28, 28], "patch_size": [14, 14]}),
+    ],
+)
+def test_names_that_only_the_whole_has_are_those_of_its_text_part(
+    kind: str, text: str, eye: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of a decoder that calls what others call `model` otherwise, and those that transformers writes for Qianfan-OCR."""
+    eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **eye}
+    settings = {"text_config": (CONFIGS | RELATIVES)[text](), "vision_config": eye, "image_token_id": 95}
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    model.save_pretrained(tmp_path)
+    _assert_text_part_is_read(model, tmp_path, text)
+
+
 def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
     """Which transformers has a language model of, and whose experts lie as they lie there."""
     eye = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
