@@ -162,14 +162,23 @@ def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     zeros = _unpacked(tensors["qzeros"], bits)
     if "gptq" in layouts(quantization_config(config)):
         zeros = (zeros + 1) & ((1 << bits) - 1)
-    return _turned(_grouped(_unpacked(tensors["qweight"].T, bits), scales.T, zeros.T, groups), config)
+    levels = _unpacked(tensors["qweight"].T, bits)
+    groups = _in_order(levels.shape[1], len(scales), config) if groups is None else groups  # AutoRound writes none
+    return _turned(_grouped(levels, scales.T, zeros.T, groups), config)
 
 
 def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
     """Levels [K, N * 4 / 32], zero points [groups, N * 4 / 32], both in int32 and eight numbers in an order of their own."""
     levels, zeros = (_unpacked(tensors[name], 4) for name in ("qweight", "qzeros"))
     order = torch.arange(levels.shape[1]).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten()
-    return _turned(_grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T), config)
+    groups = _in_order(len(levels), len(tensors["scales"]), config)
+    return _turned(_grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T, groups), config)
+
+
+def _in_order(columns: int, count: int, config: Any) -> torch.Tensor | None:
+    """The group of each input, of which the last may be shorter; None: as many inputs in each as there are groups for."""
+    size = quantization_config(config).get("group_size")
+    return torch.arange(columns) // size if isinstance(size, int) and size > 0 and -(-columns // size) == count else None
 
 
 def _bitnet(tensors: Tensors, config: Any) -> torch.Tensor:

@@ -135,11 +135,16 @@ def compressed(checkpoint: Path, folder: Path, name: str) -> Path:
     return rewritten(checkpoint, folder, settings, store)
 
 
-def gptq(bits: int, numbers: list[torch.Tensor], *, layout: str = "gptq", shuffled: bool = False) -> Store:
-    """As GPTQModel packs: inputs in words, zero points less one in the first layout. `numbers`: what each matrix stands for."""
+def gptq(
+    bits: int, numbers: list[torch.Tensor], *, layout: str = "gptq", shuffled: bool = False, size: int | None = None
+) -> Store:
+    """As GPTQModel packs: inputs in words, zero points less one in the first layout. `numbers`: what each matrix stands for.
+
+    Groups are of `size`, the last one of what is left, or four.
+    """
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        group = torch.arange(matrix.shape[1]) // (matrix.shape[1] // 4)
+        group = torch.arange(matrix.shape[1]) // (size or matrix.shape[1] // 4)
         group = group[torch.randperm(len(group))] if shuffled else group
         levels, zeros, scales = _rounded(matrix, bits, group)
         numbers.append((levels - zeros[:, group]) * scales.float()[:, group])

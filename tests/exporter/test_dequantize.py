@@ -197,6 +197,10 @@ PACKED: dict[str, tuple[dict[str, Any], Callable[[list[torch.Tensor]], Store]]] 
         {"quant_method": "gptq", "bits": 4, "format": "gptq_v2"},
         partial(gptq, 4, layout="gptq_v2"),
     ),
+    "AutoRound, the last group shorter": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 40, "packing_format": "auto_round:auto_gptq"},
+        partial(gptq, 4, size=40),
+    ),
     "GPTQ in two bits": ({"quant_method": "gptq", "bits": 2}, partial(gptq, 2)),
     "AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "AutoRound": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, partial(gptq, 4)),
