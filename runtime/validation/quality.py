@@ -127,7 +127,7 @@ def _bleu(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tu
 
     def corpus(sums: Array) -> float:
         counts = sums.tolist()
-        return float(BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9]).score)
+        return float(BLEU.compute_bleu(counts[:4], counts[4:8], counts[8], counts[9], smooth_method="exp").score)
 
     return corpus(statistics.sum(axis=0)), np.array([corpus(statistics[draw].sum(axis=0)) for draw in draws])
 

@@ -35,6 +35,14 @@ def test_bleu_is_sacrebleus_with_as_many_references_as_each_example_has() -> Non
     assert found["rouge_l"]["low"] <= found["rouge_l"]["value"] <= found["rouge_l"]["high"]
 
 
+def test_bleu_without_a_match_of_some_length_is_smoothed_as_sacrebleus_is() -> None:
+    said, examples = ["the cat is on a mat here"], [Example(prompt="a", references=("the cat was on a mat there",))]
+    assert score(said, examples)["bleu"]["value"] == pytest.approx(
+        sacrebleu.corpus_bleu(said, [["the cat was on a mat there"]]).score
+    )
+    assert score(said, examples)["bleu"]["value"] > 30
+
+
 def test_the_best_reference_counts_for_rouge() -> None:
     assert score([e.references[-1] for e in EXAMPLES], EXAMPLES)["rouge_l"]["value"] == pytest.approx(100)
 
