@@ -10,6 +10,7 @@ const BATCH_COLORS = ["var(--accent)", "var(--second)", "var(--third)", "var(--g
 // null: it was measured and is no finite number
 const number = (value, digits = 2) => value == null ? "–" : value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
 const exponential = (value) => value == null ? "–" : value.toExponential(1);
+const significant = (value) => value == null ? "–" : value.toLocaleString("en", {maximumSignificantDigits: 4});
 const percent = (value, digits = 0) => `${number(100 * value, digits)} %`;
 const interval = (value) => `${number(value.value)} [${number(value.low)}, ${number(value.high)}]`;
 const spread = (summary) => `± ${percent((summary.high - summary.low) / 2 / summary.median, 1)}`;
@@ -255,7 +256,7 @@ function section(target) {
 
 function objectives() {
   return data.slo.length ? [element("h2", {}, "Objectives"),
-    table(["", "target", "measured", ""], data.slo.map((row) => [row.slo, row.target, number(row.value, 3), verdict(row.holds)]))] : [];
+    table(["", "target", "measured", ""], data.slo.map((row) => [row.slo, row.target, significant(row.value), verdict(row.holds)]))] : [];
 }
 
 function baseline() {

@@ -61,11 +61,19 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "24",
         "--slo",
         "bleu>=101",
+        "--slo",
+        "max_logit_error<=1e-12",
         "--baseline",
         str(folder / "old.json"),
     ]
     assert main([str(trained), *sizes, *options, "--report", str(path)]) == 1
     return path
+
+
+def test_what_an_objective_measured_is_no_zero_where_it_is_small(browser: webdriver.Chrome, report: Path) -> None:
+    browser.get(report.as_uri())
+    cell = browser.find_element("xpath", "//td[contains(., 'max_logit_error')]/following-sibling::td[2]")
+    assert 1e-9 < float(cell.text) < 1e-3
 
 
 def test_every_chart_is_drawn_in_light_and_dark_without_a_word_on_the_console(browser: webdriver.Chrome, report: Path) -> None:
