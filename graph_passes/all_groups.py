@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
-from onnxscript import rewriter
+from onnx_ir.passes.common import IdentityEliminationPass
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
+
+from skipdecode.graph_passes.rewritten import rewritten
 
 
 class AllGroupsPass(ir.passes.InPlacePass):
     """Declines where the number of groups is not static, or some are left out."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = rewriter.RewritePass([_AllGroups.rule()])(model).modified
+        changed = rewritten(model, _AllGroups.rule())
         if changed:
             IdentityEliminationPass()(model)
-            RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, changed)
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
+
+from skipdecode.graph_passes.rewritten import rewritten
 
 _FRONT = [3, 1, 2, 0]  # swaps the first and the last axis
 
@@ -24,10 +24,7 @@ class ConcatPartsPass(ir.passes.InPlacePass):
     """Two parts of the last of four axes; declines where a width is not static or the two do not fill the tensor."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewriter.RewritePass([_TwoParts.rule(), _TwoNarrowParts.rule()])(model).modified
-        if modified:
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, modified)
+        return ir.passes.PassResult(model, rewritten(model, _TwoParts.rule(), _TwoNarrowParts.rule()))
 
 
 class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]

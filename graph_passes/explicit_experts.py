@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import rewriter
 
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, rule_constant, static_dim
@@ -32,6 +30,7 @@ from skipdecode.graph_passes.lower_experts import (
     number,
     turned_experts,
 )
+from skipdecode.graph_passes.rewritten import rewritten
 
 READ_SHARE = "read share"  # in a parameter's `meta`: what of it a step of one row reads
 # op, a product with `up` [.., N], its dtype -> [.., I]
@@ -53,10 +52,7 @@ class ExplicitExpertsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (_Experts, _GeluExperts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
-        modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
-        if modified:
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, modified)
+        return ir.passes.PassResult(model, rewritten(model, *(kind.rule() for kind in kinds)))
 
     def ensures(self, model: ir.Model) -> None:
         left = [

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.rewritten import rewritten
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -37,10 +36,9 @@ class LowerExpertsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (Experts, TurnedExperts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)
-        modified = rewriter.RewritePass([kind.rule() for kind in kinds])(model).modified
+        modified = rewritten(model, *(kind.rule() for kind in kinds))
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
-            RemoveUnusedNodesPass()(model)
         lowered = [node for node in model.graph if node.op_type == "MoE"]
         logger.info("lowered %d mixtures of experts", len(lowered))
         return ir.passes.PassResult(model, modified)

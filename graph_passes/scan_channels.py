@@ -14,12 +14,11 @@ import logging
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
-from onnxscript import rewriter
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.conventions import constant, static_dim
+from skipdecode.graph_passes.rewritten import rewritten
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +27,7 @@ class ScanChannelsPass(ir.passes.InPlacePass):
     """Leaves other linear attention to `lower_linear_attention`."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = rewriter.RewritePass([_ScanChannels.rule()])(model).modified
-        if changed:
-            RemoveUnusedNodesPass()(model)
+        changed = rewritten(model, _ScanChannels.rule())
         logger.info("scans of channels: %s", changed)
         return ir.passes.PassResult(model, changed)
 

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import rewriter
 
 from skipdecode.graph_passes.conventions import rule_constant, static_dim
 from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.lower_experts import GeluExperts
 from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.rewritten import rewritten
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -35,9 +34,7 @@ class SplitExpertsPass(ir.passes.InPlacePass):
     """Takes gated experts with a GELU; leaves other mixtures to `lower_experts`."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewriter.RewritePass([_ByExpert.rule()])(model).modified
-        if modified:
-            RemoveUnusedNodesPass()(model)
+        modified = rewritten(model, _ByExpert.rule())
         logger.info("split mixtures of experts: %s", modified)
         return ir.passes.PassResult(model, modified)
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript import rewriter
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.conventions import is_parameter
+from skipdecode.graph_passes.rewritten import rewritten
 
 
 class WeightFirstPass(ir.passes.InPlacePass):
     """Takes parameters [N,K] that multiply a batch of matrices."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = rewriter.RewritePass([_WeightFirst.rule()])(model).modified
-        if changed:
-            RemoveUnusedNodesPass()(model)
-        return ir.passes.PassResult(model, changed)
+        return ir.passes.PassResult(model, rewritten(model, _WeightFirst.rule()))
 
 
 class _WeightFirst(RewriteRuleClassBase):  # type: ignore[misc]
