@@ -139,8 +139,7 @@ class Generator:
                 another generation has begun meanwhile.
         """
         chosen = self._schedule(schedule)
-        check_rows(rows, max_new_tokens, self.manifest)
-        new = index(max_new_tokens)  # numpy's narrow ones would wrap in sums
+        new = check_rows(rows, max_new_tokens, self.manifest)
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         left = len(rows)
         for places, found, layers in self._tokens(rows, new, sampling, chosen, stop_ids):

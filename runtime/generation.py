@@ -59,9 +59,15 @@ class Generation:
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
-def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> None:
-    """Raises CapacityError where the bundle cannot run them: too many, too long, empty, an unknown id, or used before or
-    twice."""
+def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> int:
+    """Refuse rows that the bundle cannot run: too many, too long, empty, an unknown id, or used before or twice.
+
+    Returns:
+        `max_new_tokens` as Python's own number: numpy's narrow ones would wrap in sums.
+
+    Raises:
+        CapacityError: such rows, or no count.
+    """
     limits, vocabulary = manifest.limits, manifest.model.vocab_size
     if not rows:
         raise CapacityError("there is no prompt", "give at least one")
@@ -73,15 +79,16 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
         raise CapacityError("a Row is given twice", "make one for each place", where="rows")
     if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
+    new = int(max_new_tokens)
     for index, row in enumerate(rows):
         where, length = f"prompt {index}", len(row.prompt_ids)
         if not length:
             raise CapacityError("is empty", "give at least one token", where=where)
         if row.token_ids or row.finish_reason is not None:
             raise CapacityError("has tokens of an earlier run", "make a new Row, its prompt with them", where=where)
-        if length + int(max_new_tokens) > limits.max_length:
+        if length + new > limits.max_length:
             raise CapacityError(
-                f"{length} tokens and {max_new_tokens} new ones exceed the bundle's {limits.max_length}",
+                f"{length} tokens and {new} new ones exceed the bundle's {limits.max_length}",
                 "shorten the prompt, ask for fewer, or export with a larger --max-length",
                 where=where,
             )
@@ -90,3 +97,4 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
             raise CapacityError(
                 f"token id {outside[0]} is outside the vocabulary", f"give ids from 0 to {vocabulary - 1}", where=where
             )
+    return new

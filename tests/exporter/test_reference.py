@@ -54,21 +54,10 @@ def test_each_layer_computes_exactly_its_positions_and_the_model_is_itself_again
 @pytest.mark.parametrize(
     "name",
     [
-        "opt",
-        "gpt2",
-        "llama",
-        "gemma3",
-        "bloom",
-        "gptj",
-        "mpt",
-        "bamba",
-        "falcon_h1",
-        "lfm2",
-        "nemotron_h",
-        "qwen3_5_text",
+        "opt", "gpt2", "llama", "gemma3", "bloom", "gptj", "mpt", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_5_text",
         "mamba",
     ],
-)
+)  # fmt: skip
 def test_generating_with_a_cache_is_refused_and_without_gives_the_greedy_tokens(name: str, zoo: Zoo) -> None:
     model = zoo.model(name)
     wanted, _ = greedy_tokens(model, FALLING, IDS[0].tolist(), 6)
