@@ -16,15 +16,15 @@ from skipdecode.model import Keys
 # mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4, Jamba and Nemotron-H may have none
 MIXTURES = (
     "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
-    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa",
     "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "kolibri1", "laguna",
     "lara_mini", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mistral4", "mixtral", "nemotron_h", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
 # those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = (
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_linear", "minicpm3",
-    "mistral4", "sarvam_mla", "youtu",
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear",
+    "minicpm3", "mistral4", "sarvam_mla", "youtu",
 )  # fmt: skip
 # those without attention: each layer is a Mamba's alone
 STATES_ALONE = ("falcon_mamba", "mamba", "mamba2")
@@ -47,7 +47,7 @@ OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 NORM_ON_BOTH_ENDS = ("nanochat",)
 # those whose attention sees the tokens that an indexer chooses, as many as `index_topk`, which may be all -> the indexer's
 # parameters, which then are for nothing
-INDEXED = {"deepseek_v32": r"\.indexer\."}
+INDEXED = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r"\.indexer\.")
 # what Gemma 4's experts have, where the others' have SwiGLU
 GELU_OF_EXPERTS = "gelu_pytorch_tanh"
 # those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
@@ -204,7 +204,7 @@ def returns_tuple(model: torch.nn.Module, layer: torch.nn.Module) -> bool:
     """
     config: Any = model.config
     old = config.model_type in OWN_ATTENTION and "layer_past" in inspect.signature(type(layer).forward).parameters
-    return old or config.model_type in ("bamba", "falcon_h1")
+    return old or config.model_type in ("bamba", "falcon_h1", "glm_moe_dsa")
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:

@@ -124,6 +124,8 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     config._experts_implementation = EXPERTS_NAME
     if config.model_type in STATES_ALONE:
         config.residual_in_fp32 = False  # of what lies between layers the dtype is the engines'
+    if config.model_type == "glm_moe_dsa":
+        config.indexer_types = ["full"] * config.num_hidden_layers  # some layers take over what one below has chosen
     with torch.device("meta"), taking_config(place(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()

@@ -152,6 +152,7 @@ _FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None] | No
     "FalconAttention": _falcon,
     "GPTJAttention": _gpt_j,
     "GPTNeoSelfAttention": _gpt_neo,
+    "GlmMoeDsaIndexer": _no_choice,
     "Llama4TextAttention": _llama_4,
     "Llama4TextMoe": llama_4_mixture,
     "MptAttention": _mpt,

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import distributed
 
+from skipdecode.errors import ScheduleError
 from skipdecode.exporter.skip_block import SkipBlock
+
+_CHOICE = "prev_topk_indices"  # [B,S,K] int32, the tokens that GLM-5's layer below has chosen to attend to; returned, too
 
 
 class SlicedForward:
@@ -17,7 +20,8 @@ class SlicedForward:
     An object and no closure, so that a deep copy of the model has its own.
 
     Args:
-        in_tuple: the layer returns a tuple of that, and perhaps of the attention's weights, which nothing reads.
+        in_tuple: the layer returns a tuple of that, and perhaps of the attention's weights, which nothing reads, or of its
+            choice of tokens, which the one above may take over.
     """
 
     def __init__(self, layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) -> None:
@@ -35,7 +39,17 @@ class SlicedForward:
             head = self._forward(hidden[:, :end], *args, **kwargs)
             after = ends.computed(head[0] if self._in_tuple else head, hidden[:, :end], self._cap)
             out = torch.cat([after, hidden[:, end:]], dim=1)
-        return (out, None) if self._in_tuple else out
+        return (out, self._choice(hidden) if _CHOICE in kwargs else None) if self._in_tuple else out
+
+    def _choice(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All tokens: what a layer that skips some positions has chosen for the rest would be no choice of theirs."""
+        config, length = self._layer.self_attn.config, hidden.shape[1]
+        if "shared" in config.indexer_types and length > config.index_topk:
+            raise ScheduleError(
+                f"layers take over which {config.index_topk} tokens one below attends to, and a pass has {length}",
+                f"cut rows to {config.index_topk} tokens, which are all", where="skip_schedule",
+            )  # fmt: skip
+        return _all_tokens(len(hidden), length, hidden.device)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.own is not None:
@@ -71,6 +85,10 @@ def _least() -> int:
     return 1 if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1 else 0
 
 
+def _all_tokens(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int32, device=device).expand(rows, length, -1)
+
+
 def _prefix(value: Any, length: int, cap: int) -> Any:
     """The first `cap` of `length` positions of a layer's argument: mask [B,1,S,S], (cos, sin) [B,S,D], positions [B,S]."""
     if isinstance(value, tuple):
@@ -91,4 +109,5 @@ _PREFIXES = {
     "shared_kv_states": lambda value, _, cap: {kind: tuple(part[:, :, :cap] for part in pair) for kind, pair in value.items()},
     "alibi": lambda value, _, cap: None if value is None else value[..., :cap],
     "position_bias": lambda value, *_: value,
+    _CHOICE: lambda value, _, cap: None if value is None else _all_tokens(len(value), cap, value.device),
 }

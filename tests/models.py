@@ -133,6 +133,17 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_head_dim": 16,
     },
+    # some layers of it take over what one below has chosen
+    "glm_moe_dsa": {
+        **_ROUTED,
+        **_LATENT,
+        **_ALL_MIXED,
+        "n_routed_experts": 8,
+        "index_topk": MAX_LENGTH,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk_freq": 2,
+    },
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_routed_experts": 8, "first_k_dense_replace": 0},
     "dots1": {**_ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 0},
     "ernie4_5": {"head_dim": 16},

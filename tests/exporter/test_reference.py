@@ -15,7 +15,7 @@ from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.models import CONFIGS, LAYERS, VOCABULARY
+from tests.models import CONFIGS, LAYERS, MAX_LENGTH, VOCABULARY
 from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
@@ -197,7 +197,8 @@ def test_an_absolute_anchor_ignores_where_prompts_end(given: int | list[int] | s
             torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "falcon", "bloom", "mpt"])  # arguments of three kinds; BLOOM's has its heads first
+# arguments of three kinds, of which BLOOM's has its heads first, and what a layer tells the one above
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "bloom", "mpt", "glm_moe_dsa"])
 def test_later_positions_do_not_change_earlier_ones_so_training_and_decoding_agree(name: str, zoo: Zoo) -> None:
     model = zoo.model(name)
     with torch.no_grad(), skip_schedule(model, SCHEDULE):
@@ -206,6 +207,16 @@ def test_later_positions_do_not_change_earlier_ones_so_training_and_decoding_agr
             torch.testing.assert_close(
                 model(IDS[:, :length], use_cache=False).logits[:, -1], whole[:, length - 1], atol=1e-5, rtol=1e-4
             )
+
+
+def test_layers_that_take_over_a_choice_of_tokens_are_refused_rows_in_which_it_is_not_all(zoo: Zoo) -> None:
+    model = zoo.model("glm_moe_dsa")
+    rows = torch.ones(2, model.config.index_topk + 1, dtype=torch.int64)
+    refused = rf"layers take over which {MAX_LENGTH} tokens .* has {MAX_LENGTH + 1}; cut rows to {MAX_LENGTH} tokens"
+    with torch.no_grad(), skip_schedule(model, SCHEDULE):
+        model(rows[:, :-1], use_cache=False)
+        with pytest.raises(ScheduleError, match=refused):
+            model(rows, use_cache=False)
 
 
 def test_gradients_reach_every_layer_that_was_computed_and_no_other(zoo: Zoo) -> None:
