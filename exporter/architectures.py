@@ -40,7 +40,7 @@ HYBRIDS = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
 }
 # those whose layers may differ in the heads of their keys, or read the keys and values of others
-OWN_HEADS = ("gemma4_text", "gemma4_unified_text")
+OWN_HEADS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # older than transformers' interface for attention (see own_attention)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # those whose final norm, which has no weights, is also between embedding and layers
@@ -66,13 +66,14 @@ _PARTS = {
     **dict.fromkeys(
         (
             "apertus", "apertus1p5_text", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4",
-            "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense",
-            "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral", "ministral3", "mistral",
-            "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss",
-            "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *OWN_HEADS, *MIXTURES,
+            "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "granite", "granite_swa",
+            "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "minicpm3", "ministral",
+            "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi3", "qwen2", "qwen3",
+            "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "youtu", *MIXTURES,
         ),
         ("", "layers", ("norm",), "rotary_emb"),
     ),
+    "gemma3n_text": ("", "layers", ("altup_unembed_projections", "norm"), "rotary_emb"),
     "jamba": ("", "layers", ("final_layernorm",), None),
     "kimi_linear": ("", "layers", ("norm",), None),
     **dict.fromkeys(("nemotron_h", *STATES_ALONE), ("", "layers", ("norm_f",), None)),

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
+from skipdecode.exporter.altup import Merged
 from skipdecode.exporter.architectures import (
     INDEXED,
     OWN_ATTENTION,
@@ -228,6 +229,7 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
         settled(parts.rotary)
     names = {name: _path_of(model, getattr(parts.owner, name)) for name in parts.final_names}
     final = [getattr(parts.owner, name) for name in parts.final_names]
+    final = [Merged(each) if isinstance(each, torch.nn.ModuleList) else each for each in final]
     for name in parts.final_names:
         setattr(parts.owner, name, torch.nn.Identity())
     owner_path = _path_of(model, parts.owner)

@@ -2,7 +2,7 @@
 
 Their classes multiply queries, keys and values by hand, each in its own way. Each function here stands for the `forward` of one
 of them while a layer is traced: its projections, its rotary embedding, the cache, then `onnx_attention`. So does one for Llama 4,
-which asks the cache for one length of all rows.
+which asks the cache for one length of all rows, and for Gemma 3n's whole layer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_em
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from skipdecode.exporter.altup import gemma_3n_layer, gemma_3n_mlp
 from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache, onnx_attention
 from skipdecode.exporter.own_experts import llama_4_mixture
 
@@ -145,13 +146,15 @@ def _attended(
     return projection(rows.flatten(2)), None
 
 
-_FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None] | None]] = {
+_FORWARDS: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | None]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _codegen,
     "DeepseekV32Indexer": _no_choice,
     "FalconAttention": _falcon,
     "GPTJAttention": _gpt_j,
     "GPTNeoSelfAttention": _gpt_neo,
+    "Gemma3nTextDecoderLayer": gemma_3n_layer,
+    "Gemma3nTextMLP": gemma_3n_mlp,
     "GlmMoeDsaIndexer": _no_choice,
     "Llama4TextAttention": _llama_4,
     "Llama4TextMoe": llama_4_mixture,

@@ -1,16 +1,18 @@
-"""Per-layer inputs (Gemma 4's E2B and E4B): what each layer is told of each token beside the hidden state.
+"""Per-layer inputs (Gemma 3n, Gemma 4's E2B and E4B): what each layer is told of each token beside the hidden state.
 
 They depend on the token and its embedding alone, so they are made once, by the embedding's engine, and travel behind the hidden
-state from segment to segment: [B,S,H + L*P], of which layer l reads its P numbers and changes the first H. So the runtime knows
-nothing of them, and a skipped layer's are not read.
+state, or its N streams, from segment to segment: [B,S,N*H + L*P], of which layer l reads its P numbers and changes the first N*H.
+So the runtime knows nothing of them, and a skipped layer's are not read.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 
+from skipdecode.exporter.altup import spread, streams_width
 from skipdecode.exporter.architectures import declared
 
 TABLE = "embed_tokens_per_layer"  # [V,L*P], which the token looks up
@@ -23,15 +25,15 @@ def input_size(config: Any) -> int:
 
 def hidden_width(config: Any) -> int:
     """What goes between layers of each token: the hidden state and all layers' inputs."""
-    width: int = config.hidden_size + config.num_hidden_layers * input_size(config)
-    return width
+    return streams_width(config) + config.num_hidden_layers * input_size(config)
 
 
 def embedded(owner: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """input_ids [B,S] -> [B,S,H + L*P]."""
+    """input_ids [B,S] -> [B,S,N*H + L*P]."""
     hidden = owner.embed_tokens(input_ids)
-    inputs = owner.project_per_layer_inputs(hidden, owner.get_per_layer_inputs(input_ids, hidden))
-    return torch.cat((hidden, inputs.flatten(2)), dim=-1)
+    asked = (input_ids, hidden) if "inputs_embeds" in signature(owner.get_per_layer_inputs).parameters else (input_ids,)
+    inputs = owner.project_per_layer_inputs(hidden, owner.get_per_layer_inputs(*asked))
+    return torch.cat((spread(owner, hidden), inputs.flatten(2)), dim=-1)
 
 
 def own_input(inputs: torch.Tensor, size: int, layer: torch.Tensor) -> torch.Tensor:

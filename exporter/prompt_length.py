@@ -44,14 +44,15 @@ class PromptEnds:
         self._read = False
 
     def computed(self, after: torch.Tensor, before: torch.Tensor, cap: int) -> torch.Tensor:
-        """`after` a layer [B,S,H], as `before` it from a row's prompt and `cap` generated tokens on."""
-        if self._ends.ndim and len(self._ends) != len(after):
-            message = f"prompt_length has {len(self._ends)} counts, the batch {len(after)} rows"
+        """`after` a layer [B,S,H] or [N,B,S,H], as `before` it from a row's prompt and `cap` generated tokens on."""
+        rows, length = after.shape[-3:-1]
+        if self._ends.ndim and len(self._ends) != rows:
+            message = f"prompt_length has {len(self._ends)} counts, the batch {rows} rows"
             raise ScheduleError(message, "give one a row", where="skip_schedule")
-        if self.shortest == self.longest and after.shape[1] <= self.longest + cap:
+        if self.shortest == self.longest and length <= self.longest + cap:
             return after
         ends = self._ends.to(after.device).reshape(-1, 1) + cap
-        positions = torch.arange(after.shape[1], device=after.device)
+        positions = torch.arange(length, device=after.device)
         return torch.where((positions < ends)[..., None], after, before)
 
     def _set(self, ends: torch.Tensor) -> None:

@@ -29,16 +29,18 @@ class SlicedForward:
         self._layer, self._cap, self._in_tuple = layer, cap, in_tuple
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        length, ends = hidden.shape[1], self.block.ends
+        """`hidden` is [B,S,H], or Gemma 3n's streams [N,B,S,H]."""
+        length, ends = hidden.shape[-2], self.block.ends
         if not self.block.skips or ends.shortest + self._cap >= length:
             return self._forward(hidden, *args, **kwargs)
         out = hidden
         if end := max(min(ends.longest + self._cap, length), _least()):
             args = tuple(_prefix(value, length, end) for value in args)
             kwargs = {name: (_PREFIXES.get(name) or _prefix)(value, length, end) for name, value in kwargs.items()}
-            head = self._forward(hidden[:, :end], *args, **kwargs)
-            after = ends.computed(head[0] if self._in_tuple else head, hidden[:, :end], self._cap)
-            out = torch.cat([after, hidden[:, end:]], dim=1)
+            first = hidden[..., :end, :]
+            head = self._forward(first, *args, **kwargs)
+            after = ends.computed(head[0] if self._in_tuple else head, first, self._cap)
+            out = torch.cat([after, hidden[..., end:, :]], dim=-2)
         return (out, self._choice(hidden) if _CHOICE in kwargs else None) if self._in_tuple else out
 
     def _choice(self, hidden: torch.Tensor) -> torch.Tensor:

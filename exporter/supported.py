@@ -94,6 +94,8 @@ def check_supported(config: Any, max_length: int) -> None:
         _check_states(config)
     if config.model_type in OWN_HEADS:
         _check_shared(config)
+    if config.model_type == "gemma3n_text":
+        _check_streams(config)
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
         raise unsupported(config, "with slow_but_exact multiplies slices and leaves out biases")
     if config.model_type == "falcon" and config.alibi:
@@ -154,6 +156,20 @@ def _check_shared(config: Any) -> None:
     if shared < 0 or {*kinds} - {*own}:
         most = next(count for count in reversed(range(len(kinds))) if {*kinds[: len(kinds) - count]} == {*kinds})
         raise _no_count(config, "num_kv_shared_layers", shared, f"write 0 to {most}, which leave a layer of each kind below")
+
+
+def _check_streams(config: Any) -> None:
+    """Gemma 3n's layers compute one of some streams, are told of each token, and keep a part of what their gates have."""
+    _check_each(
+        config, ("altup_num_inputs", "laurel_rank", "hidden_size_per_layer_input", "vocab_size_per_layer_input"), needed=True
+    )
+    active, count = config.altup_active_idx, config.altup_num_inputs
+    if not 0 <= active < count:
+        raise _no_count(config, "altup_active_idx", active, f"write 0 to {count - 1}, one of altup_num_inputs")
+    if not all(0 <= part < 1 for part in config.activation_sparsity_pattern):
+        raise _no_count(
+            config, "activation_sparsity_pattern", config.activation_sparsity_pattern, "write numbers from 0 on and below 1"
+        )
 
 
 def _check_heads(config: Any) -> None:

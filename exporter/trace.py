@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentio
 
 from skipdecode.bindings import PAST, PAST_KEY, PAST_VALUE, past, present
 from skipdecode.exporter import per_layer_inputs
+from skipdecode.exporter.altup import streams_width
 from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, base_name, expands_latents
 from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
@@ -87,6 +88,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
         self.latent = expands_latents(layer)
         self.inputs = getattr(layer, "hidden_size_per_layer_input", 0)  # P
+        self.width = streams_width(layer.config) if self.inputs else 0
 
     def forward(
         self,
@@ -110,7 +112,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
             arguments |= self._of_attention(hidden, position_ids, key.shape[2])
         others = None
         if layer_index is not None:
-            hidden, others = hidden.split((self.layer.hidden_size, hidden.shape[2] - self.layer.hidden_size), dim=-1)
+            hidden, others = hidden.split((self.width, hidden.shape[2] - self.width), dim=-1)
             arguments["per_layer_input"] = per_layer_inputs.own_input(others, self.inputs, layer_index)
         cache = StateCache(states, attention) if states else attention
         names = inspect.signature(self.layer.forward).parameters
@@ -158,7 +160,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
             body.forward = _as_they_come
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        index = last[:, None, None].expand(-1, 1, self.model.config.hidden_size)  # per-layer inputs lie behind that
+        index = last[:, None, None].expand(-1, 1, streams_width(self.model.config))  # per-layer inputs lie behind that
         hidden = torch.gather(hidden, 1, index)
         for module in self.final:
             hidden = module(hidden)

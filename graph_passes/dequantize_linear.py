@@ -40,7 +40,7 @@ _ROWS_AT_A_TIME = 1024
 
 
 class DequantizeLinearPass(ir.passes.InPlacePass):
-    """Declines what is no parameter, routers, and in 4 bits matrices whose input width is no multiple of the block."""
+    """Declines what `quantisable` does; in 8 bits, whose scales are one an output, inputs may be of any number."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()

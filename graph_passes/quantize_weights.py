@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizeWeightsPass(ir.passes.InPlacePass):
-    """Declines matrices whose input width is no multiple of the block, what is not a parameter, and routers.
+    """Declines widths that are no multiple of the block, what is not a parameter, or one of several products, and routers.
 
     A mixture's router is a thousandth of its layer, and an error of its changes which experts compute.
     """
@@ -50,13 +50,13 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
 
 
 def quantisable(graph: ir.Graph, multiple: int) -> Iterator[tuple[ir.Node, ir.Value, bool]]:
-    """Each product by a parameter whose input width is such a multiple, but for routers; with `matrix_parameter` of it.
+    """Each product by a parameter of its own whose width is such a multiple, but for routers; with `matrix_parameter` of it.
 
     It may be replaced before the next one is asked for.
     """
     for node in list(graph):
         found = matrix_parameter(node)
-        if found is not None and not is_router(node) and _num_inputs(*found) % multiple == 0:
+        if found is not None and not (is_router(node) or _is_shared(found[0])) and _num_inputs(*found) % multiple == 0:
             yield node, *found
 
 
@@ -86,6 +86,13 @@ def is_router(node: ir.Node) -> bool:
                 seen.add(reader)
                 waiting.append(reader)
     return False
+
+
+def _is_shared(parameter: ir.Value) -> bool:
+    """Whether several products read it: Gemma 3n's router of its streams, four rows, does so before and after a layer."""
+    readers = [use.node for use in parameter.uses()]
+    turned = [reader for reader in readers if reader.op_type == "Transpose"]
+    return len(readers) - len(turned) + sum(len(reader.outputs[0].uses()) for reader in turned) > 1
 
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "Attention", "GroupQueryAttention")

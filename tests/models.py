@@ -169,6 +169,17 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
     "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
     "gemma": {"head_dim": 32},
+    # sparse gates in some layers; all but two read the keys and values of others
+    "gemma3n_text": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        "vocab_size_per_layer_input": VOCABULARY - 8,
+        "hidden_size_per_layer_input": 24,
+        "num_kv_shared_layers": 4,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.95, 0.0] * (LAYERS // 2),
+    },
     "gemma4_text": {
         **_GLOBAL_HEADS,
         "attention_k_eq_v": False,
@@ -331,8 +342,8 @@ RELATIVES: dict[str, Callable[[], Any]] = {
 # Relatives that between them take every branch of exporter, passes and runtime that all of them take (coverage.py, 2026-11-28),
 # and two whose layers have heads, or scales by position, of their own. `make survey` runs the others.
 EVERY_PATH = (
-    "afmoe", "bloom", "codegen", "deepseek_v2", "deepseek_v3", "falcon", "falcon_h1", "flex_olmo", "gemma4_text", "glm4",
-    "glm4_moe", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "kimi_linear", "laguna",
+    "afmoe", "bloom", "codegen", "deepseek_v2", "deepseek_v3", "falcon", "falcon_h1", "flex_olmo", "gemma3n_text", "gemma4_text",
+    "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "kimi_linear", "laguna",
     "lara_mini", "lfm2", "llama4_text", "mamba", "ministral3", "mixtral", "mpt", "nanochat", "nemotron_h", "olmo_hybrid",
     "phimoe", "qwen3_5_text", "stablelm", "vaultgemma",
 )  # fmt: skip
@@ -362,4 +373,4 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
-LEAST_LAYERS = {"reading_others": 4}  # of a schedule, else 2: what others read is never skipped
+LEAST_LAYERS = {"gemma3n_text": 3, "reading_others": 4}  # of a schedule, else 2: what others read is never skipped

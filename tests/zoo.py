@@ -11,7 +11,7 @@ import transformers
 from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
+from tests.models import CONFIGS, LAYERS, LEAST_LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
 
 
 class Zoo:
@@ -41,7 +41,7 @@ class Zoo:
         """A bundle with one segment a layer, so that any schedule with one warm-up layer fits it."""
         path = self._folder / f"{name}.bundle"
         if not path.exists():
-            schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)
+            schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=LEAST_LAYERS.get(name, 2), span=10)
             export(
                 ExportRequest(model=str(self.checkpoint(name)), out=path, schedule=schedule, max_batch=4, max_length=MAX_LENGTH)
             )

@@ -24,7 +24,7 @@ from skipdecode.exporter.reference import skip_schedule
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
-from tests.models import CONFIGS, EACH_RELATIVE, EVERY_PATH, LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
+from tests.models import CONFIGS, EACH_RELATIVE, EVERY_PATH, LAYERS, LEAST_LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
 from tests.zoo import Zoo
 
 RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
@@ -39,8 +39,10 @@ def test_no_architecture_is_taken_that_no_test_exports() -> None:
 @pytest.mark.parametrize("name", EACH_RELATIVE)
 def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_anchor(name: str, zoo: Zoo) -> None:
     generator, model = skipdecode.load(zoo.bundle(name)), zoo.model(name)
+    least = LEAST_LAYERS.get(name, 2)
     for anchor in Anchor:
-        schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5, anchor=anchor), LAYERS)
+        asked = ScheduleRequest(name="linear", max_layers=5, min_layers=least, warmup_layers=least - 1, span=5, anchor=anchor)
+        schedule = build_schedule(asked, LAYERS)
         decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, schedule)
         assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from skipdecode.exporter.architectures import decoder_layers
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.models import CONFIGS, LAYERS, MAX_LENGTH, VOCABULARY
+from tests.models import CONFIGS, LAYERS, LEAST_LAYERS, MAX_LENGTH, VOCABULARY
 from tests.zoo import Zoo
 
 SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
@@ -197,11 +198,14 @@ def test_an_absolute_anchor_ignores_where_prompts_end(given: int | list[int] | s
             torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted, rtol=0, atol=0)
 
 
-# arguments of three kinds, of which BLOOM's has its heads first, and what a layer tells the one above
-@pytest.mark.parametrize("name", ["gpt2", "falcon", "bloom", "mpt", "glm_moe_dsa"])
+# arguments of three kinds, of which BLOOM's has its heads first, what a layer tells the one above, several streams
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "bloom", "mpt", "glm_moe_dsa", "gemma3n_text"])
 def test_later_positions_do_not_change_earlier_ones_so_training_and_decoding_agree(name: str, zoo: Zoo) -> None:
-    model = zoo.model(name)
-    with torch.no_grad(), skip_schedule(model, SCHEDULE):
+    model, least = zoo.model(name), LEAST_LAYERS.get(name, 2)
+    schedule = dataclasses.replace(
+        SCHEDULE, warmup_layers=least - 1, layers=tuple(max(count, least) for count in SCHEDULE.layers)
+    )
+    with torch.no_grad(), skip_schedule(model, schedule):
         whole = model(IDS, use_cache=False).logits
         for length in range(1, 7):
             torch.testing.assert_close(

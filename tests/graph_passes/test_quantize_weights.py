@@ -66,6 +66,16 @@ def test_a_second_run_changes_nothing() -> None:
     assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
 
 
+@pytest.mark.parametrize("second", ["turned", "again"])
+def test_a_matrix_that_two_products_share_is_left_as_it_is(second: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,64] x) => (float[B,64] y) {{
+        turned = Transpose <perm = [1, 0]> (weight)  again = Transpose <perm = [1, 0]> (weight)
+        middle = MatMul (x, turned)  y = MatMul (middle, {second}) }}"""
+    model = with_weight(text, "layer.fc.weight", np.zeros((64, 64), np.float32))
+    assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
+
+
 def test_a_router_is_looked_for_once_along_each_way() -> None:
     """What is summed with itself over and over has 2**60 ways to its end."""
     sums = " ".join(f"y{index + 1} = Add (y{index}, y{index})" for index in range(60))
