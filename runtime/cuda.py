@@ -49,6 +49,10 @@ class CudaDevice:
         """Of the GPU: sm89."""
         return _capability(self._driver, self._device)
 
+    def enter(self) -> None:
+        """As `Device.enter`: its context, which each thread has to enter for itself."""
+        self._driver.cuCtxSetCurrent(self._context)
+
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""
         driver = self._driver
@@ -145,7 +149,7 @@ class CudaDevice:
                 _checked(driver, driver.cuCtxSynchronize())
             finally:
                 driver.cuCtxDestroy(context)
-                driver.cuCtxSetCurrent(self._context)
+                self.enter()
         except (CapacityError, TargetError) as error:
             logger.info("steps are not made quicker by a second context: %s", error)
 
@@ -201,8 +205,8 @@ class CudaDevice:
         return run
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A driver call in this device's context, which each thread has to enter for itself."""
-        self._driver.cuCtxSetCurrent(self._context)
+        """A driver call in this device's context."""
+        self.enter()
         return _checked(self._driver, function(*arguments))
 
 

@@ -33,6 +33,9 @@ class Device(Protocol):
     stream: int  # a cudaStream_t; 0 where there is none
     capturing: bool  # whether what is asked now is for `captured`
 
+    def enter(self) -> None:
+        """Make it the one that libraries use on this thread."""
+
     def allocate(self, nbytes: int) -> Block:
         """`nbytes` of zeros.
 
@@ -73,6 +76,9 @@ class HostDevice:
     """The CPU as a device: memory is the host's, a captured call is the call."""
 
     name, stream, capturing = "cpu", 0, False
+
+    def enter(self) -> None:
+        """As `Device.enter`."""
 
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""

@@ -195,12 +195,13 @@ class TensorRTEngine:
             if places[name] is not array:
                 after.append(_copy(device, places[name], array))
         shapes = {name: places[name].shape for name in self.input_names}
-        context = self._context(shapes)
+        context, places_of_this = self._context(shapes), object()
 
         def run() -> None:
+            device.enter()
             for call in before:
                 call()
-            context.run(places, shapes)
+            context.run(places_of_this, places, shapes)
             for call in after:
                 call()
             if self._trace is not None:
@@ -253,21 +254,22 @@ class _Context:
         self._context, self._engine, self._shared, self._steady = context, engine, shared, steady is not None
         scratch = shared.scratch()
         context.set_device_memory(scratch.pointer, shared.scratch_bytes)
-        self._told: Mapping[str, DeviceArray] | None = None
+        self._told: object | None = None  # what stands for the places: they themselves would be kept for as long as the engine
         self._capturable = False  # before its first run
         if steady is not None and not all(context.set_input_shape(name, shape) for name, shape in steady.items()):
             raise shared.refused("export the model again")
 
-    def run(self, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def run(self, call: object, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`call` stands for the places and shapes, which are told where it is another one than the last."""
         device = self._shared.device
         if device.capturing and not self._capturable:
             raise TargetError("a plan allocates memory while it runs", "export the model again")
-        new = self._told is not places
+        new = self._told is not call
         if new:
             self._shared.log.errors.clear()  # of what came before
             accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
             accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
-            self._told = places if all(accepted) else None
+            self._told = call if all(accepted) else None
         if self._told is None or not self._context.execute_async_v3(device.stream):
             raise self._shared.refused("check nvidia-smi, and start again")
         if new and self._steady and not device.capturing:

@@ -148,6 +148,15 @@ def test_a_loop_that_makes_way_for_another_leaves_nothing_behind(driver: Path, g
     assert taken == taken[:4] * 3
 
 
+def test_batches_of_fewer_rows_take_no_more_memory_than_before_larger_ones_came(
+    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    requests = [{**REQUESTS[0], "prompts": PROMPTS[:rows]} for rows in (1, 2, 3, 1)]
+    first, second, third, last = json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), requests).stdout)["taken"]
+    of_a_row = third - second
+    assert of_a_row > 0 and last - first < of_a_row / 2, "more is what a plan keeps of a shape, with no row's keys in it"
+
+
 def test_bundles_that_are_loaded_one_after_another_use_the_same_stream_events_and_kernel(
     driver: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
