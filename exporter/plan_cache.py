@@ -36,28 +36,53 @@ def content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tup
     return digest.hexdigest()
 
 
-def known_plans(bundle: Path, folder: str) -> dict[str, Path]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownPlan:
+    """A plan in a bundle that another export may replace at any time."""
+
+    path: Path
+    identity: tuple[int, int, int]  # of the file that was there: another one's under its name is another plan
+
+    @classmethod
+    def at(cls, path: Path) -> KnownPlan:
+        """What lies there now."""
+        found = path.stat()
+        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+def known_plans(bundle: Path, folder: str) -> dict[str, KnownPlan]:
     """Content key -> plan, of those that a bundle has as its manifest says; none where it cannot be read."""
     try:
         files = {file.path: file for file in manifest.read(bundle).files if file.path.startswith(f"{folder}/")}
+        plans = {path: KnownPlan.at(bundle / path) for path in files}  # before they are read
         whole = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
         if f"{folder}/{KEYS}" not in whole:
             return {}
         keys = json.loads((bundle / folder / KEYS).read_text(encoding="utf-8"))
-        return {str(key): bundle / folder / name for name, key in keys.items() if f"{folder}/{name}" in whole}
+        return {str(key): plans[f"{folder}/{name}"] for name, key in keys.items() if f"{folder}/{name}" in whole}
     except (OSError, ValueError, AttributeError, BundleError):
         return {}
 
 
-def link_or_copy(plan: Path, path: Path) -> bool:
-    """Let `path` be the known `plan`, which its own bundle may lose; whether it had not yet."""
+def take_over(plan: KnownPlan, path: Path) -> bool:
+    """Let `path` be the known `plan`; False, and nothing is there: another export has replaced its bundle meanwhile."""
+    try:
+        _link_or_copy(plan.path, path)
+        if KnownPlan.at(plan.path) == plan:
+            return True
+    except FileNotFoundError:
+        pass
+    path.unlink(missing_ok=True)
+    return False
+
+
+def _link_or_copy(plan: Path, path: Path) -> None:
     try:
         os.link(plan, path)
-    except FileNotFoundError:  # another export has replaced the bundle meanwhile
-        return False
+    except FileNotFoundError:
+        raise
     except OSError:  # a file system without hard links
         shutil.copyfile(plan, path)
-    return True
 
 
 def keep_timings(replaced: Path, partial: Path, folder: str) -> str:

@@ -20,7 +20,7 @@ from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.plan_builders import build_plans, num_builders
-from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, link_or_copy
+from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, take_over
 from skipdecode.exporter.state_layers import forgets_by_channel
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
@@ -190,7 +190,7 @@ class _Requests:
             )  # fmt: skip
             self.sizes[path] = weight_bytes(lowered.graph)
             self.keys[Path(path).name] = key = content_key(request, lowered, version, self.gpus)
-            if key in self._known and link_or_copy(self._known[key], self._partial / path):
+            if key in self._known and take_over(self._known[key], self._partial / path):
                 remove_lowered(source)
                 yield None
             else:

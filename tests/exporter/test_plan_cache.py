@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from skipdecode.exporter.plan_cache import TIMING_CACHE, content_key, keep_timings, link_or_copy
+from skipdecode.exporter.plan_cache import TIMING_CACHE, KnownPlan, content_key, keep_timings, take_over
 from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile
 
@@ -68,9 +68,12 @@ def test_where_a_plan_lies_is_no_part_of_its_key() -> None:
 
 def test_a_known_plan_is_one_file_under_two_names_and_one_that_is_gone_is_built(tmp_path: Path) -> None:
     plan, path = tmp_path / "old.plan", tmp_path / "new.plan"
-    assert not link_or_copy(plan, path) and not path.exists()
     plan.write_bytes(b"kernels")
-    assert link_or_copy(plan, path) and path.samefile(plan)
+    known = KnownPlan.at(plan)
+    assert take_over(known, path) and path.samefile(plan)
+    path.unlink()
+    plan.unlink()
+    assert not take_over(known, path) and not path.exists()
 
 
 def test_a_known_plan_is_copied_where_the_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +83,25 @@ def test_a_known_plan_is_copied_where_the_file_system_has_no_links(tmp_path: Pat
     monkeypatch.setattr(os, "link", link)
     plan, path = tmp_path / "old.plan", tmp_path / "new.plan"
     plan.write_bytes(b"kernels")
-    assert link_or_copy(plan, path) and path.read_bytes() == b"kernels"
+    known = KnownPlan.at(plan)
+    assert take_over(known, path) and path.read_bytes() == b"kernels"
+    _replace(plan)
+    assert not take_over(known, path) and not path.exists()
+
+
+def test_a_plan_that_another_export_has_put_in_the_place_of_a_known_one_is_not_taken_over(tmp_path: Path) -> None:
+    """It may be one of another checkpoint, of the same size; its name is the same."""
+    plan, path = tmp_path / "old.plan", tmp_path / "new.plan"
+    plan.write_bytes(b"kernels")
+    known = KnownPlan.at(plan)
+    _replace(plan)
+    assert not take_over(known, path) and not path.exists()
+
+
+def _replace(plan: Path) -> None:
+    other = plan.with_name("other.plan")
+    other.write_bytes(b"others'")
+    other.replace(plan)
 
 
 def test_what_was_timed_for_the_bundle_that_is_replaced_is_not_timed_again(tmp_path: Path) -> None:
