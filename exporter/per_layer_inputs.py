@@ -25,7 +25,8 @@ def input_size(config: Any) -> int:
 
 def hidden_width(config: Any) -> int:
     """What goes between layers of each token: the hidden state and all layers' inputs."""
-    return streams_width(config) + config.num_hidden_layers * input_size(config)
+    width: int = streams_width(config) + config.num_hidden_layers * input_size(config)
+    return width
 
 
 def embedded(owner: Any, input_ids: torch.Tensor) -> torch.Tensor:

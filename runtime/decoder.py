@@ -18,8 +18,12 @@ from skipdecode.model import Model
 from skipdecode.prefill import PREFILL_CHUNK, Prefill
 from skipdecode.schedule import Anchor, Schedule
 
+# ragged rows under an absolute anchor bring ever new combinations of layer counts
+MOST_ROUTES = 256
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a route is itself alone: `DeviceLoop` keeps a graph of each
+
+# a route is itself alone: `DeviceLoop` keeps a graph of each, for as long as it is kept here
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Route:
     """What one step runs."""
 
@@ -193,12 +197,18 @@ class Decoder:
             return self._routes.get(count) or self._new_route(count, np.full(len(self._ids) - self._first, count))
         counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths[self._first :].tolist()])
         key = counts.tobytes()
-        return self._routes.get(key) or self._new_route(key, counts)
+        known = self._routes.pop(key, None)
+        if known is None:
+            return self._new_route(key, counts)
+        self._routes[key] = known  # the last one to be dropped
+        return known
 
     def _new_route(self, key: int | bytes, counts: IntArray) -> Route:
         """`counts` [B]: how many layers each row computes in this step, never falling from row to row."""
         starts = (self._first + np.searchsorted(counts, self._least_counts)).tolist()
         climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(self._ids)]
+        if len(self._routes) == MOST_ROUTES:
+            del self._routes[next(iter(self._routes))]
         self._routes[key] = Route(calls=(self._embed, *climbs, self._head), deepest=int(counts[-1]))
         return self._routes[key]
 

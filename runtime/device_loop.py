@@ -11,6 +11,7 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -58,8 +59,8 @@ class DeviceLoop:
             steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
             position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._tokens.ctypes.data,
         )  # fmt: skip
-        self._taken: set[Route] = set()
-        self._graphs: dict[Route, Call] = {}
+        self._taken: WeakSet[Route] = WeakSet()
+        self._graphs: WeakKeyDictionary[Route, Call] = WeakKeyDictionary()
         self._generations = 0  # begun so far
 
     def tokens(
@@ -107,7 +108,7 @@ class DeviceLoop:
             # not at the first time: engines allocate and choose kernels then, which a capture does not allow
             graph = self._captured(route)
         if graph is None:
-            self._run(route)
+            self._run(route.calls)
             self._taken.add(route)
         else:
             graph()
@@ -132,15 +133,16 @@ class DeviceLoop:
 
     def _captured(self, route: Route) -> Call | None:
         """The route as one launch; None: it cannot be, and no other one will be tried."""
+        calls = route.calls  # a graph that kept its route would be kept by it
         try:
-            self._graphs[route] = self._device.captured(lambda: self._run(route))
+            self._graphs[route] = self._device.captured(lambda: self._run(calls))
         except Exception as error:  # a capture records and runs nothing: whatever broke it, the same calls may be made now
             self._capture = False
             logger.warning("decode steps go on without CUDA graphs: %s", error)
         return self._graphs.get(route)
 
-    def _run(self, route: Route) -> None:
-        for call in route.calls:
+    def _run(self, calls: Sequence[Call]) -> None:
+        for call in calls:
             call()
         self._turn_around(self._state)
 

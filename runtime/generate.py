@@ -37,7 +37,7 @@ class Generator:
     streams on a device the first is ended by the second.
 
     Raises:
-        BundleError, TargetError: see `load`.
+        BundleError, TargetError, CapacityError: see `load`.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Generator:
             ignore_eos: go on after an end-of-sequence token (for measuring).
 
         Raises:
-            CapacityError: an empty prompt, an id outside the vocabulary, too many rows or tokens, or more than memory holds.
-            CapacityError: a schedule of another depth, or one that cuts through a segment of the bundle.
+            CapacityError: an empty prompt, text without a tokenizer, an id outside the vocabulary, too many rows or tokens,
+                sampling out of range, more than memory holds; a schedule of another depth, or through a segment of the bundle.
             ScheduleError: a schedule that skips layers whose keys and values others read.
             TargetError: the device or its library failed.
         """
@@ -142,16 +142,18 @@ class Generator:
         new = check_rows(rows, max_new_tokens, self.manifest)
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         left = len(rows)
-        for places, found, layers in self._tokens(rows, new, sampling, chosen, stop_ids):
-            newest: list[int | None] = [None] * len(rows)
-            for place, token in zip(places, found, strict=True):
-                if rows[place].finish_reason is None:
-                    newest[place] = token
-                    left -= _append(rows[place], token, stop_ids, new)
-            yield Step(tuple(newest), layers)
-            if not left:
-                self.engines.after_run()
-                return
+        try:
+            for places, found, layers in self._tokens(rows, new, sampling, chosen, stop_ids):
+                newest: list[int | None] = [None] * len(rows)
+                for place, token in zip(places, found, strict=True):
+                    if rows[place].finish_reason is None:
+                        newest[place] = token
+                        left -= _append(rows[place], token, stop_ids, new)
+                yield Step(tuple(newest), layers)
+                if not left:
+                    return
+        finally:  # also of a stream that is left before its end
+            self.engines.after_run()
 
     def _tokens(
         self, rows: list[Row], new: int, sampling: Sampling, schedule: Schedule, stop_ids: Sequence[int]

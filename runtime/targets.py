@@ -14,7 +14,7 @@ import numpy as np
 from skipdecode import bindings as names
 from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features, usable_cores
-from skipdecode.cuda import CudaDevice
+from skipdecode.cuda import CudaDevice, gpu_at_hand
 from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, Segment, Sharing, tensorrt
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
@@ -137,16 +137,16 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace |
                 f"export the model again with --target {target.name}:{device.capability} --force, or cuda where that is unknown"
             )
         raise TargetError(f"the plans are for {target.machine}, this GPU is {device.capability}", rebuild, where=str(bundle))
-    kernels = KernelCache(_kernels_of(bundle))
+    kernels = KernelCache(_kernels_of(bundle, gpu_at_hand().name))
     shared = tensorrt.PlanRuntime(target.name, device, kernels)
     run = device.turn_around()
     engines = plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared, trace))
     return dataclasses.replace(engines, after_run=kernels.keep)
 
 
-def _kernels_of(bundle: Path) -> Path:
-    """The file of the kernels that its plans' library compiled here."""
-    identity = hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()[:24]
+def _kernels_of(bundle: Path, gpu: str) -> Path:
+    """The file of the kernels that its plans' library compiled for this kind of GPU; machines with others may share a home."""
+    identity = hashlib.sha256((bundle / MANIFEST).read_bytes() + gpu.encode()).hexdigest()[:24]
     return cache_folder("kernels") / f"{identity}.bin"
 
 

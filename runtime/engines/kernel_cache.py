@@ -35,10 +35,14 @@ class KernelCache:
             weakref.finalize(self, self._file.write, self._cache)
         if not config.set_runtime_cache(self._cache):
             logger.warning("TensorRT-RTX takes no kernels from %s: each start compiles its own", self._file.path)
-        self._grown = True
+        self.expect_more()
+
+    def expect_more(self) -> None:
+        """A context of this cache runs shapes that it has not run before, for which kernels may be compiled."""
+        self._grown = self._cache is not None  # the package tensorrt has none
 
     def keep(self) -> None:
-        """Write what new contexts have compiled: a service is ended by a signal, and writes nothing then."""
+        """Write what was compiled since: a service is ended by a signal, and writes nothing then."""
         if self._grown:
             self._grown = False
             self._file.write(self._cache)

@@ -256,6 +256,7 @@ class _Context:
         context.set_device_memory(scratch.pointer, shared.scratch_bytes)
         self._told: object | None = None  # what stands for the places: they themselves would be kept for as long as the engine
         self._capturable = False  # before its first run
+        self._known: set[frozenset[tuple[str, tuple[int, ...]]]] = set()  # shapes that it has run
         if steady is not None and not all(context.set_input_shape(name, shape) for name, shape in steady.items()):
             raise shared.refused("export the model again")
 
@@ -270,11 +271,18 @@ class _Context:
             accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
             accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
             self._told = call if all(accepted) else None
+            self._note(frozenset(shapes.items()))
         if self._told is None or not self._context.execute_async_v3(device.stream):
             raise self._shared.refused("check nvidia-smi, and start again")
         if new and self._steady and not device.capturing:
             ask = getattr(self._context, "is_stream_capturable", None)  # TensorRT-RTX's
             self._capturable = ask is None or ask(device.stream)
+
+    def _note(self, shapes: frozenset[tuple[str, tuple[int, ...]]]) -> None:
+        """Prompts of a new length may have kernels of their own."""
+        if self._shared.kernels is not None and shapes not in self._known:
+            self._known.add(shapes)
+            self._shared.kernels.expect_more()
 
 
 def _in_place(name: str) -> bool:

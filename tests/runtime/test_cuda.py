@@ -94,10 +94,13 @@ def test_a_process_that_is_killed_has_kept_the_kernels_that_its_runs_compiled(
     assert _run(driver, bundle, REQUESTS[:1], "killed").returncode == -signal.SIGKILL
     (kept,) = folder.iterdir()
     segments = len(manifests.read(bundle).segments)
-    assert len(kept.read_bytes().split()) == 2 + segments + 2, "segments, embedding and head"
+    assert len({word.split(b":")[0] for word in kept.read_bytes().split()[2:]}) == segments + 2, "and embedding and head"
     written = kept.stat().st_ino
     assert _run(driver, bundle, REQUESTS[:2], "killed").returncode == -signal.SIGKILL
     assert [each.stat().st_ino for each in folder.iterdir()] == [written], "nothing new"
+    known, longer = kept.read_bytes(), {"prompts": [[7] * 12], "max_new_tokens": 2, "ignore_eos": True}
+    assert _run(driver, bundle, [REQUESTS[2], longer, REQUESTS[2]], "killed").returncode == -signal.SIGKILL
+    assert {*kept.read_bytes().split()} > {*known.split()}, "those of a prompt of another length"
 
 
 def test_without_graphs_the_steps_calls_are_made_one_by_one(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skipdecode import decoder
 from skipdecode.device import Call, HostDevice
 from skipdecode.device_loop import AHEAD, DeviceLoop
 from skipdecode.errors import CapacityError
@@ -60,6 +61,15 @@ def test_it_gives_the_tokens_and_layers_of_the_loop_on_the_host(how: dict[str, A
         assert _ids(there) == _ids(host) and there.layers == host.layers
         assert len({tuple(ids) for ids in _ids(there)}) == len(PROMPTS)
         assert 0 < there.timings.prefill_s < there.timings.prefill_s + there.timings.decode_s
+
+
+def test_routes_that_make_way_for_others_take_their_graphs_with_them(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+    host, generator = load(False).generate(PROMPTS, **given), load(True)
+    monkeypatch.setattr(decoder, "MOST_ROUTES", 2)
+    for _ in range(3):
+        assert _ids(generator.generate(PROMPTS, **given)) == _ids(host)
+    assert generator._kept_loop is not None and 0 < generator._kept_loop.graphs <= 2
 
 
 def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) -> None:

@@ -111,20 +111,21 @@ class RtxEngine(Engine):
 
     def create_runtime_config(self) -> SimpleNamespace:
         def set_runtime_cache(kernels: Kernels) -> bool:
-            kernels.used.append(self.name)
+            config.get_runtime_cache = lambda: kernels
             return True
 
-        return SimpleNamespace(
-            **vars(super().create_runtime_config()), create_runtime_cache=Kernels,
+        config = SimpleNamespace(
+            **vars(super().create_runtime_config()), create_runtime_cache=Kernels, get_runtime_cache=Kernels,
             dynamic_shapes_kernel_specialization_strategy=None, set_runtime_cache=set_runtime_cache,
         )  # fmt: skip
+        return config
 
     def create_execution_context(self, config: Any) -> Context:
-        return RtxContext(self)
+        return RtxContext(self, config.get_runtime_cache())
 
 
 class Kernels:
-    """A runtime cache: whose engines it was given to, in place of their kernels."""
+    """A runtime cache: which engines have run with how many rows and tokens, in place of their kernels."""
 
     def __init__(self) -> None:
         self.used: list[str] = []
@@ -203,6 +204,14 @@ class RtxContext(Context):
     """TensorRT-RTX's, which may not go into a graph."""
 
     allocates = False  # while it runs
+
+    def __init__(self, engine: Engine, kernels: Kernels) -> None:
+        super().__init__(engine)
+        self._kernels = kernels
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self._kernels.used.append(f"{self._engine.name}:{sorted(self._shapes.items())}".replace(" ", ""))
+        return super().execute_async_v3(stream)
 
     def is_stream_capturable(self, stream: int) -> bool:
         return not self.allocates
