@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from machine import facts, write_results
 from models import hybrid_layers
-from quantized_quality import EXAMPLE, examples_of, measure
+from quantized_quality import EXAMPLE, measure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(EXAMPLE))
-from data import read_pairs
+from data import examples_of, read_pairs
 from train import Recipe, train, train_tokenizer
 
 _LAYERS = 12
@@ -82,7 +82,7 @@ def _train(name: str, folder: Path, data: Path, steps: int) -> None:
     pairs = read_pairs(data)
     tokenizer = train_tokenizer(pairs)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **_SIZES, **_MODELS[name]), dtype=torch.float32)
-    recipe = Recipe(steps=steps, speedups=(1.0, 2.0, 3.0), warmup_layers=1, learning_rate=2e-3, bf16=False)
+    recipe = Recipe(steps=steps, speedups=(1.0, 2.0, 3.0), warmup_layers=1, learning_rate=2e-3, bf16=False, seed=0)
     trained = train(model, pairs, tokenizer, recipe)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,9 @@ from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.quality import Example, answer, score
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "e2e"
+sys.path.insert(0, str(EXAMPLE))
+from data import examples_of
+
 KINDS = (  # weights, method, inputs that share one scale
     ("none", "rtn", 32), ("int8", "rtn", 32), ("int8", "k-quant", 32), ("int8", "rtn", 128),
     ("int4", "rtn", 32), ("int4", "k-quant", 32), ("int4", "rtn", 64), ("int4", "rtn", 128), ("int4", "k-quant", 128),
@@ -69,17 +71,6 @@ def measure(model: Path, examples: list[Example], kinds: Sequence[tuple[str, str
                 f"at 2x {show['bleu_2x']['value']:.2f}", flush=True,
             )  # fmt: skip
     return [{name: value for name, value in row.items() if name != "texts"} for row in rows]
-
-
-def examples_of(data: Path) -> list[Example]:
-    """The inputs of an E2E CSV file, each once, with all its sentences."""
-    sys.path.insert(0, str(EXAMPLE))
-    from data import prompt, read_pairs
-
-    references: dict[str, list[str]] = defaultdict(list)
-    for attributes, text in read_pairs(data):
-        references[attributes].append(text)
-    return [Example(prompt=prompt(key), references=tuple(texts)) for key, texts in references.items()]
 
 
 def _generator(model: Path, folder: Path, quantize: str, method: str, block: int) -> Generator:

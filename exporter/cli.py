@@ -38,7 +38,7 @@ def tell(manifest: Manifest, request: ExportRequest) -> None:
 
 def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     if manifest.schedule.cap(0) is not None:
-        yield "without layer 0 an untuned model breaks (perplexity 9 -> 3227); use --warmup-layers 1"
+        yield "without layer 0 an untuned model breaks; use --warmup-layers 1"
     last = max(manifest.model.key_sources, default=-1)
     if request.schedule.warmup_layers <= last == manifest.schedule.warmup_layers - 1:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"

@@ -75,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=["auto", "fp32", "fp16", "bf16"],
         default=_DEFAULTS.dtype,
-        help="auto: fp32; with a GPU's target the checkpoint's, where that is fp32 fp16, for Gemma 2, Gemma 3 and GLM-4 bf16",
+        help="auto: fp32 on cpu alone; with a GPU's target the checkpoint's own, or fp16 where that is fp32; always bf16 for "
+        "Gemma 2, Gemma 3 and GLM-4",
     )
     _add_quantization(parser)
     parser.add_argument(
@@ -131,7 +132,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=BLOCK_SIZES,
         default=_DEFAULTS.quantize_block,
-        help="inputs that share one scale (%(default)s); not of int8 plans, where an output's do",
+        help="inputs that share one scale (%(default)s); int8 plans have one scale an output instead",
     )
 
 

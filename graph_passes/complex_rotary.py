@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.conventions import static_dim
+from skipdecode.graph_passes.conventions import rule_constant, static_dim
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, static_head_size
 
 
@@ -44,7 +44,7 @@ class _Product(RewriteRuleClassBase):  # type: ignore[misc]
 
     def rewrite(self, op: Any, x: ir.Value, table: ir.Value, **_: Any) -> Any:
         parts = op.Split(table, axis=3, num_outputs=2, _outputs=2)
-        cos, sin = (op.Squeeze(part, op.Constant(value_ints=[3])) for part in parts)
+        cos, sin = (op.Squeeze(part, rule_constant(op, 3)) for part in parts)
         return op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=static_dim(x, 1))
 
 

@@ -1,5 +1,5 @@
-"""What the passes agree on: whose operators are not standard, which floats are narrow, which operators are norms, which
-initializers are weights; how constants are added, values cast, inputs and sizes read."""
+"""What the passes agree on: whose operators are not standard, which floats are narrow, which operators are norms or keep
+states, which initializers are weights; how constants are added, values cast, inputs and sizes read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 TO_THE_END = (1 << 63) - 1  # where a slice ends that leaves nothing behind it
 NORMS = ("RMSNormalization", "LayerNormalization")
+WITH_STATES = ("LinearAttention", "CausalConvWithState")
 
 
 def is_parameter(value: ir.Value) -> bool:
@@ -48,6 +49,12 @@ def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
     node = ir.node("Cast", [value], {"to": to})
     node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
     return node
+
+
+def uncast(value: ir.Value | None) -> ir.Value | None:
+    """What stands before casts."""
+    node = value.producer() if value is not None else None
+    return uncast(node.inputs[0]) if node is not None and node.op_type == "Cast" else value
 
 
 def required(node: ir.Node, index: int = 0) -> ir.Value:

@@ -16,7 +16,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, static_dim
+from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, static_dim, uncast
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
 
@@ -73,13 +73,13 @@ def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Valu
     top = _producer(chosen, "TopK")
     if top is None or top.attributes.get_int("largest", default=1) != 1:
         return None
-    best, scores = top.outputs[0], _uncast(top.inputs[0])
+    best, scores = top.outputs[0], uncast(top.inputs[0])
     if scores is not None and _input(_producer(weights, "Softmax"), 0) is best:
         return scores, 1
     logits, share = _input(_producer(scores, "Softmax"), 0), _producer(weights, "Div")
     if logits is None:
         return None
-    if _uncast(weights) is best:
+    if uncast(weights) is best:
         return logits, 0
     of_all = _input(share, 0) is best and _input(_producer(_input(share, 1), "ReduceSum"), 0) is best
     return (logits, 1) if of_all else None
@@ -87,18 +87,12 @@ def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Valu
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """What makes a value, where that is such an operator on the last axis."""
-    value = _uncast(value)
+    value = uncast(value)  # a narrow graph computes softmax and sums in fp32, as the operator does
     node = value.producer() if value is not None else None
     if node is None or node.op_type != op_type:
         return None
     return node if op_type not in ("Softmax", "TopK") or node.attributes.get_int("axis", default=-1) in (-1, 1) else None
 
 
-def _uncast(value: ir.Value | None) -> ir.Value | None:
-    """What stands before casts: a narrow graph computes softmax and sums in fp32, as the operator does."""
-    node = value.producer() if value is not None else None
-    return _uncast(node.inputs[0]) if node is not None and node.op_type == "Cast" else value
-
-
 def _input(node: ir.Node | None, index: int) -> ir.Value | None:
-    return _uncast(optional(node, index)) if node is not None else None
+    return uncast(optional(node, index)) if node is not None else None

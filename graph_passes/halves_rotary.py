@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.conventions import static_dim
+from skipdecode.graph_passes.conventions import rule_constant, static_dim
 from skipdecode.graph_passes.interleaved_rotary import fuse_rotary, neighbours, static_head_size
 
 
@@ -54,7 +54,7 @@ class _Neighbours(_Halves):
     def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
         size = static_dim(x, 3)
         in_halves = [*range(0, size, 2), *range(1, size, 2)]
-        halves = op.Gather(x, op.Constant(value_ints=in_halves), axis=3)
+        halves = op.Gather(x, rule_constant(op, *in_halves), axis=3)
         halves.shape, halves.type = x.shape, x.type
         return op.RotaryEmbedding(halves, cos, sin, interleaved=0, num_heads=static_dim(x, 1))
 

@@ -17,9 +17,7 @@ from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils, pattern
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
-from skipdecode.graph_passes.conventions import static_dim
-
-_MOST = _rotary_embedding.MAX_INT64
+from skipdecode.graph_passes.conventions import TO_THE_END, static_dim
 
 
 class InterleavedRotaryPass(ir.passes.InPlacePass):
@@ -89,7 +87,7 @@ def entries_twice(op: Any, table: Any, half: Any, shape: Any) -> Any:
 
 def neighbours(op: Any, x: Any) -> tuple[Any, Any]:
     """The patterns of the first and of the second of each pair of x [B,N,S,D]."""
-    return op.Slice(x, [0], [_MOST], [3], [2]), op.Slice(x, [1], [_MOST], [3], [2])
+    return op.Slice(x, [0], [TO_THE_END], [3], [2]), op.Slice(x, [1], [TO_THE_END], [3], [2])
 
 
 def turn(op: Any, x: Any, shape: Any) -> Any:

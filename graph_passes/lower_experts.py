@@ -13,7 +13,6 @@ its own gate, with a steep alpha: so a step reads those weights twice, 1.5x of a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,10 @@ import onnx_ir as ir
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, is_parameter
+from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, is_parameter, rule_constant
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.rewritten import rewritten
 
-logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
 _STEEP = 1e4  # x^2 Sigmoid(_STEEP x) differs from Relu(x)^2 by at most 5e-9, where |x| is about 1e-4
 
@@ -39,8 +37,6 @@ class LowerExpertsPass(ir.passes.InPlacePass):
         modified = rewritten(model, *(kind.rule() for kind in kinds))
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
-        lowered = [node for node in model.graph if node.op_type == "MoE"]
-        logger.info("lowered %d mixtures of experts", len(lowered))
         return ir.passes.PassResult(model, modified)
 
     def ensures(self, model: ir.Model) -> None:
@@ -193,7 +189,7 @@ def _mixture(
         x, logits, *parameters, k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, **activation,
         normalize_routing_weights=1, _domain=MS_DOMAIN,
     )  # fmt: skip
-    return op.Mul(mixed, op.ReduceSum(weights, op.Constant(value_ints=[1]), keepdims=1))
+    return op.Mul(mixed, op.ReduceSum(weights, rule_constant(op, 1), keepdims=1))
 
 
 def number(value: ir.Value) -> float | None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN
-
-_OPERATORS = ("LinearAttention", "CausalConvWithState")
+from skipdecode.graph_passes.conventions import MS_DOMAIN, WITH_STATES
 
 
 class LowerLinearAttentionPass(ir.passes.InPlacePass):
@@ -27,7 +25,7 @@ class LowerLinearAttentionPass(ir.passes.InPlacePass):
         self.opset = opset
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [node for node in model.graph if node.domain == "" and node.op_type in _OPERATORS]
+        found = [node for node in model.graph if node.domain == "" and node.op_type in WITH_STATES]
         for node in found:
             node.domain = MS_DOMAIN
         if found:

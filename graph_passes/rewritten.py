@@ -1,15 +1,20 @@
-"""What passes do that are made of rewrite rules: apply them, and remove what nobody reads any more."""
+"""What passes do that are made of rewrite rules: apply them, say how often, and remove what nobody reads any more."""
 
 from __future__ import annotations
+
+import logging
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
 
+logger = logging.getLogger(__name__)
+
 
 def rewritten(model: ir.Model, *rules: rewriter.RewriteRule) -> bool:
     """Whether any of `rules` applied."""
-    changed: bool = rewriter.RewritePass(rules)(model).modified
-    if changed:
+    count: int = rewriter.RewriteRuleSet(rules).apply_to_model(model)
+    if count:
         RemoveUnusedNodesPass()(model)
-    return changed
+    logger.info("%s: %d", ", ".join(rule.name.strip("_") for rule in rules), count)
+    return bool(count)

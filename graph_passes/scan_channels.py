@@ -10,7 +10,6 @@ operator, of 4 rows 25.5 and 38.5, a prompt of 64 tokens 259 and 401 (AMD EPYC w
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import onnx_ir as ir
@@ -20,16 +19,12 @@ from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 from skipdecode.graph_passes.conventions import constant, static_dim
 from skipdecode.graph_passes.rewritten import rewritten
 
-logger = logging.getLogger(__name__)
-
 
 class ScanChannelsPass(ir.passes.InPlacePass):
     """Leaves other linear attention to `lower_linear_attention`."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = rewritten(model, _ScanChannels.rule())
-        logger.info("scans of channels: %s", changed)
-        return ir.passes.PassResult(model, changed)
+        return ir.passes.PassResult(model, rewritten(model, _ScanChannels.rule()))
 
 
 class _ScanChannels(RewriteRuleClassBase):  # type: ignore[misc]

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import NARROW, required
+from skipdecode.graph_passes.conventions import NARROW, required, uncast
 
 _LAST_SLOTS = "last_slots"
 
@@ -89,8 +89,7 @@ def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np
 
 def _made_by(value: ir.Value | None, op_type: str) -> ir.Node:
     """What makes `value`, were it not for casts."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type == "Cast" and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
+    source = uncast(value)
+    node = source.producer() if source is not None else None
     assert node is not None and node.op_type == op_type, f"{value and value.name} is not made by {op_type}"
     return node

@@ -13,7 +13,6 @@ cores, interleaved).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ from skipdecode.graph_passes.lower_experts import GeluExperts
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.rewritten import rewritten
 
-logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -34,9 +32,7 @@ class SplitExpertsPass(ir.passes.InPlacePass):
     """Takes gated experts with a GELU; leaves other mixtures to `lower_experts`."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = rewritten(model, _ByExpert.rule())
-        logger.info("split mixtures of experts: %s", modified)
-        return ir.passes.PassResult(model, modified)
+        return ir.passes.PassResult(model, rewritten(model, _ByExpert.rule()))
 
 
 class _ByExpert(GeluExperts):

@@ -12,11 +12,10 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import integers
+from skipdecode.graph_passes.conventions import NORMS, integers
 from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 _EACH_ROW_ALONE = frozenset({"Add", "Mul", "Relu", "Gelu", "Sigmoid", "Tanh", "Erf", "Div", "Pow", "Cast"})
-_LAST_AXIS = frozenset({"LayerNormalization", "RMSNormalization"})
 
 
 class UnflattenPass(ir.passes.InPlacePass):
@@ -53,7 +52,7 @@ def _follow(graph: ir.Graph, node: ir.Node, whole: dict[ir.Value, ir.Value]) -> 
         return
     inputs = [None if value is None else whole.get(value, value) for value in node.inputs]
     leading = next(whole[value] for value in node.inputs if value in whole).shape
-    last_axis = node.op_type in _LAST_AXIS and node.attributes.get_int("axis", default=-1) in (-1, 1)
+    last_axis = node.op_type in NORMS and node.attributes.get_int("axis", default=-1) in (-1, 1)
     if node.op_type == "Gemm" and inputs[0] is not node.inputs[0]:
         made = _matmul(graph, node, inputs)
     elif node.op_type in _EACH_ROW_ALONE or (last_axis and inputs[0] is not node.inputs[0]):

@@ -12,9 +12,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.bindings import PAST
-from skipdecode.graph_passes.conventions import NARROW, cast
+from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast
 
-_OPERATORS = ("LinearAttention", "CausalConvWithState")
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
 _TURNS = ("Squeeze", "Transpose")  # a Mamba's state, to how it is kept
 
@@ -23,7 +22,7 @@ class WideStatesPass(ir.passes.InPlacePass):
     """Applies to narrow graphs: graph inputs and outputs that are states change their type."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        states = [node for node in model.graph if node.op_type in _OPERATORS and node.outputs[0].dtype in NARROW]
+        states = [node for node in model.graph if node.op_type in WITH_STATES and node.outputs[0].dtype in NARROW]
         wide = {*states}
         for node in states:
             _add_between(node, wide)
@@ -34,7 +33,7 @@ class WideStatesPass(ir.passes.InPlacePass):
 
     def ensures(self, model: ir.Model) -> None:
         for node in model.graph:
-            if node.op_type in _OPERATORS and {value.dtype for value in (*node.inputs, *node.outputs) if value} & {*NARROW}:
+            if node.op_type in WITH_STATES and {value.dtype for value in (*node.inputs, *node.outputs) if value} & {*NARROW}:
                 raise ir.passes.PostconditionError(f"{node.name} computes in a narrow type")
 
 

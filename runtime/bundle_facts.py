@@ -15,6 +15,8 @@ def facts(manifest: Manifest) -> dict[str, Any]:
     """Model, limits, schedule, variants, segments, targets, memory: what `skip-inspect --json` prints, units in the keys."""
     model, schedule = manifest.model, manifest.schedule
     sizes = {file.path: file.size for file in manifest.files}
+    # what is run of it unless told otherwise
+    default = next((target for target in manifest.targets if target.name == "cpu"), next(iter(manifest.targets), None))
     return {
         "format_version": manifest.format_version,
         "model": {"name": model.name, "type": model.model_type, "layers": model.num_layers, "hidden_size": model.hidden_size,
@@ -33,8 +35,8 @@ def facts(manifest: Manifest) -> dict[str, Any]:
         "segments": [{"layers": list(layers)} for layers in manifest.segments],
         "weights_bytes": manifests.ITEM_BYTES[manifest.dtype] * model.num_parameters,
         "kv_prompt_tokens": manifest.limits.max_length // 2,
-        "kv_bytes_per_row": kv_bytes(manifest, schedule),
-        "kv_bytes_per_row_without_skipping": kv_bytes(manifest, full_depth(model.num_layers)),
+        "kv_bytes_per_row": kv_bytes(manifest, schedule, default),
+        "kv_bytes_per_row_without_skipping": kv_bytes(manifest, full_depth(model.num_layers), default),
         "targets": [_target_facts(target, manifest, sizes) for target in manifest.targets],
         "bundle_bytes": sum(sizes.values()),
     }  # fmt: skip
@@ -61,8 +63,8 @@ def engine_bytes(engine: str, sizes: dict[str, int]) -> int:
     return sizes[engine] + sizes.get(engine.removesuffix(".onnx") + ".bin", 0)
 
 
-def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None = None) -> int:
-    """Bytes of one row's KV buffer where half of the longest run is the prompt; None: on cpu.
+def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None) -> int:
+    """Bytes of one row's KV buffer where half of the longest run is the prompt; None: as on cpu.
 
     Buffers of a fixed size (TensorRT's) have the longest run's slots, whatever the prompt.
     """

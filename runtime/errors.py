@@ -39,4 +39,5 @@ class TargetError(SkipDecodeError):
 
 
 class CapacityError(SkipDecodeError):
-    """A request beyond what the bundle was made for (batch, length, a token id), or more than the machine's memory holds."""
+    """A request that cannot be met: beyond what the bundle was made for (batch, length, a token id) or what memory holds; an
+    option or value that is malformed or out of range; a file of the request's that cannot be read or written."""

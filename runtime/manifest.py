@@ -141,10 +141,6 @@ class Manifest:
                 return
         raise MalformedError(f"variants: {variant.name} does not climb its layers")
 
-    def variant(self, num_layers: int) -> Variant:
-        """The variant that computes `num_layers` layers."""
-        return next(variant for variant in self.variants if variant.num_layers == num_layers)
-
 
 def read(bundle: Path) -> Manifest:
     """Read and check `bundle/bundle.json`, and that every file is there in its size.

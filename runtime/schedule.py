@@ -25,7 +25,8 @@ class Schedule:
     """`t -> k(t)`: how many layers position `t` computes; never increasing, so active layers are nested.
 
     Raises:
-        ScheduleError: the counts rise, are no whole numbers or leave `least_layers(...) .. num_layers`; an unknown anchor.
+        ScheduleError: there are no counts, they rise, are no whole numbers or leave `least_layers(...) .. num_layers`; more
+            warm-up layers than layers, or fewer than none; an unknown anchor.
     """
 
     name: str  # full, linear, power, step or table: how it was made, for people

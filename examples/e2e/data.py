@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import random
+from collections import defaultdict
 from pathlib import Path
+
+from skipdecode.validation.quality import Example
 
 END_OF_PROMPT = " =>"
 SPAN = 48  # positions until a schedule reaches its least count; the sentences' 90th percentile, in tokens
@@ -19,6 +22,14 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 def prompt(attributes: str) -> str:
     """What the model is asked: `name[...], area[...] =>`."""
     return attributes + END_OF_PROMPT
+
+
+def examples_of(path: Path) -> list[Example]:
+    """The inputs of an E2E CSV file, each once, with all its sentences."""
+    references: dict[str, list[str]] = defaultdict(list)
+    for attributes, text in read_pairs(path):
+        references[attributes].append(text)
+    return [Example(prompt=prompt(key), references=tuple(texts)) for key, texts in references.items()]
 
 
 def shuffled(attributes: str, rng: random.Random) -> str:

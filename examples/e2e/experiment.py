@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data import SPAN, prompt, read_pairs
+from data import SPAN, examples_of
 
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.generate import Generator
@@ -67,10 +66,7 @@ LINES = (
 
 def main() -> None:
     options = _options()
-    references: dict[str, list[str]] = defaultdict(list)
-    for attributes, text in read_pairs(options.data):
-        references[attributes].append(text)
-    examples = [Example(prompt=prompt(key), references=tuple(texts)) for key, texts in references.items()][: options.inputs]
+    examples = examples_of(options.data)[: options.inputs]
     result = {
         "data": options.data.name, "inputs": len(examples), "quantize": options.quantize,
         "machine": machine_facts(("skipdecode", "onnxruntime", "torch", "sacrebleu", "rouge_score")),

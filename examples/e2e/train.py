@@ -3,7 +3,7 @@
     python examples/e2e/train.py --data DIR --out DIR --steps 900                                      from nothing, full depth
     python examples/e2e/train.py --data DIR --out DIR --steps 450 --start MODEL --speedups 1,2,3,4,5   fine-tuned to skip
 
-DIR of --data holds the E2E data's `trainset.csv` and `devset.csv`. Each batch draws one of the speedups, so that one model serves
+DIR of --data holds the E2E data's `trainset.csv`. Each batch draws one of the speedups, so that one model serves
 all of them (SkipDecode, arXiv 2307.02628, section 3, trains one model a speedup; the draw per batch is ours).
 """
 

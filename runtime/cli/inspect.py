@@ -36,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--check-hashes", action="store_true", help="compare every file's SHA-256")
-    parser.add_argument("--quiet", action="store_true", help="print nothing: the exit status says whether the bundle is whole")
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="no page: the exit status says whether every file is there in its size; with --check-hashes, whether it is intact",
+    )
     parser.add_argument("--debug", action="store_true", help="traceback on errors")
     options = parser.parse_args(argv)
     return guarded(lambda: _inspect(options), debug=options.debug)

@@ -17,7 +17,8 @@ import numpy as np
 from skipdecode.cpu import usable_cores
 from skipdecode.device import Device
 
-_COPIES = 10
+_PASSES = 3  # over what is read
+_COPIES, _COPY_ROUNDS = 10, 5  # that follow each other, and how often
 
 
 def machine_facts(libraries: Sequence[str]) -> dict[str, Any]:
@@ -47,18 +48,18 @@ class ReadBandwidth:
         self._parts = np.array_split(np.ones(mib << 18, dtype=np.float32), threads)
         self._bytes = sum(part.nbytes for part in self._parts)
 
-    def gb_per_s(self, passes: int = 3) -> float:
+    def gb_per_s(self) -> float:
         """The best of a few passes (one reads everything once): a bound is what the machine can do."""
         best = float("inf")
         with ThreadPoolExecutor(len(self._parts)) as pool:
-            for _ in range(passes):
+            for _ in range(_PASSES):
                 started = time.perf_counter()
                 list(pool.map(_read, self._parts))
                 best = min(best, time.perf_counter() - started)
         return self._bytes / best / 1e9
 
 
-def copy_gb_per_s(device: Device, mib: int = 256, passes: int = 5) -> float:
+def copy_gb_per_s(device: Device, mib: int = 256) -> float:
     """Bytes read and written a second by copies of `mib` MiB within the device, ten that follow each other; the best of some.
 
     Raises:
@@ -66,7 +67,7 @@ def copy_gb_per_s(device: Device, mib: int = 256, passes: int = 5) -> float:
     """
     source, target = (device.allocate(mib << 20) for _ in range(2))
     best = float("inf")
-    for _ in range(passes):
+    for _ in range(_COPY_ROUNDS):
         device.mark()()
         started = time.perf_counter()
         for _ in range(_COPIES):

@@ -21,6 +21,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.generate import Generator
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Schedule
+from skipdecode.validation.latency import tour
 
 NEW_TOKENS = 8
 PROMPT_LENGTHS = (23, 7, 1)  # longest first, as Decoder wants them: a ragged batch
@@ -47,7 +48,7 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
     """
     manifest = generator.manifest
     prompts = _prompts(manifest)
-    schedules = {variant.name: _constant(manifest.schedule, variant.num_layers) for variant in manifest.variants}
+    schedules = {variant.name: tour(manifest.schedule, [variant.num_layers]) for variant in manifest.variants}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "reference.safetensors"
         request = {
@@ -98,10 +99,6 @@ def _compare_kv(decoder: Decoder, layer: int, rows: int, reference: Arrays, name
             kind = past.removeprefix(PAST).removesuffix(f".{layer}")
             worst[kind] = max(worst.get(kind, 0.0), float(np.abs(found - wanted).max()))
     return {"layer": layer, **{f"max_{kind}_error": error for kind, error in worst.items()}}
-
-
-def _constant(own: Schedule, count: int) -> Schedule:
-    return Schedule(name="table", num_layers=own.num_layers, warmup_layers=own.warmup_layers, layers=(count,))
 
 
 def _prompts(manifest: Manifest) -> list[list[int]]:

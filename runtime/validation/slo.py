@@ -11,7 +11,7 @@ from typing import Any
 from skipdecode.errors import CapacityError
 
 _LATENCIES = {
-    f"{quantile}_{short}_ms": (f"{meaning}, with the schedule, worst batch size", f"{key}.{field}")
+    f"{quantile}_{short}_ms": (f"{meaning}, with the schedule, worst batch size", (key, field))
     for short, key, meaning in (("token", "token_ms", "time of a decode step"), ("ttft", "ttft_ms", "time to first token"))
     for quantile, field in (("p50", "median"), ("p90", "p90"), ("p99", "p99"))
 }
@@ -101,7 +101,7 @@ def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _values(name: str, target: dict[str, Any]) -> Iterator[float]:
     if name in _LATENCIES:
-        key, field = _LATENCIES[name][1].split(".")
+        key, field = _LATENCIES[name][1]
         yield from (load["own"][key][field] for load in target["workloads"])
     elif name == "tokens_per_s":
         yield from (load["own"]["tokens_per_s"]["median"] for load in target["workloads"])

@@ -90,7 +90,7 @@ def test_a_newer_format_is_named(attack: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_malformation(attack: Any, name: str) -> None:
+def test_a_malformed_manifest_is_refused(attack: Any, name: str) -> None:
     attack(*CHANGES[name])
 
 

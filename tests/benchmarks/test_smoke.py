@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+PEERS = {"ctranslate2": "ctranslate2", "onnxruntime_genai": "ort-genai", "llama_cpp": "llama.cpp"}  # package -> its systems' name
 
 
 def _run(script: str, *options: str) -> str:
@@ -34,9 +36,25 @@ def test_decode_measures_every_system_that_is_installed() -> None:
     # a third of this test's time was threads that spin while the others of their step wait for a core
     figures = json.loads(_run("decode.py", "--threads", "1").splitlines()[-1])["models"]["llama"]
     assert [(point["batch"], point["context"]) for point in figures["points"]] == [(1, 8), (2, 8)]
+    installed = {name for package, name in PEERS.items() if importlib.util.find_spec(package)}
+    for point in figures["points"]:
+        assert {row["system"].split()[0] for row in point["systems"]} == {"skipdecode", "transformers", *installed}
     assert all(row["decode_ms_per_step"] > 0 for row in figures["points"][1]["systems"])
     exact = {row["system"]: row["tokens_as_transformers"] for row in figures["points"][0]["systems"] if row["kind"] == "fp32"}
     assert all(same == 6 for name, same in exact.items() if not name.endswith("2x")), exact
+
+
+@pytest.mark.survey
+def test_hybrid_quality_trains_a_model_and_measures_it(tmp_path: Path) -> None:
+    lines = (ROOT / "examples" / "e2e" / "sample.csv").read_text("utf-8").splitlines(keepends=True)[:3]
+    for name in ("trainset.csv", "devset.csv"):
+        (tmp_path / name).write_text("".join(lines), "utf-8")
+    main = "import hybrid_quality; hybrid_quality._KINDS = hybrid_quality._KINDS[:1]; hybrid_quality.main()"
+    options = ["--data", str(tmp_path), "--out", str(tmp_path / "models"), "--models", "llama", "--steps", "1"]
+    command = [sys.executable, "-c", main, *options]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", check=True, capture_output=True, text=True, timeout=300)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["models"]["llama"]
+    assert row["same_texts"] == 2 and (tmp_path / "models" / "llama" / "model.safetensors").exists()
 
 
 def test_cpp_measures_both_runtimes() -> None:

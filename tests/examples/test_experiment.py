@@ -45,7 +45,9 @@ def test_longer_training_loses_nothing_against_a_model_that_was_trained_as_long_
     assert len(behind) == 5 and max(behind.values()) <= 0
 
 
-def test_the_experiment_runs(experiment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_that_is_there_has_its_rows_in_the_table(
+    experiment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "skip").symlink_to(E2E / "model")
     (tmp_path / "data.csv").write_text('mr,ref\n"name[Cotto]",Cotto is here.\n"name[Cotto]",It is Cotto.\nname[Mill],The Mill.\n')
     (tmp_path / "full").symlink_to(E2E / "model_without_skipping")

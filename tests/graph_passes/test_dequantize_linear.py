@@ -13,7 +13,6 @@ from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import Array, run_model
 from tests.graph_passes.test_quantize_weights import FORMS, quantisable
 
-LINEAR = FORMS["linear"][0]
 X = np.eye(64, dtype=np.float32)[None]  # whose product is the matrix
 
 

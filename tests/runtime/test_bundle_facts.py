@@ -23,6 +23,8 @@ def test_a_target_whose_numbers_are_narrow_has_half_the_bytes_with_skipping_and_
     for name in ("kv_bytes_per_row", "kv_bytes_per_row_without_skipping"):
         assert told[name] == wide[name] == 2 * narrow[name]
     assert narrow["kv_bytes_per_row_without_skipping"] == 6 * 32 * SLOT * 2
+    alone = facts(dataclasses.replace(made, dtype="float16", targets=(cuda,)))
+    assert (alone["kv_bytes_per_row"], alone["targets"]) == (narrow["kv_bytes_per_row"], [narrow])
 
 
 def test_a_row_of_an_odd_length_has_a_slot_for_its_last_token(tmp_path: Path) -> None:

@@ -188,8 +188,8 @@ function memory(target) {
   const rows = [
     ["weights, shared by all variants", own, "var(--accent)"],
     [`${data.bundle.variants.length} whole engines instead`, apart, "var(--skipped)"],
-    ["KV buffer of a row, the schedule's shape", data.bundle.kv_bytes_per_row, "var(--accent)"],
-    ["KV buffer of a row without skipping", data.bundle.kv_bytes_per_row_without_skipping, "var(--skipped)"],
+    ["KV buffer of a row, the schedule's shape", kind.kv_bytes_per_row, "var(--accent)"],
+    ["KV buffer of a row without skipping", kind.kv_bytes_per_row_without_skipping, "var(--skipped)"],
     ["resident after load, whole process", target.memory.resident_bytes, "var(--second)"],
   ].map(([name, value, color]) => ({name, value, color}));
   const drawing = plot({

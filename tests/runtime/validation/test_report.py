@@ -109,9 +109,7 @@ def test_the_page_asks_the_network_for_nothing(browser: webdriver.Chrome, report
     assert [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
 
 
-def test_what_was_not_measured_is_said_and_the_rest_is_drawn(
-    browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_measured_is_said_and_the_rest_is_drawn(browser: webdriver.Chrome, trained: Path, tmp_path: Path) -> None:
     path = tmp_path / "bare.html"
     assert main([str(trained), "--batch", "1", "--context", "8", "--new-tokens", "1", "--report", str(path), "--quiet"]) == 0
     browser.get(path.as_uri())

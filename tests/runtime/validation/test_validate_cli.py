@@ -85,7 +85,7 @@ def test_a_file_that_changed_does_not_hold(zoo: Zoo, tmp_path: Path, capsys: pyt
     assert "config.json: its contents are not what the manifest says" in capsys.readouterr().err
 
 
-def test_random_weights_are_enough_for_speed(tmp_path: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_are_enough_for_speed(tmp_path: Path, zoo: Zoo) -> None:
     from skipdecode.exporter.export import ExportRequest, export
 
     export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "b", random_weights=True, max_length=48))
@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_where_it_was(
 
 
 def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle, measured = tmp_path / "engines", []
     shutil.copytree(zoo.bundle("opt"), bundle)
