@@ -4,9 +4,10 @@
     -> MatMul(Softmax(Where(mask, c * Tanh(MatMul(query * scale, keys^T) / c), -inf)), values)
 
 Why: its parser takes no cap (Gemma 2) and no output but the first (attention sinks ask for the scores), and it has no kernel for
-heads of fewer than 16 or more than 256 numbers (Gemma 4), nor, in one plan, for a second attention to the same keys (layers that
-read those of others; TensorRT-RTX 1.7.1's builder ends with signal 11). Queries that share keys are rows of one product, so that
-no key is there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both products.
+fewer than 4 heads, nor for heads of fewer than 16 or more than 256 numbers (Gemma 4), nor, in one plan, for a second attention to
+the same keys (layers that read those of others; TensorRT-RTX 1.7.1's builder ends with signal 11). Queries that share keys are
+rows of one product, so that no key is there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both
+products.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from skipdecode.graph_passes.conventions import constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
 _HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
+_LEAST_HEADS = 4  # of queries: 1, 2 and 3 do not build, whatever their size and the keys'
 _ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
 
 
@@ -46,7 +48,7 @@ def without_kernel(graph: ir.Graph) -> list[ir.Node]:
 
 def _has_kernel(node: ir.Node) -> bool:
     plain = len(node.outputs) == 1 and not node.attributes.get_float("softcap", 0.0)
-    return plain and static_dim(required(node), 3) in _HEAD_SIZES
+    return plain and static_dim(required(node), 3) in _HEAD_SIZES and static_dim(required(node), 1) >= _LEAST_HEADS
 
 
 class _Explicit:

@@ -43,6 +43,8 @@ class CudaDevice:
         self.stream = int(self._stream)
         self.capturing = self._settled = False
         self._event_flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        host_pages = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+        self._reads_host_pages = bool(self._call(driver.cuDeviceGetAttribute, host_pages, device))
 
     @property
     def capability(self) -> str:
@@ -68,9 +70,11 @@ class CudaDevice:
         return block
 
     def send(self, pointer: int, array: HostArray) -> None:
-        """As `Device.send`: the driver has read pageable memory when it returns."""
+        """As `Device.send`: the driver has staged pageable memory when it returns, unless the GPU reads the host's pages itself."""
         if array.nbytes:
             self._call(self._driver.cuMemcpyHtoDAsync, pointer, array.ctypes.data, array.nbytes, self._stream)
+            if self._reads_host_pages:  # as a GH200 does
+                self.mark()()
 
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """As `Device.mirror`: pinned, which under unified addressing is mapped too."""

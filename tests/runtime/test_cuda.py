@@ -75,6 +75,14 @@ def test_steps_of_the_package_tensorrts_plans_are_graphs_too(
         assert answer["tokens"] == [row.token_ids for row in expected.sequences]
 
 
+def test_a_gpu_that_reads_the_hosts_pages_itself_gets_what_they_held_when_it_was_asked(
+    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    at_once, late = (_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS, *options) for options in ((), ("host_pages",)))
+    assert late.returncode == 0, late.stderr
+    assert json.loads(late.stdout)["generations"] == json.loads(at_once.stdout)["generations"]
+
+
 def test_a_library_that_does_not_start_here_is_one_line(
     driver: Path, tensorrt_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

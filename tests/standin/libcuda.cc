@@ -159,9 +159,10 @@ void standin_fill() { taken = kMemory; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
 int standin_without_contexts = 0;                                                         // whether there is none for another
 int standin_wait_ms = 0;                                                                  // that an event is waited for
-int standin_old = 0;                                                                      // whether it is of a CUDA before 13
-int standin_kernels_of_nothing = 0;                                                       // that were launched in another context
-int standin_copies_left = -1;  // of those within the GPU, before they fail; below 0: all work
+int standin_reads_host_pages = 0;    // whether pageable memory is read when a copy's turn comes, and not at once
+int standin_old = 0;                 // whether it is of a CUDA before 13
+int standin_kernels_of_nothing = 0;  // that were launched in another context
+int standin_copies_left = -1;        // of those within the GPU, before they fail; below 0: all work
 
 // For tests: the nodes of the graph that was made last, a line each: a kernel's name, or what another one does.
 const char* standin_captured() { return captured.c_str(); }
@@ -184,7 +185,10 @@ CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
-  *value = name == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 8 : 9;
+  *value = name == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR                       ? 8
+           : name == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR                     ? 9
+           : name == CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES ? standin_reads_host_pages
+                                                                                      : 0;
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetName(char* name, int length, CUdevice) { return std::snprintf(name, length, "a stand-in"), CUDA_SUCCESS; }
@@ -229,6 +233,9 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstr
   ++sent;
   if (BlockOf(reinterpret_cast<uintptr_t>(from))) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
   if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (standin_reads_host_pages) {
+    return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});
+  }
   const auto* first = static_cast<const char*>(from);  // pageable memory is read at once
   const std::vector<char> read(first, first + bytes);
   return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), read.data(), bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});

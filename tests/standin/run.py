@@ -7,6 +7,7 @@ for each; `full`: on a GPU whose memory is taken; `without_pinned`,
 `without_graphs`, `without_contexts`: no memory for these;
 `callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
 `allocating`: plans are of a version that allocates while they run; `old`: the driver is of a CUDA before 13;
+`host_pages`: the GPU reads the host's memory when a copy's turn comes, as a GH200;
 `killed`: the process ends as a signal would end it.
 """
 
@@ -52,6 +53,7 @@ def main() -> None:
     RtxContext.allocates = "allocating" in sys.argv
     logging.basicConfig(format="%(message)s")
     ctypes.c_int.in_dll(_driver, "standin_old").value = "old" in sys.argv
+    ctypes.c_int.in_dll(_driver, "standin_reads_host_pages").value = "host_pages" in sys.argv
     target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt.LIBRARIES)
     stands_in = library(bundle, _enqueue, target)
     tensorrt.library = lambda target: stands_in
