@@ -242,7 +242,7 @@ def device_facts() -> dict[str, Any] | str:
 
 def refused(target: str) -> str | None:
     """Why engines for `target` cannot be made and run here, in its own words; None: they can."""
-    from skipdecode.engines.ort import check_cuda
+    from skipdecode.engines.ort import prepare_cuda
     from skipdecode.errors import TargetError
     from skipdecode.exporter.targets import parse_targets
     from skipdecode.graph_passes.compile_tensorrt import check_gpu
@@ -252,7 +252,7 @@ def refused(target: str) -> str | None:
         if target == "tensorrt":
             check_gpu(target)
         if target == "cuda":
-            check_cuda()
+            prepare_cuda()
     except TargetError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 ATTENTION_NAME = "skipdecode_onnx"
 # what models and layers call their cache, since transformers 5.24 and before; some layers still call it layer_past
 CACHE = "cache" if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters else "past_key_values"
-OPSET = 24  # Attention with a static KV buffer and TensorScatter need it; ONNX Runtime 1.31 reads up to 26
+OPSET = 24  # Attention with a static KV buffer and TensorScatter need it
 
 
 def onnx_attention(

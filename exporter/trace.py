@@ -19,7 +19,19 @@ import onnx_ir as ir
 import torch
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as Output
 
-from skipdecode.bindings import PAST, PAST_KEY, PAST_VALUE, past, present
+from skipdecode.bindings import (
+    HIDDEN,
+    HIDDEN_OUT,
+    INPUT_IDS,
+    LAST,
+    LOGITS,
+    PAST,
+    PAST_KEY,
+    PAST_VALUE,
+    POSITION_IDS,
+    past,
+    present,
+)
 from skipdecode.exporter import per_layer_inputs
 from skipdecode.exporter.altup import streams_width
 from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, base_name, expands_latents
@@ -177,8 +189,8 @@ def _as_they_come(_ids: object = None, inputs_embeds: torch.Tensor | None = None
 
 def trace_embed(parts: DecoderParts, final: Sequence[torch.nn.Module]) -> ir.Model:
     """The embedding's graph; `parts.owner` must have no layers left and, in the place of the `final` norms, identities."""
-    inputs = {name: torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for name in ("input_ids", "position_ids")}
-    return _export(_Embed(parts, final), inputs, {name: {0: "B", 1: "S"} for name in inputs}, ["hidden"])
+    inputs = {name: torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for name in (INPUT_IDS, POSITION_IDS)}
+    return _export(_Embed(parts, final), inputs, {name: {0: "B", 1: "S"} for name in inputs}, [HIDDEN])
 
 
 def trace_layer(
@@ -194,13 +206,13 @@ def trace_layer(
     Args:
         rotary: the model's module of rotary embeddings, if it has one.
         layer_type: by which that tells kinds of layers apart, if it does.
+        window: tokens that a query sees, None: all.
         arrays: sizes of what the layer reads and keeps.
         dtype: of its weights, of what lies between layers, and of keys and values.
-        window: tokens that a query sees, None: all.
     """
     inputs = {
-        "hidden": torch.zeros(_BATCH, _TOKENS, arrays.hidden_size, dtype=dtype),
-        "position_ids": torch.arange(_TOKENS)[None].repeat(_BATCH, 1),
+        HIDDEN: torch.zeros(_BATCH, _TOKENS, arrays.hidden_size, dtype=dtype),
+        POSITION_IDS: torch.arange(_TOKENS)[None].repeat(_BATCH, 1),
     }
     shapes: dict[str, Any] = {name: {0: "B", 1: "S"} for name in inputs}
     kept = {name: arrays.keys for name in (PAST_KEY, PAST_VALUE) if arrays.keys}
@@ -214,7 +226,7 @@ def trace_layer(
     module = _Layer(layer, rotary, layer_type, window)
     if module.inputs:
         inputs[LAYER_INDEX], shapes[LAYER_INDEX] = torch.zeros(1, dtype=torch.int64), None
-    outputs = ["hidden_out", *(present(name) for name in inputs if name.startswith(PAST))]
+    outputs = [HIDDEN_OUT, *(present(name) for name in inputs if name.startswith(PAST))]
     model = _export(module, inputs, shapes, outputs)
     if arrays.states:
         model.opset_imports[""] = LINEAR_OPSET
@@ -226,8 +238,8 @@ def trace_head(
 ) -> ir.Model:
     """The head's graph: final norm, projection to the vocabulary, and what the model does to its logits."""
     hidden, last = torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype), torch.ones(_BATCH, dtype=torch.int64)
-    shapes = {"hidden": {0: "B", 1: "S"}, "last": {0: "B"}}
-    return _export(_Head(model, owner, final), {"hidden": hidden, "last": last}, shapes, ["logits"])
+    shapes = {HIDDEN: {0: "B", 1: "S"}, LAST: {0: "B"}}
+    return _export(_Head(model, owner, final), {HIDDEN: hidden, LAST: last}, shapes, [LOGITS])
 
 
 def _export(

@@ -70,7 +70,7 @@ class CudaDevice:
         return block
 
     def send(self, pointer: int, array: HostArray) -> None:
-        """As `Device.send`: the driver has staged pageable memory when it returns, unless the GPU reads the host's pages itself."""
+        """As `Device.send`: the driver has staged pageable memory by then, unless the GPU reads the host's pages itself."""
         if array.nbytes:
             self._call(self._driver.cuMemcpyHtoDAsync, pointer, array.ctypes.data, array.nbytes, self._stream)
             if self._reads_host_pages:  # as a GH200 does

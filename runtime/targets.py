@@ -19,7 +19,7 @@ from skipdecode.device import Device
 from skipdecode.engines import Engine, Engines, Segment, Sharing, tensorrt
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
 from skipdecode.engines.kernel_cache import KernelCache
-from skipdecode.engines.ort import OrtEngine, check_cuda, check_library, use_threads
+from skipdecode.engines.ort import OrtEngine, check_library, prepare_cuda, use_threads
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import MANIFEST, Manifest, Target
@@ -65,7 +65,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
             where=str(bundle),
         )
     if target.name == "cuda":
-        check_cuda()
+        prepare_cuda()
         use_threads(threads)
         device = CudaDevice()
         return load_device_engines(manifest, bundle, target, device, device.turn_around(), trace)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 from skipdecode.sampling import Sampling
 
@@ -17,9 +19,9 @@ _MOST = 2**31 - 1  # of a C int; no vocabulary is larger
 
 def ptx() -> bytes:
     """The kernel, for compute capability 7.5 and all later ones."""
-    from importlib.resources import files  # here, because a run on a CPU has no use for it
-
-    return (files("skipdecode.plugins.turnaround") / "turnaround.ptx").read_bytes()
+    found = find_spec("skipdecode.plugins.turnaround")  # a folder: what else lies there is for who builds the kernel
+    assert found is not None and found.origin is not None
+    return Path(found.origin).with_name("turnaround.ptx").read_bytes()
 
 
 class SkdSampling(ctypes.Structure):

@@ -67,11 +67,12 @@ def _imports(module: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx() -> None:
+def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx_and_no_plugins_code() -> None:
     code = (
         "import sys, skipdecode, skipdecode.cli.run, skipdecode.cli.inspect, skipdecode.cli.validate;"
-        "import skipdecode.validation.report;"
-        "print(sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxscript'} & set(sys.modules)))"
+        "import skipdecode.validation.report, skipdecode.turn_around; skipdecode.turn_around.ptx();"
+        "above = {'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxscript', 'skipdecode.plugins.turnaround'};"
+        "print(sorted(above & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"

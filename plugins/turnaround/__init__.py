@@ -15,7 +15,7 @@ from pathlib import Path
 from skipdecode.errors import TargetError
 
 SOURCE = Path(__file__).parent / "turnaround.cu"
-PTX = SOURCE.with_suffix(".ptx")  # written by `write_ptx`, for compute capability 7.5 and all later ones
+PTX = SOURCE.with_suffix(".ptx")  # for compute capability 7.5 and all later ones
 ARCHITECTURES = ("80", "89", "90")  # compute capabilities that `build` compiles the kernel for
 
 
@@ -42,14 +42,14 @@ def build(library: Path, *, device: bool) -> ctypes.CDLL:
     return loaded
 
 
-def write_ptx(path: Path = PTX) -> None:
-    """Compile the kernel to PTX, by nvcc, with the sources' hash in its first line.
+def write_ptx() -> None:
+    """Compile the kernel to `PTX`, by nvcc, with the sources' hash in its first line.
 
     Raises:
         TargetError: the compiler is not there, or refuses.
     """
-    _compile(["nvcc", "-O3", "-std=c++17", "-ptx", "-arch=compute_75", "-o", str(path), str(SOURCE)])
-    path.write_text(f"{ptx_heading()}\n{path.read_text(encoding='utf-8')}", encoding="utf-8")
+    _compile(["nvcc", "-O3", "-std=c++17", "-ptx", "-arch=compute_75", "-o", str(PTX), str(SOURCE)])
+    PTX.write_text(f"{ptx_heading()}\n{PTX.read_text(encoding='utf-8')}", encoding="utf-8")
 
 
 def ptx_heading() -> str:

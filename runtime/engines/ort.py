@@ -226,7 +226,7 @@ def _provider(device: Device | None) -> tuple[str, dict[str, str]]:
     return _CUDA, {"user_compute_stream": str(device.stream), "arena_extend_strategy": "kSameAsRequested"}
 
 
-def check_cuda() -> None:
+def prepare_cuda() -> None:
     """Refuse an ONNX Runtime that was built without CUDA; load CUDA's libraries where they came with pip, choose its kernels.
 
     Raises:

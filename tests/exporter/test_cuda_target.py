@@ -276,7 +276,7 @@ def test_memory_that_is_not_there_is_told_as_such(said: str, asked: str, both: P
         engines_ort.OrtEngine(both / "targets" / "cuda" / "head.onnx", device=_Gpu())
 
 
-def test_a_run_that_cuda_ends_is_one_line(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cuda_ends_is_one_line(both: Path) -> None:
     _, engines = _on_cpu(both)
     run = engines.segments[0].engine.bind({}, {})  # nothing is bound
     with pytest.raises(TargetError, match=r"^ONNX Runtime stopped \(.*\); check nvidia-smi, and start again$") as caught:
@@ -288,9 +288,9 @@ def test_cudas_libraries_are_loaded_without_a_word(monkeypatch: pytest.MonkeyPat
     loaded: list[str] = []
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: (loaded.append("all"), print("Failed to load libcudnn.so.9")))
-    for name, value in engines_ort.ENVIRONMENT.items():  # check_cuda sets it for the process
+    for name, value in engines_ort.ENVIRONMENT.items():  # prepare_cuda sets it for the process
         monkeypatch.setenv(name, value)
-    engines_ort.check_cuda()
+    engines_ort.prepare_cuda()
     assert loaded == ["all"] and capsys.readouterr() == ("", "")
 
 
@@ -305,7 +305,7 @@ def test_what_cudas_libraries_read_from_the_environment_is_the_users_where_they_
         monkeypatch.setenv(each, own or "")
         if own is None:
             monkeypatch.delenv(each)
-    engines_ort.check_cuda()
+    engines_ort.prepare_cuda()
     assert os.environ[name] == (own or engines_ort.ENVIRONMENT[name])
 
 

@@ -123,7 +123,7 @@ def test_slim_leaves_out_the_graphs_and_runs_the_same(zoo: Zoo, tmp_path: Path) 
     assert runs[0].sequences == runs[1].sequences
 
 
-def test_random_weights_need_no_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
+def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 50}
     transformers.LlamaConfig(num_hidden_layers=4, **sizes).save_pretrained(tmp_path / "bare")
     export(ExportRequest(model=str(tmp_path / "bare"), out=tmp_path / "out", random_weights=True, max_length=32))

@@ -201,7 +201,7 @@ def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monk
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "while Python ends"
 
 
-def test_an_export_that_ends_by_itself_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_ends_by_itself_leaves_signals_as_they_were() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert command.main([str(Path("nowhere").absolute()), "--out", "bundle"]) == 2
     assert signal.getsignal(signal.SIGTERM) is before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skipdecode.cuda import CudaDevice
-from skipdecode.engines.ort import check_cuda
+from skipdecode.engines.ort import prepare_cuda
 from skipdecode.errors import TargetError
 
 
@@ -22,6 +22,6 @@ def gpu() -> None:
 def provider(gpu: None) -> None:
     """ONNX Runtime's for CUDA."""
     try:
-        check_cuda()
+        prepare_cuda()
     except TargetError as error:
         pytest.skip(str(error))

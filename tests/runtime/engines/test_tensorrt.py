@@ -208,7 +208,7 @@ def test_the_stand_in_has_no_call_that_the_library_has_not() -> None:
 
 
 @pytest.mark.parametrize("version", package.VERSIONS)
-def test_for_the_package_tensorrt_it_has_no_call_that_its_bindings_have_not(version: str, gpu_bundle: Bundles) -> None:
+def test_for_the_package_tensorrt_it_has_no_call_that_its_bindings_have_not(version: str) -> None:
     real = package.names(version)["names"]
     assert _calls(standin.Engine) <= {*real["ICudaEngine"]}
     assert _calls(standin.Context) <= {*real["IExecutionContext"]}
