@@ -6,6 +6,8 @@
 #include <set>
 #include <utility>
 
+#include "body.h"
+
 namespace service {
 namespace {
 
@@ -66,8 +68,14 @@ bool IsIds(const Json& value) {
          std::all_of(value.begin(), value.end(), [](const Json& id) { return id.is_number_integer(); });
 }
 
+void CheckLength(uint64_t length, uint64_t most, const std::string& unit) {
+  if (length <= most) return;
+  Refuse("prompt has " + std::to_string(length) + " " + unit + ", this server takes " + std::to_string(most));
+}
+
 std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
   if (IsIds(prompt)) {
+    CheckLength(prompt.size(), limits.max_prompt_tokens, "tokens");
     for (const Json& id : prompt) {  // as JSON has it: 2**63 is no int64
       if (!id.is_number_unsigned() || id.get<uint64_t>() >= limits.vocab_size)
         Refuse("token id " + id.dump() + " is outside the vocabulary");
@@ -75,14 +83,17 @@ std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::T
     return prompt.get<std::vector<int64_t>>();
   }
   if (!prompt.is_string()) Refuse("prompt is not a string, a list of token ids, or a list of these");
-  const auto text = prompt.get<std::string>();
+  const auto& text = prompt.get_ref<const std::string&>();
   if (text.find('\0') != std::string::npos) Refuse("prompt holds a NUL character");
   if (tokenizer == nullptr) Refuse("this model has no tokenizer: give token ids");
+  CheckLength(text.size(), limits.max_prompt_bytes, "bytes");  // all requests wait for the one tokenizer
   std::vector<int64_t> ids = tokenizer->Encode(text);
   // tokens that were added to a checkpoint's tokenizer and not to its weights
   const auto outside = [&](int64_t id) { return id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size; };
   const auto found = std::find_if(ids.begin(), ids.end(), outside);
   if (found != ids.end()) Refuse("token id " + std::to_string(*found) + " of the prompt's text is outside the vocabulary");
+  if (ids.empty()) Refuse("prompt is empty");
+  CheckLength(ids.size(), limits.max_prompt_tokens, "tokens");
   return ids;
 }
 
@@ -93,15 +104,9 @@ std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits
   std::vector<std::vector<int64_t>> prompts;
   if (several && prompt.size() > limits.max_prompts)
     Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
-  for (const Json& each : several ? prompt : Json::array({prompt})) prompts.push_back(Ids(each, limits, tokenizer));
-  if (prompts.empty()) Refuse("prompt is empty");
-  for (const auto& ids : prompts) {
-    if (ids.empty()) Refuse("prompt is empty");
-    if (ids.size() > limits.max_prompt_tokens) {
-      Refuse("prompt has " + std::to_string(ids.size()) + " tokens, this server takes " +
-             std::to_string(limits.max_prompt_tokens));
-    }
-  }
+  const size_t count = several ? prompt.size() : 1;
+  if (count == 0) Refuse("prompt is empty");
+  for (size_t i = 0; i < count; ++i) prompts.push_back(Ids(several ? prompt[i] : prompt, limits, tokenizer));
   return prompts;
 }
 
@@ -147,13 +152,7 @@ std::string HttpError::Body() const {
 
 Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits,
                            skipdecode::Tokenizer* tokenizer) {
-  // a copy of a value calls itself for each level: 200 000 brackets would end the process
-  const auto shallow = [](int depth, Json::parse_event_t, const Json&) {
-    if (depth > 8) Refuse("the body nests too deep");
-    return true;
-  };
-  const Json body = Json::parse(text, shallow, /*allow_exceptions=*/false);
-  if (body.is_discarded()) Refuse("the body is not valid JSON");
+  const Json body = ParseBody(text, limits);
   if (!body.is_object()) Refuse("the body is not a JSON object");
   CheckFields(body);
   Text(body, "user", "");  // taken, and not told to anybody

@@ -41,6 +41,7 @@ struct Completion {
 struct Limits {
   uint32_t max_prompt_tokens, max_new_tokens, max_prompts;
   uint64_t vocab_size;
+  uint64_t max_prompt_bytes;  // of a text
 };
 
 // Throws HttpError 400 for anything that is malformed, out of range or not supported.
@@ -55,7 +56,7 @@ struct Choice {
 
 using Choices = std::vector<std::pair<size_t, Choice>>;  // with their indices in the request
 
-// The whole answer, or one piece of a stream; `usage` adds the token counts.
+// The whole answer, or one piece of a stream; `completion_tokens` adds the token counts.
 nlohmann::json Answer(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens);
 
 // Ends text before the first stop string; holds back what may be the beginning of one.

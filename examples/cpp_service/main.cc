@@ -24,10 +24,11 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --connections N        clients at the same time (256)
   --max-prompt-tokens N  of a row (half of the bundle's length)
   --max-new-tokens N     of a row (what is left)
+  --max-prompt-bytes N   of a prompt's text, told before it is tokenised (32 for each of --max-prompt-tokens)
   --timeout-s N          of a request that is here, waiting included (60)
   --arrival-s N          of a whole request, from its connection to the last byte (10)
   --target T             cpu or cuda (cpu, or cuda where the bundle has no cpu engines)
-  --threads N            one for each usable core
+  --threads N            of the process's pool (one for each usable core)
   --onnxruntime-library F  libonnxruntime.so; for cuda onnxruntime-gpu's
   --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
 
@@ -78,6 +79,8 @@ service::Settings Parse(int count, char** arguments) {
       settings.max_prompt_tokens = Count(option, value);
     else if (option == "--max-new-tokens")
       settings.max_new_tokens = Count(option, value);
+    else if (option == "--max-prompt-bytes")
+      settings.max_prompt_bytes = Count(option, value);
     else if (option == "--timeout-s")
       settings.timeout = std::chrono::seconds(Count(option, value));
     else if (option == "--arrival-s")

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstdlib>
 #include <iostream>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -17,16 +17,27 @@ using Json = nlohmann::json;
 constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether all requests have ended
 constexpr std::chrono::seconds kLastWords{5};     // for clients to take the end of their answers at shutdown
 constexpr char kCompletions[] = "/v1/completions";
+constexpr char kTooLarge[] = "the body is larger than 1 MiB";
 constexpr size_t kLargestBody = size_t{1} << 20;
+constexpr uint64_t kTokenBytes = 32;  // generous: English text has four to five a token
 
 std::string Lower(std::string text) {
   std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   return text;
 }
 
-// What httplib refused by itself.
+// Whether a body of `length`, as its header has it, may be read; 400 and 413 where not, nothing where it may.
+std::optional<int> RefusedLength(const std::string& length) {
+  if (length.find_first_not_of("0123456789") != std::string::npos) return 400;
+  if (length.size() > 19 || (!length.empty() && std::stoull(length) > kLargestBody)) return 413;
+  return std::nullopt;
+}
+
+// Of a request that no handler saw.
 std::string Refusal(const httplib::Request& request, int status) {
   switch (status) {
+    case 413:
+      return kTooLarge;
     case 404:
       return request.method + " " + request.path.substr(0, 80) + " is not served";
     case 414:
@@ -67,6 +78,8 @@ Service::Service(const Settings& settings)
       settings.max_new_tokens > 0 ? settings.max_new_tokens : static_cast<uint32_t>(info.max_length - limits_.max_prompt_tokens);
   limits_.max_prompts = static_cast<uint32_t>(settings.queue_length);
   limits_.vocab_size = info.vocab_size;
+  // the vocabulary's longest token is no bound: tokenizers drop and merge text
+  limits_.max_prompt_bytes = settings.max_prompt_bytes > 0 ? settings.max_prompt_bytes : kTokenBytes * limits_.max_prompt_tokens;
   room.max_prompt_tokens = limits_.max_prompt_tokens;
   room.max_new_tokens = limits_.max_new_tokens;
   batcher_ = std::make_unique<Batcher>(bundle_, room, settings.queue_length, &metrics_);
@@ -90,8 +103,10 @@ void Service::AddRoutes() {
   // before the body of a request that nobody serves is read
   server_.set_pre_routing_handler([](const httplib::Request& request, httplib::Response& response) {
     const bool reads = request.method == "GET" || request.method == "HEAD";
-    if (reads || (request.method == "POST" && request.path == kCompletions)) return HttpServer::HandlerResponse::Unhandled;
-    response.status = 404;
+    const bool served = reads || (request.method == "POST" && request.path == kCompletions);
+    const std::optional<int> refused = served ? RefusedLength(request.get_header_value("Content-Length")) : 404;
+    if (!refused) return HttpServer::HandlerResponse::Unhandled;
+    response.status = *refused;
     return HttpServer::HandlerResponse::Handled;
   });
   server_.Get("/health", [this](const httplib::Request&, httplib::Response& response) {
@@ -146,8 +161,7 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
     return !large;
   });
   if (whole) return body;
-  const bool announced = std::strtoull(request.get_header_value("Content-Length").c_str(), nullptr, 10) > kLargestBody;
-  if (large || announced) throw HttpError(413, "the body is larger than 1 MiB");
+  if (large) throw HttpError(413, kTooLarge);
   if (HttpServer::ArrivedLate()) throw Late();
   throw HttpError(400, "the body is malformed, or ends too soon");
 }

@@ -21,7 +21,11 @@ struct Settings {
   int port = 8080;
   size_t queue_length = 64;
   size_t connections = 256;
-  uint32_t rows = 8, max_prompt_tokens = 0, max_new_tokens = 0, threads = 0;
+  uint32_t rows = 8;
+  uint32_t max_prompt_tokens = 0;             // of a row; 0: half of the bundle's length
+  uint32_t max_new_tokens = 0;                // of a row; 0: what is left of it
+  uint32_t max_prompt_bytes = 0;              // of a prompt's text; 0: 32 for each of max_prompt_tokens
+  uint32_t threads = 0;                       // of the process's one pool; 0: one for each usable core
   std::chrono::milliseconds timeout{60'000};  // of a request that is here, waiting included
   std::chrono::milliseconds arrival{10'000};  // of a whole request
 };

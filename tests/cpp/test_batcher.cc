@@ -261,8 +261,17 @@ TEST_CASE("sums of seconds are told to the microsecond") {
 TEST_CASE("a text whose ids the model has no weights for is the client's mistake") {
   const auto bundle = skipdecode::Bundle::Load("");
   skipdecode::Tokenizer tokenizer(bundle);
-  const service::Limits limits{8, 8, 8, /*vocab_size=*/100};
+  const service::Limits limits{8, 8, 8, /*vocab_size=*/100, /*max_prompt_bytes=*/8};
   CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.front().back() == 'c');
   CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABd"})", "m", limits, &tokenizer),
                     "token id 100 of the prompt's text is outside the vocabulary");
+}
+
+TEST_CASE("a text of more bytes than the server takes is refused before it is tokenised") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  const service::Limits limits{8, 8, 8, /*vocab_size=*/100, /*max_prompt_bytes=*/3};
+  CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.size() == 1);
+  CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABcd"})", "m", limits, &tokenizer),  // whose d is no token
+                    "prompt has 4 bytes, this server takes 3");
 }

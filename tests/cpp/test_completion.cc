@@ -1,4 +1,4 @@
-// The service's stop strings and metrics.
+// What the service takes for a request, its stop strings and metrics.
 #include <catch2/catch.hpp>
 #include <string>
 #include <vector>
@@ -15,7 +15,54 @@ std::string Filtered(const std::vector<std::string>& stops, const std::vector<st
   return told + filter.Rest();
 }
 
+// As a server that takes two prompts of three tokens.
+service::Completion Parsed(const std::string& body) {
+  return service::ParseCompletion(body, "m", {3, 8, 2, /*vocab_size=*/100, /*max_prompt_bytes=*/96}, nullptr);
+}
+
+std::string Refused(const std::string& body) {
+  try {
+    Parsed(body);
+  } catch (const service::HttpError& error) {
+    CHECK(error.status() == 400);
+    return error.what();
+  }
+  return "nothing";
+}
+
+// `count` times the same, in an array.
+std::string Array(const std::string& each, size_t count) {
+  std::string array = "[" + each;
+  for (size_t i = 1; i < count; ++i) array += "," + each;
+  return array + "]";
+}
+
+std::string Nested(size_t levels) { return std::string(levels, '[') + std::string(levels, ']'); }
+
 }  // namespace
+
+TEST_CASE("a body may nest eight levels deep") {
+  CHECK(Refused(R"({"user": )" + Nested(7) + "}") == "user is not a string");
+  CHECK(Refused(R"({"user": )" + Nested(8) + "}") == "the body nests too deep");
+  CHECK(Refused(R"({"user": {"a": {"a": )" + Nested(6) + "}}}") == "the body nests too deep");
+  CHECK(Refused(R"({"stop": [[]], "user": )" + Array(Nested(3), 20) + "}") == "user is not a string");
+}
+
+TEST_CASE("a body has no more values than the largest request") {
+  const std::string largest = Array("[1,2,3]", 2),
+                    says = "the body has more than 72 values: this server takes 2 prompts of 3 tokens";
+  CHECK(Parsed(R"({"prompt": )" + largest + "}").prompts.size() == 2);
+  CHECK(Refused(R"({"prompt": )" + Array("1", 70) + "}") == "prompt has 70 tokens, this server takes 3");
+  CHECK(Refused(R"({"prompt": )" + Array("1", 71) + "}") == says);
+  for (const char* each : {"1", "-1", "1.5", "null", "true", "\"\"", "{}", "[]", R"({"a":1})"}) {
+    CHECK(Refused(R"({"prompt": )" + Array(each, 100) + "}") == says);
+  }
+}
+
+TEST_CASE("what comes behind the values that a body may have is not read") {
+  CHECK(Refused(R"({"prompt": )" + Array("{}", 100) + ", this is no JSON") ==
+        "the body has more than 72 values: this server takes 2 prompts of 3 tokens");
+}
 
 TEST_CASE("the stop string that comes first in the text ends it, not the one that is named first") {
   CHECK(Filtered({"cd", "b"}, {"abcd"}) == "a");

@@ -131,3 +131,11 @@ def test_more_rows_than_the_bundle_takes_and_longer_prompts_leave_what_is_left_a
     status, text = wide.post(json.dumps({"prompt": [5], "max_tokens": 57}).encode())
     assert status == 400 and "max_tokens is not among 1..56" in text
     assert wide.stop(signal.SIGINT) == 0
+
+
+def test_how_long_a_text_may_be_is_told_in_bytes_too(bundle: Path) -> None:
+    short = Server(bundle, "--max-prompt-bytes", "8")
+    assert short.post(json.dumps({"prompt": "name \u00e9a", "max_tokens": 2}).encode())[0] == 200
+    status, text = short.post(json.dumps({"prompt": "name \u00e9ab"}).encode())
+    assert (status, json.loads(text)["error"]["message"]) == (400, "prompt has 9 bytes, this server takes 8")
+    assert short.stop() == 0

@@ -93,6 +93,17 @@ def test_what_http_forbids_is_told_as_it_is(server: Server, data: bytes, status:
     assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
 
 
+def test_a_body_that_is_announced_too_large_or_by_no_number_is_not_waited_for(bundle: Path) -> None:
+    patient = Server(bundle, "--arrival-s", "100")
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: "
+    for length in (b"1048577", b"1" * 30):
+        status, text = _sent(patient, head + length + b"\r\n\r\n")
+        assert (status, json.loads(text)["error"]["message"]) == (413, "the body is larger than 1 MiB")
+    status, text = _sent(patient, head + b"-1\r\n\r\n")
+    assert (status, "the request's head is not HTTP/1.1" in text) == (400, True)
+    assert patient.stop() == 0
+
+
 def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:
     for stream in (False, True):
         body = json.dumps({**GOOD, "stream": stream}).encode()

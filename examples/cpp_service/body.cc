@@ -1,0 +1,70 @@
+#include "body.h"
+
+#include <cstddef>
+#include <cstdint>
+
+#include "completion.h"
+
+namespace service {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr size_t kMostLevels = 8;   // a copy of a value calls itself for each: 200 000 brackets would end the process
+constexpr uint64_t kOfFields = 64;  // values that are no prompts: there are 20 fields, and `stop` has four texts
+
+// Of all prompts as token ids, the largest request.
+uint64_t MostValues(const Limits& limits) { return limits.max_prompts * (uint64_t{limits.max_prompt_tokens} + 1) + kOfFields; }
+
+// Counts values and keeps none: a byte of a body may take 24 as a value. nlohmann-json's own callback would not do, with which
+// an array of n objects takes n * n steps.
+class Counter : public nlohmann::json_sax<Json> {
+ public:
+  explicit Counter(const Limits& limits) : limits_(limits), left_(MostValues(limits)) {}
+
+  bool null() override { return Count(); }
+  bool boolean(bool /*value*/) override { return Count(); }
+  bool number_integer(number_integer_t /*value*/) override { return Count(); }
+  bool number_unsigned(number_unsigned_t /*value*/) override { return Count(); }
+  bool number_float(number_float_t /*value*/, const string_t& /*text*/) override { return Count(); }
+  bool string(string_t& /*value*/) override { return Count(); }
+  bool binary(binary_t& /*value*/) override { return Count(); }
+  bool start_object(size_t /*size*/) override { return Begin(); }
+  bool start_array(size_t /*size*/) override { return Begin(); }
+  bool key(string_t& /*value*/) override { return true; }
+  bool end_object() override { return End(); }
+  bool end_array() override { return End(); }
+  bool parse_error(size_t /*at*/, const std::string& /*token*/, const nlohmann::detail::exception& /*error*/) override {
+    throw HttpError(400, "the body is not valid JSON");
+  }
+
+ private:
+  bool Count() {
+    if (left_-- > 0) return true;
+    throw HttpError(400, "the body has more than " + std::to_string(MostValues(limits_)) + " values: this server takes " +
+                             std::to_string(limits_.max_prompts) + " prompts of " + std::to_string(limits_.max_prompt_tokens) +
+                             " tokens");
+  }
+  bool Begin() {
+    if (++level_ > kMostLevels) throw HttpError(400, "the body nests too deep");
+    return Count();
+  }
+  bool End() {
+    --level_;
+    return true;
+  }
+
+  const Limits& limits_;
+  uint64_t left_;
+  size_t level_ = 0;
+};
+
+}  // namespace
+
+Json ParseBody(const std::string& text, const Limits& limits) {
+  Counter counter(limits);
+  Json::sax_parse(text, &counter);
+  return Json::parse(text);
+}
+
+}  // namespace service
