@@ -5,7 +5,8 @@
 #                              that newer libraries keep), and the library of the Python wheel, which engines were compiled by.
 #                              ONNXRUNTIME_ROOT (a folder with include/ and lib/) takes the place of both.
 # FOLDER/lib                   ONNX Runtime GenAI's library, for its tokenizers, from the wheel of the pinned version.
-# Debian packages              compiler, CMake, nlohmann-json, cpp-httplib; installed where they are missing and this is root.
+# Debian packages              compiler, CMake, Ninja, pkg-config, nlohmann-json, cpp-httplib, Catch2; installed where they are
+#                              missing and this is root.
 set -euo pipefail
 folder=$1 python=$2
 packages=(g++ cmake ninja-build pkg-config nlohmann-json3-dev libcpp-httplib-dev catch2)

@@ -1,4 +1,7 @@
 // Runs one JSON request a line through the C++ runtime and answers one JSON object a line: what pytest compares with Python.
+#include <dlfcn.h>
+#include <onnxruntime_c_api.h>
+
 #include <algorithm>
 #include <iostream>
 #include <map>
@@ -128,11 +131,26 @@ Json Info(const Json& request) {
           {"vocab_size", info.vocab_size}};
 }
 
+// As an application that uses ONNX Runtime itself would make it.
+Json MakeEnvironment(const Json& request) {
+  void* library = dlopen(request.at("library").get<std::string>().c_str(), RTLD_NOW);
+  const auto base = reinterpret_cast<const OrtApiBase* (*)()>(dlsym(library, "OrtGetApiBase"));
+  const OrtApi* api = base()->GetApi(ORT_API_VERSION);
+  OrtEnv* environment = nullptr;  // never destroyed
+  OrtThreadingOptions* pools = nullptr;
+  const bool made = request.at("global_pools").get<bool>()
+                        ? api->CreateThreadingOptions(&pools) == nullptr &&
+                              api->CreateEnvWithGlobalThreadPools(ORT_LOGGING_LEVEL_ERROR, "app", pools, &environment) == nullptr
+                        : api->CreateEnv(ORT_LOGGING_LEVEL_ERROR, "app", &environment) == nullptr;
+  return {{"made", made}};
+}
+
 Json Answer(const Json& request) {
   const std::string command = request.at("command");
   if (command == "generate") return Generate(request);
   if (command == "logits") return Logits(request);
   if (command == "tokenize") return Tokenize(request);
+  if (command == "make_environment") return MakeEnvironment(request);
   return Info(request);
 }
 

@@ -77,6 +77,19 @@ TEST_CASE("bytes come back from the GPU as they were sent and copied, and are ze
   CHECK(Taken() == taken);
 }
 
+TEST_CASE("what was sent may change as soon as everything has been waited for") {
+  using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
+  const Block memory(skd::cuda_stream::Allocate(kBytes), skd::cuda_stream::Free);
+  const Block pinned(skd::cuda_stream::AllocateHost(kBytes), skd::cuda_stream::FreeHost);  // which the stand-in reads late
+  std::vector<char> found(kBytes, 'b');
+  std::memset(pinned.get(), 'a', kBytes);
+  skd::cuda_stream::Send(memory.get(), pinned.get(), kBytes);
+  skd::cuda_stream::WaitForAll();
+  std::memset(pinned.get(), 'c', kBytes);
+  skd::cuda_stream::Receive(found.data(), memory.get(), kBytes);
+  CHECK(found == std::vector<char>(kBytes, 'a'));
+}
+
 TEST_CASE("a GPU without room is an error that says how much was asked for") {
   try {
     skd::cuda_stream::Allocate(size_t{3} << 30);

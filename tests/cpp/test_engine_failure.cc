@@ -72,7 +72,13 @@ TEST_CASE("why an engine is not loaded is told with whose fault it is and what t
              "skd_load_options.onnxruntime_library, or export the model for cpu");
   CheckError(skd::LoadFailure("CUDA failure 100: no CUDA-capable device is detected\nGPU=-1", "head.onnx"), SKD_ERROR_TARGET,
              "head.onnx: ONNX Runtime cannot run it with CUDA (CUDA failure 100: no CUDA-capable device is detected); " + check);
-  CHECK(skd::LoadFailure("... must share the global thread pool ...", "head.onnx").code() == SKD_ERROR_TARGET);
+  CheckError(
+      skd::LoadFailure("session_env.EnvCreatedWithGlobalThreadPools() was false. When the session is not configured to use "
+                       "per session threadpools, the env must be created with the the CreateEnvWithGlobalThreadPools API.",
+                       "head.onnx"),
+      SKD_ERROR_TARGET,
+      "this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool; load the "
+      "bundle before that, or make that one with global thread pools");
   CheckError(skd::LoadFailure("Protobuf parsing failed.", "head.onnx"), SKD_ERROR_BUNDLE,
              "head.onnx: cannot be loaded (Protobuf parsing failed.); export the model again");
   CheckError(skd::LoadFailure("", "head.onnx"), SKD_ERROR_BUNDLE,

@@ -1,5 +1,9 @@
 // The decoder as on a GPU: its memory and stream are the stand-in's for NVIDIA's driver, its engines run in their turn there.
+#include <algorithm>
 #include <catch2/catch.hpp>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,7 +63,28 @@ class Run {
   Logits logits_;
 };
 
+// As the bundle's file has it.
+std::string TiedWeight(const skd::Bundle& bundle) {
+  const auto& targets = bundle.manifest.targets;
+  const auto cuda = std::find_if(targets.begin(), targets.end(), [](const skd::Target& each) { return each.name == "cuda"; });
+  std::ifstream file(bundle.path / cuda->tied_weight.value(), std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
 }  // namespace
+
+TEST_CASE("a weight arrives whole where the GPU reads the host's memory only when the copy's turn comes") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  int* const reads_late = Driver<int>("standin_reads_host_pages");
+  *reads_late = 1;
+  const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
+  *reads_late = 0;
+  const std::string wanted = TiedWeight(*bundle);
+  std::string found(wanted.size(), ' ');
+  bundle->memory.Receive(found.data(), bundle->tied_weight.get(), found.size());
+  CHECK((found == wanted && !wanted.empty()));
+}
 
 TEST_CASE("what waits on a GPU's stream finds what the host had when it was asked for, by calls and by graphs") {
   for (const std::string& path : DeviceBundles()) {

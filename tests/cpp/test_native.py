@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,56 @@ def test_the_header_is_c(conformance_bundle: Callable[[str], Path]) -> None:
     assert refused.stderr == "nowhere: there is no bundle.json here; name the folder that skip-export wrote\n"
 
 
+def test_nothing_but_the_c_functions_is_exported() -> None:
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm here")
+    lines = _run(["nm", "-D", "--defined-only", BUILD / "release" / "libskipdecode.so"]).splitlines()
+    names = {line.split()[-1] for line in lines}
+    assert "skd_generate" in names and {name for name in names if not name.startswith("skd_")} == set()
+
+
+@pytest.mark.parametrize("global_pools", [False, True])
+def test_an_environment_that_the_application_made_first_must_have_global_pools(
+    conformance_bundle: Callable[[str], Path], global_pools: bool
+) -> None:
+    driver = Driver()
+    made = driver.ask(command="make_environment", library=LIBRARIES / "libonnxruntime.so.1", global_pools=global_pools)
+    answer = driver.ask(command="load", bundle=conformance_bundle("opt"))
+    driver.close()
+    assert made == {"made": True}
+    if global_pools:
+        assert answer["num_layers"] == LAYERS
+    else:
+        assert (answer["code"], answer["error"]) == (
+            2,
+            "this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool; "
+            "load the bundle before that, or make that one with global thread pools",
+        )
+
+
+def test_a_library_that_is_refused_does_not_become_the_processs(
+    conformance_bundle: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    manifest = json.loads((other / "bundle.json").read_text())
+    manifest["targets"][0]["library_version"] = "1.0.0"
+    (other / "bundle.json").write_text(json.dumps(manifest))
+    library, driver = LIBRARIES / "libonnxruntime.so.1", Driver()
+    for _ in range(2):
+        says = driver.ask(command="load", bundle=other, onnxruntime_library=library)["error"]
+        assert "the engines were compiled by onnxruntime 1.0.0, loaded is" in says
+    good = {"command": "load", "bundle": conformance_bundle("opt")}
+    assert "ONNX Runtime cannot be loaded (/nowhere.so" in driver.ask(**good, onnxruntime_library="/nowhere.so")["error"]
+    assert driver.ask(**good, onnxruntime_library=library)["num_layers"] == LAYERS
+    assert driver.ask(**good, onnxruntime_library="/nowhere.so")["num_layers"] == LAYERS, "there is one by now"
+    driver.close()
+
+
+def test_a_build_that_names_no_type_is_optimised(tmp_path: Path) -> None:
+    _run(["cmake", "-S", ROOT / "runtime" / "cpp", "-B", tmp_path, f"-DONNXRUNTIME_ROOT={LIBRARIES.parent}"])
+    assert "CMAKE_BUILD_TYPE:STRING=Release\n" in (tmp_path / "CMakeCache.txt").read_text()
+
+
 def test_the_header_program_builds_against_the_installed_library_and_runs(
     conformance_bundle: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -176,6 +227,9 @@ def test_the_header_program_builds_against_the_installed_library_and_runs(
     )
     _run(["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={prefix}"])
     _run(["cmake", "--build", tmp_path / "build"])
+    for example in ("cpp_service", "cpp_bench"):
+        _run(["cmake", "-S", ROOT / "examples" / example, "-B", tmp_path / example, f"-DCMAKE_PREFIX_PATH={prefix}"])
+    _run(["cmake", "--build", tmp_path / "cpp_bench"])
     flags = _run(["pkg-config", "--cflags", "--libs", "skipdecode"], PKG_CONFIG_PATH=pc.parent).split()
     _run(["g++", "-std=c++17", tmp_path / "main.cc", "-o", tmp_path / "by_pkg_config", *flags])
     libraries = f"{LIBRARIES}:{pc.parent.parent}"

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
 #include <stdexcept>
 #include <string>
 
@@ -37,6 +40,22 @@ TEST_CASE("a session takes what its limits say to the last row and token, and no
   CHECK_THROWS_WITH(session.Add(Tokens(6, 5), Options(3)), Catch::Contains("6 tokens: the session takes 5"));
   CHECK_THROWS_WITH(session.Add(Tokens(5, 5), Options(4)), Catch::Contains("4 new tokens: the session takes 1..3"));
   CHECK_NOTHROW(session.Add(Tokens(5, 5), Options(3)));
+}
+
+TEST_CASE("of more prompts than a bundle takes rows not one is looked at") {
+  const size_t length = kPrompts[0].size();
+  const skd_callback never = [](void*, const skd_event*) { return 1; };
+  const auto said = Said(skd_generate(Bundle().get(), kPrompts[0].data(), &length, SIZE_MAX, nullptr, 0, never, nullptr));
+  CHECK(said.first == SKD_ERROR_CAPACITY);
+  CHECK_THAT(said.second, Catch::EndsWith("rows: the bundle takes 1..4; choose fewer, or export with a larger --max-batch"));
+}
+
+TEST_CASE("a bundle that was named from a folder is found from another") {
+  const std::filesystem::path whole = std::getenv("SKD_TEST_BUNDLE"), before = std::filesystem::current_path();
+  std::filesystem::current_path(whole.parent_path());
+  const auto bundle = skipdecode::Bundle::Load(whole.filename());
+  std::filesystem::current_path(before);
+  CHECK_THROWS_WITH(skipdecode::Tokenizer(bundle), whole.string() + ": the bundle has no tokenizer; give token ids");
 }
 
 TEST_CASE("a row may fill the bundle's length to the last token") {
@@ -162,7 +181,7 @@ TEST_CASE("options that are NULL are the defaults, which the header tells") {
   skd_session* session = nullptr;
   uint64_t row = 7;
   REQUIRE(Said(skd_session_create(Bundle().get(), nullptr, &session)).first == SKD_OK);
-  const std::string all = "64 new tokens: the session takes 1..24";
+  const std::string all = "64 new tokens: the session takes 1..24; choose another skd_row_options.max_new_tokens";
   CHECK_THAT(Said(skd_session_add(session, kPrompts[0].data(), kPrompts[0].size(), nullptr, &row)).second, Catch::Contains(all));
   CHECK(row == 7);  // untouched
   skd_session_destroy(session);

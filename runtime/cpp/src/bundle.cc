@@ -50,11 +50,14 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
 }
 
 // Prepacked weights belong to the version that wrote them, and to a CPU.
-void CheckCompiled(const Target& target, const std::filesystem::path& path) {
+void CheckVersion(const Target& target, const std::filesystem::path& path) {
   if (const std::string version = OnnxRuntimeVersion(); version != target.library_version) {
     throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", loaded is " + version,
                       "load onnxruntime " + target.library_version + " or export the model again", path.string());
   }
+}
+
+void CheckProcessor(const Target& target, const std::filesystem::path& path) {
   if (target.machine != Machine() || target.cpu_features != CpuFeatures()) {
     throw TargetError(
         "the engines' weights are laid out for " + target.machine + " with " + Joined(target.cpu_features) + "; this CPU differs",
@@ -88,6 +91,7 @@ Block ReadWeight(const std::filesystem::path& path, const Memory& memory, size_t
     part.resize(std::min(part.size(), bytes - done));
     if (!file.read(part.data(), static_cast<std::streamsize>(part.size()))) throw BundleError("cannot be read", path.string());
     memory.Send(weight.get() + done, part.data(), part.size());
+    memory.WaitForAll();  // a GPU that reads the host's pages by itself may not have read `part` yet
   }
   return weight;
 }
@@ -117,12 +121,14 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
-  UseOnnxRuntime(onnxruntime_library, threads);
   const bool for_cpu = target.name == "cpu";  // compiled by the export, in fp32; else the library compiles for its device here
   const Device device = asked_device.value_or(for_cpu ? Device::kCpu : Device::kCuda);
-  CheckProvider(device);
+  UseOnnxRuntime(onnxruntime_library, threads, [&] {
+    CheckProvider(device);
+    if (for_cpu) CheckVersion(target, path);
+  });
   if (device == Device::kCuda) TurnAroundKernel();  // which takes the driver a while where it has not done it before
-  if (for_cpu) CheckCompiled(target, path);
+  if (for_cpu) CheckProcessor(target, path);
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
   std::vector<Engine> engines = LoadEngines(files, device, for_cpu, cuda_graphs);
@@ -144,8 +150,8 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   }
   ReleaseLoadingMemory(path);
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return {new Bundle{path, std::move(manifest), memory, std::move(tied_weight), std::move(embed), std::move(segments),
-                     std::move(head), load_s.count()},
+  return {new Bundle{std::filesystem::absolute(path), std::move(manifest), memory, std::move(tied_weight), std::move(embed),
+                     std::move(segments), std::move(head), load_s.count()},
           [](const Bundle* bundle) {
             const std::lock_guard unmapping(mapping);
             delete bundle;

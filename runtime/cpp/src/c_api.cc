@@ -119,7 +119,7 @@ skd_session_options RoomFor(const Prompts& prompts, const skd_row_options& optio
   if (longest + options.max_new_tokens > static_cast<size_t>(manifest.limits.max_length)) {
     throw skd::CapacityError(std::to_string(longest) + " tokens and " + std::to_string(options.max_new_tokens) +
                                  " new ones exceed the bundle's " + std::to_string(manifest.limits.max_length),
-                             "shorten the prompt, ask for fewer, or export with a larger --max-length");
+                             "shorten the prompt, lower skd_row_options.max_new_tokens, or export with a larger --max-length");
   }
   room.max_rows = static_cast<uint32_t>(std::min<size_t>(prompts.lengths.size(), UINT32_MAX));
   room.max_prompt_tokens = static_cast<uint32_t>(std::max<size_t>(longest, 1));
@@ -224,6 +224,7 @@ skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const siz
     if (rows == 0) throw skd::CapacityError("there is no prompt", "give at least one");
     Need(bundle != nullptr && ids != nullptr && lengths != nullptr && callback != nullptr, "an argument is NULL");
     const skd_row_options given = Given(options, skd_row_options_default());
+    skd::CheckRows(*bundle->bundle, rows);  // before so many lengths are read
     const Prompts prompts = Split(ids, lengths, rows);
     skd::Session session(bundle->bundle, RoomFor(prompts, given, full_depth, bundle->bundle->manifest));
     for (size_t i = 0; i < rows; ++i) {

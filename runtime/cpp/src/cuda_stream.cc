@@ -167,6 +167,13 @@ void Receive(void* to, const std::byte* from, size_t bytes) {
   {
     const Turn turn;
     Check(turn.driver, turn.driver.receive(to, Of(from), bytes, turn.shared.stream));
+  }
+  WaitForAll();
+}
+
+void WaitForAll() {
+  {
+    const Turn turn;
     Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
   }
   // without the turn: other threads put their work on the stream meanwhile

@@ -21,13 +21,15 @@ void Free(std::byte* memory) noexcept;
 std::byte* AllocateHost(size_t bytes);
 void FreeHost(std::byte* memory) noexcept;
 
-// From the host. `from`, where it is of AllocateHost, must stay as it is until somebody has waited for what was asked for
-// after it: Receive, an Event's Wait.
+// From the host. `from` must stay as it is until somebody has waited for what was asked for after it: Receive, WaitForAll, an
+// Event's Wait. (Of memory that is not AllocateHost's a driver may keep a copy, which NVIDIA does not promise.)
 void Send(std::byte* to, const void* from, size_t bytes);
 // To the host; returns when it is there, and everything that was asked for before is done.
 void Receive(void* to, const std::byte* from, size_t bytes);
 void Copy(std::byte* to, const std::byte* from, size_t bytes);
 void Clear(std::byte* memory, size_t bytes);
+// Returns when everything that was asked for is done.
+void WaitForAll();
 
 // A cudaStream_t, for ONNX Runtime.
 void* Handle();

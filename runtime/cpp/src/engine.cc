@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -39,19 +40,23 @@ const Ort::Env* environment = nullptr;  // NOLINT(cppcoreguidelines-avoid-non-co
 const OrtApiBase* api_base = nullptr;   // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 std::mutex environment_mutex;           // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
-void LoadApi(const std::string& library) {
+// Closed again unless it is to stay: where the next call names no path, the system would give what is still open.
+using Opened = std::unique_ptr<void, int (*)(void*)>;
+
+Opened LoadApi(const std::string& library) {
   const std::string remedy = "install it, set LD_LIBRARY_PATH, or name it in skd_load_options.onnxruntime_library";
-  void* handle = OpenLibrary(library, "libonnxruntime.so.1", "ONNX Runtime", remedy);
+  Opened opened(OpenLibrary(library, "libonnxruntime.so.1", "ONNX Runtime", remedy), dlclose);
   using GetApiBase = const OrtApiBase* (*)();
-  const auto get = reinterpret_cast<GetApiBase>(dlsym(handle, "OrtGetApiBase"));
-  if (get == nullptr) throw TargetError("is not ONNX Runtime", remedy, PathOf(handle));
+  const auto get = reinterpret_cast<GetApiBase>(dlsym(opened.get(), "OrtGetApiBase"));
+  if (get == nullptr) throw TargetError("is not ONNX Runtime", remedy, PathOf(opened.get()));
   const OrtApi* api = get()->GetApi(ORT_API_VERSION);
   if (api == nullptr) {
     const std::string version = get()->GetVersionString(), wanted = std::to_string(ORT_API_VERSION);
-    throw TargetError("is ONNX Runtime " + version + ", too old for API " + wanted, "install a newer one", PathOf(handle));
+    throw TargetError("is ONNX Runtime " + version + ", too old for API " + wanted, "install a newer one", PathOf(opened.get()));
   }
   api_base = get();
   Ort::InitApi(api);
+  return opened;
 }
 
 // An uneven Split of slices that lie side by side (Phi-3's query, key, value) copies from the host's memory at each run, where a
@@ -81,15 +86,17 @@ void UseCuda(Ort::SessionOptions& options) {
 
 }  // namespace
 
-void UseOnnxRuntime(const std::string& library, uint32_t threads) {
+void UseOnnxRuntime(const std::string& library, uint32_t threads, const std::function<void()>& check) {
   constexpr uint32_t kMostThreads = 1024;  // ONNX Runtime hangs where the system has no more
   if (threads > kMostThreads) {
     throw CapacityError(std::to_string(threads) + " is out of range",
                         "choose 1.." + std::to_string(kMostThreads) + ", or 0: one a core", "threads");
   }
   const std::lock_guard<std::mutex> lock(environment_mutex);
-  if (environment != nullptr) return;
-  LoadApi(library);
+  if (environment != nullptr) return check();
+  Opened opened = LoadApi(library);
+  check();
+  opened.release();  // NOLINT(bugprone-unused-return-value): it stays
   try {
     Ort::ThreadingOptions pool;
     pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : UsableCores());

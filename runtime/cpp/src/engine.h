@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_set>
@@ -17,10 +18,12 @@
 
 namespace skd {
 
-// Load ONNX Runtime and make the process's one thread pool; the first call decides both.
-// `library`: its path, empty: found as the system finds libraries. `threads`: 0: one for each usable core.
+// Load ONNX Runtime and make the process's one thread pool; the first call that succeeds decides both.
+// `library`: its path, empty: found as the system finds libraries. `threads`: 0: one for each usable core. `check`: of the
+// loaded library, which is let go where this throws and it was not the process's before.
 // Throws SKD_ERROR_TARGET: no library, or one that is too old; SKD_ERROR_CAPACITY: more threads than any machine has.
-void UseOnnxRuntime(const std::string& library, uint32_t threads);
+void UseOnnxRuntime(
+    const std::string& library, uint32_t threads, const std::function<void()>& check = [] {});
 
 // "1.31.1" of the loaded library.
 std::string OnnxRuntimeVersion();

@@ -36,9 +36,9 @@ std::string Reason(const std::string& said) {
 }  // namespace
 
 Error LoadFailure(const std::string& said, const std::string& where) {
-  if (Says(said, {"thread pool"})) {
+  if (Says(said, {"GlobalThreadPools", "thread pool"})) {
     return TargetError("this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool",
-                       "load the bundle before that");
+                       "load the bundle before that, or make that one with global thread pools");
   }
   if (SaysNoMemory(said)) return NoMemory(said, "free some, or export with --quantize int4", where);
   if (Says(said, {"default CPU EP"})) {

@@ -30,7 +30,8 @@ class KvBuffer {
   void Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
   // The same of the keys and values alone, as engines of other layers read them.
   void BindRead(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
-  // Forget what states have summed up of a row.
+  // Zeros for what states have summed up of a row; on a device for its keys and values too, in which an earlier row may have
+  // left a NaN.
   void ClearRow(int64_t row);
   // Copy the first `length` slots of a row, and what has no slots, over another row's.
   void CopyRow(int64_t from, int64_t to, int64_t length);

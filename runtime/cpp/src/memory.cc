@@ -81,6 +81,10 @@ void Memory::Clear(std::byte* memory, size_t bytes) const {
   }
 }
 
+void Memory::WaitForAll() const {
+  if (!on_host()) cuda_stream::WaitForAll();
+}
+
 Tensor Memory::Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const {
   return Of(std::move(name), data, std::move(shape), floats_);
 }

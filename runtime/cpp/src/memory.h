@@ -28,12 +28,13 @@ class Memory {
   Block Allocate(size_t bytes) const;
   // On the host, where the GPU reads and writes it by itself.
   Block AllocateHost(size_t bytes) const;
-  // Everything happens in the order in which it is asked for; on a GPU only Receive waits for its end. What is sent from
-  // AllocateHost's memory must stay as it is until then.
+  // Everything happens in the order in which it is asked for; on a GPU only Receive and WaitForAll wait for its end. What is
+  // sent must stay as it is until then.
   void Send(std::byte* to, const void* from, size_t bytes) const;
   void Receive(void* to, const std::byte* from, size_t bytes) const;
   void Copy(std::byte* to, const std::byte* from, size_t bytes) const;
   void Clear(std::byte* memory, size_t bytes) const;
+  void WaitForAll() const;
 
   // Tensors of this memory.
   Tensor Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const;

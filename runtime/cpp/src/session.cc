@@ -13,11 +13,7 @@ namespace skd {
 namespace {
 
 int64_t ChosenRows(const Bundle& bundle, const skd_session_options& options) {
-  const int64_t most = bundle.manifest.limits.max_batch;
-  if (options.max_rows < 1 || options.max_rows > most) {
-    throw CapacityError(std::to_string(options.max_rows) + " rows: the bundle takes 1.." + std::to_string(most),
-                        "choose fewer, or export with a larger --max-batch", "max_rows");
-  }
+  CheckRows(bundle, options.max_rows);
   return options.max_rows;
 }
 
@@ -44,6 +40,13 @@ int64_t ChosenNew(const Bundle& bundle, const skd_session_options& options) {
 
 }  // namespace
 
+void CheckRows(const Bundle& bundle, uint64_t rows) {
+  const auto most = static_cast<uint64_t>(bundle.manifest.limits.max_batch);
+  if (rows >= 1 && rows <= most) return;
+  throw CapacityError(std::to_string(rows) + " rows: the bundle takes 1.." + std::to_string(most),
+                      rows == 0 ? "choose 1 or more" : "choose fewer, or export with a larger --max-batch", "max_rows");
+}
+
 Session::Session(std::shared_ptr<const Bundle> bundle, const skd_session_options& options)
     : bundle_(std::move(bundle)),
       max_rows_(ChosenRows(*bundle_, options)),
@@ -66,7 +69,7 @@ void Session::Check(const int64_t* prompt, size_t length, const skd_row_options&
   }
   if (options.max_new_tokens < 1 || options.max_new_tokens > max_new_) {
     throw CapacityError(std::to_string(options.max_new_tokens) + " new tokens: the session takes 1.." + std::to_string(max_new_),
-                        "choose another max_new_tokens", where);
+                        "choose another skd_row_options.max_new_tokens", where);
   }
   CheckIds(bundle_->manifest.model, prompt, length, where);
   CheckSampling(options);

@@ -13,6 +13,9 @@
 
 namespace skd {
 
+// Throws SKD_ERROR_CAPACITY where a bundle does not take so many rows.
+void CheckRows(const Bundle& bundle, uint64_t rows);
+
 class Session {
  public:
   // Throws SKD_ERROR_CAPACITY.

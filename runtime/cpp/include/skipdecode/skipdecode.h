@@ -55,9 +55,10 @@ typedef enum skd_finish {
 typedef struct skd_load_options {
   size_t struct_size;
   const char* target; /* where engines run: "cpu", "cuda" (the first GPU); NULL: the first of these that the bundle has */
-  uint32_t threads;   /* of the process's one pool, decided by the first load; up to 1024, 0: one for each usable core */
+  uint32_t threads;   /* of the process's one pool, decided as the library is; up to 1024, 0: one for each usable core */
   const char* onnxruntime_library; /* path of libonnxruntime (cuda: onnxruntime-gpu's); NULL: the system's, or one beside this.
-                                    * The process has one, decided by the first load; later ones do not read this */
+                                    * The process has one, that of the first load which finds it fit for its bundle; later
+                                    * ones do not read this */
   uint32_t no_cuda_graphs;         /* not 0: on a GPU every run of an engine is a call, none the launch of a CUDA graph (0) */
 } skd_load_options;
 
