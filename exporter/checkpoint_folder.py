@@ -45,7 +45,8 @@ def adapter_error(model: str) -> ModelNotSupportedError:
     """The error of a folder or hub id that holds what peft trained: the weights are elsewhere, and these change them."""
     return ModelNotSupportedError(
         "holds an adapter (adapter_config.json), not the model that it changes",
-        "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`",
+        "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`, "
+        "and `AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
         where=model,
     )
 

@@ -28,8 +28,17 @@ class PromptEnds:
             self._set(_counts(given))
 
     def read_labels(self, labels: torch.Tensor | None) -> None:
-        """Before a model runs: the prompt ends at the first token that is learned. Without one, the whole row is prompt."""
+        """Before a model runs: the prompt ends at the first token that is learned. Without one, the whole row is prompt.
+
+        Raises:
+            ScheduleError: labels that are not one a token.
+        """
         if self._in_labels and labels is not None:
+            if labels.ndim != 2:
+                raise ScheduleError(
+                    f"labels of shape {[*labels.shape]} do not say where prompts end", "give the counts of tokens",
+                    where="skip_schedule",
+                )  # fmt: skip
             learned = labels != _NOT_LEARNED
             self._set(torch.where(learned.any(dim=1), learned.int().argmax(dim=1), labels.shape[1]))
             self._read = True
@@ -38,8 +47,8 @@ class PromptEnds:
         """Before its layers run: raises ScheduleError where labels were asked for and this pass has none."""
         if self._in_labels and not self._read:
             raise ScheduleError(
-                'prompt_length="labels", and the model was called without any',
-                "call it with labels=..., or give the counts of tokens", where="skip_schedule",
+                'prompt_length="labels", and the model was called without labels=...',
+                "call it with them, or give the counts of tokens", where="skip_schedule",
             )  # fmt: skip
         self._read = False
 

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, StaticCache
 
 from skipdecode.errors import ScheduleError
 from skipdecode.exporter.prompt_length import PromptEnds
@@ -83,27 +83,29 @@ def _check_process(model: torch.nn.Module) -> None:
 
 
 def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse a mixture's auxiliary loss where it spreads one mask over all layers' positions, which are not the same."""
+    """Refuse a mixture's auxiliary loss: it takes as many positions of every layer, those too that a row does not keep."""
     asked = kwargs.get("output_router_logits")
     asked = getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
-    if asked and kwargs.get("attention_mask") is not None:
+    if asked:
         raise ScheduleError(
-            "the loss that balances experts takes as many positions of every layer",
-            "set output_router_logits=False, or leave the attention mask out", where="skip_schedule",
+            "the loss that balances experts takes as many positions of every layer and row", "set output_router_logits=False",
+            where="skip_schedule",
         )  # fmt: skip
 
 
 def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Cache) and (past := _past(value)):
+        if isinstance(value, Cache) and (held := _held(value)):
             raise ScheduleError(
-                f"positions count from the start of a pass, and a cache holds {past}",
+                f"positions count from the start of a pass, and a cache holds {held}",
                 "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
             )  # fmt: skip
 
 
-def _past(cache: Cache) -> str:
+def _held(cache: Cache) -> str:
     """What `cache` holds: without attention in any layer it does not know of how many tokens."""
+    if isinstance(cache, StaticCache):
+        return "slots for later tokens"  # which masks have, too
     try:
         past = int(cache.get_seq_length())
     except ValueError:

@@ -83,10 +83,11 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
         cells = list(_cells(options))
         if not cells:
             raise SystemExit(f"{options.models}: holds none of the table's models; name the folder that train.py wrote them to")
-        full_depth = _export(options, Path(folder), Line(title="", model=cells[0][0].model), 1)
+        full_depth = _export(options, Path(folder), Line(title="", model=_whole_model(options, cells)), 1)
         whole: dict[str, list[str]] = {}  # model -> what it says at full depth
         for line, speedup in cells:
-            generator = full_depth if (line, speedup) == cells[0] else _export(options, Path(folder), line, speedup)
+            first = (line, speedup) == cells[0] and line.name != "full"
+            generator = full_depth if first else _export(options, Path(folder), line, speedup)
             said = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)
             texts = said.pop("texts")
             whole.setdefault(line.model, texts)
@@ -105,6 +106,15 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
                 row["bleu_behind"] = compared["bleu_loss"]
             print(f"{line.title} {speedup}x: BLEU {row['bleu']['value']:.2f}, {row['gain'][1]['median']:.2f}x", flush=True)
             yield row
+
+
+def _whole_model(options: argparse.Namespace, cells: list[tuple[Line, int]]) -> str:
+    """The first one that has all layers, whose decoding the others' is compared with; of truncated ones their rival."""
+    names = (line.rival if line.name == "full" else line.model for line, _ in cells)
+    found = next((name for name in names if name and (options.models / name).is_dir()), None)
+    if found is None:
+        raise SystemExit(f"{options.models}: has truncated models alone; train the one that they are compared with, too: full")
+    return found
 
 
 def _cells(options: argparse.Namespace) -> Iterator[tuple[Line, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -67,3 +68,13 @@ def test_every_model_that_is_there_has_its_rows_in_the_table(
     assert rows[0]["bleu_behind"]["value"] == pytest.approx(rows[4]["bleu"]["value"] - rows[0]["bleu"]["value"])
     assert "bleu_behind" not in rows[4]
     assert experiment.table(rows)[-1].split(" | ")[5].startswith("| ")  # nothing that it is behind
+
+
+def test_decoding_of_truncated_models_is_compared_with_one_that_has_all_layers(experiment: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "kept12").mkdir()
+    options = argparse.Namespace(models=tmp_path, only="kept12")
+    cells = list(experiment._cells(options))
+    with pytest.raises(SystemExit, match="has truncated models alone; train the one that they are compared with, too"):
+        experiment._whole_model(options, cells)
+    (tmp_path / "full").mkdir()
+    assert experiment._whole_model(options, cells) == "full"

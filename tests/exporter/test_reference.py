@@ -13,6 +13,7 @@ import transformers
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
+from skipdecode.exporter.attention import CACHE
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
@@ -128,7 +129,7 @@ def test_counts_that_do_not_fit_are_refused(zoo: Zoo) -> None:
             model(ids, use_cache=False)
     with skip_schedule(model, FALLING, prompt_length="labels"):
         model(ids, labels=ids, use_cache=False)
-        with pytest.raises(ScheduleError, match="without any; call it with labels"):
+        with pytest.raises(ScheduleError, match=r"without labels=\.\.\.; call it with them"):
             model(ids, use_cache=False)
 
 
@@ -154,16 +155,38 @@ def test_a_model_without_a_head_skips_as_it_does_below_one(zoo: Zoo) -> None:
             torch.testing.assert_close(model.base_model(IDS, use_cache=False).last_hidden_state, wanted)
 
 
-def test_a_loss_that_balances_experts_is_refused_beside_a_mask(zoo: Zoo) -> None:
+def test_a_loss_that_balances_experts_is_refused_where_layers_are_cut(zoo: Zoo) -> None:
+    """Routers tell of all positions that a layer computes, of which some rows keep fewer."""
     model, mask = zoo.model("mixtral"), torch.ones_like(IDS)
-    with skip_schedule(model, SCHEDULE):
+    with skip_schedule(model, full_depth(LAYERS)):
         assert model(IDS, labels=IDS, output_router_logits=True, use_cache=False).aux_loss > 0
+    with skip_schedule(model, SCHEDULE):
         assert model(IDS, attention_mask=mask, labels=IDS, use_cache=False).loss > 0
         with pytest.raises(ScheduleError, match="set output_router_logits=False"):
-            model(IDS, attention_mask=mask, labels=IDS, output_router_logits=True, use_cache=False)
+            model(IDS, mask, labels=IDS, output_router_logits=True, use_cache=False)
         model.config.output_router_logits = True
         with pytest.raises(ScheduleError, match="set output_router_logits=False"):
-            model(IDS, attention_mask=mask, labels=IDS, use_cache=False)
+            model(IDS, labels=IDS, use_cache=False)
+
+
+def test_a_static_cache_is_refused_though_it_holds_no_tokens_yet(zoo: Zoo) -> None:
+    model = zoo.model("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=14)
+    with (
+        skip_schedule(model, SCHEDULE),
+        pytest.raises(ScheduleError, match="a cache holds slots for later tokens; generate with"),
+    ):
+        model(IDS, attention_mask=torch.ones_like(IDS), use_cache=True, **{CACHE: cache})
+
+
+def test_labels_of_rows_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
+    config = transformers.AutoConfig.from_pretrained(zoo.checkpoint("llama"), num_labels=3)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with (
+        skip_schedule(model, FALLING, prompt_length="labels"),
+        pytest.raises(ScheduleError, match=r"labels of shape \[1\] do not"),
+    ):
+        model(IDS, labels=torch.tensor([2]))
 
 
 def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:
