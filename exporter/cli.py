@@ -52,6 +52,8 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
         )
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
+    if not request.random_weights and "tokenizer.json" not in {file.path for file in manifest.files}:
+        yield f"{request.model} has no tokenizer, so the bundle takes token ids alone; save it there and export again for texts"
 
 
 @contextmanager
