@@ -17,14 +17,9 @@ from skipdecode.exporter.architectures import declared
 _LEAST_SQUARE = 1e-5  # of a stream whose length becomes another's
 
 
-def num_streams(config: Any) -> int:
-    """N; 1: the hidden state is the only one."""
-    return declared(config, "altup_num_inputs") or 1
-
-
 def streams_width(config: Any) -> int:
-    """N*H, numbers of a token between layers."""
-    width: int = config.hidden_size * num_streams(config)
+    """N*H, numbers of a token between layers; elsewhere the hidden state is the only stream."""
+    width: int = config.hidden_size * (declared(config, "altup_num_inputs") or 1)
     return width
 
 

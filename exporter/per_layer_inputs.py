@@ -7,7 +7,6 @@ So the runtime knows nothing of them, and a skipped layer's are not read.
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import torch
@@ -32,8 +31,7 @@ def hidden_width(config: Any) -> int:
 def embedded(owner: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """input_ids [B,S] -> [B,S,N*H + L*P]."""
     hidden = owner.embed_tokens(input_ids)
-    asked = (input_ids, hidden) if "inputs_embeds" in signature(owner.get_per_layer_inputs).parameters else (input_ids,)
-    inputs = owner.project_per_layer_inputs(hidden, owner.get_per_layer_inputs(*asked))
+    inputs = owner.project_per_layer_inputs(hidden, owner.get_per_layer_inputs(input_ids))
     return torch.cat((spread(owner, hidden), inputs.flatten(2)), dim=-1)
 
 

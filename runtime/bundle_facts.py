@@ -15,8 +15,7 @@ def facts(manifest: Manifest) -> dict[str, Any]:
     """Model, limits, schedule, variants, segments, targets, memory: what `skip-inspect --json` prints, units in the keys."""
     model, schedule = manifest.model, manifest.schedule
     sizes = {file.path: file.size for file in manifest.files}
-    # what is run of it unless told otherwise
-    default = next((target for target in manifest.targets if target.name == "cpu"), next(iter(manifest.targets), None))
+    default = next((target for target in manifest.targets if target.name == manifest.default_target), None)
     return {
         "format_version": manifest.format_version,
         "model": {"name": model.name, "type": model.model_type, "layers": model.num_layers, "hidden_size": model.hidden_size,

@@ -141,6 +141,12 @@ class Manifest:
                 return
         raise MalformedError(f"variants: {variant.name} does not climb its layers")
 
+    @property
+    def default_target(self) -> str:
+        """The name of what is run unless told otherwise: cpu, or where others alone are here the first."""
+        names = [target.name for target in self.targets]
+        return "cpu" if "cpu" in names or not names else names[0]
+
 
 def read(bundle: Path) -> Manifest:
     """Read and check `bundle/bundle.json`, and that every file is there in its size.

@@ -29,8 +29,6 @@ from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 from skipdecode.turn_around import TurnAround
 
-_FIRST = "cpu"  # what is run of a bundle that has it, unless told otherwise
-
 
 def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
     """The bundle's target of that name; None: cpu, or where it has none, its first.
@@ -39,8 +37,7 @@ def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
         TargetError: the bundle has no such target.
     """
     known = [target.name for target in manifest.targets]
-    if name is None:
-        name = _FIRST if _FIRST in known or not known else known[0]
+    name = manifest.default_target if name is None else name
     if name not in known:
         raise TargetError(
             f"target {name!r} is not in this bundle", f"choose from {', '.join(known) or 'none'}", where=str(bundle)
@@ -58,7 +55,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
     """
     if target.name in tensorrt.LIBRARIES:
         return _load_plans(manifest, bundle, target, trace)
-    if target.name not in (_FIRST, "cuda") or target.library != "onnxruntime":
+    if target.name not in ("cpu", "cuda") or target.library != "onnxruntime":
         raise TargetError(
             f"this version runs no engines of {target.library} for {target.name}",
             "export with --target cpu too",

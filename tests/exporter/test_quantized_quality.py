@@ -19,13 +19,10 @@ def asked() -> dict[str, list[str]]:
     """Prompt -> references."""
     sys.path.insert(0, str(EXAMPLE))
     try:
-        from data import prompt, read_pairs
+        from data import examples_of
     finally:
         sys.path.remove(str(EXAMPLE))
-    found: dict[str, list[str]] = {}
-    for attributes, text in read_pairs(EXAMPLE / "sample.csv"):
-        found.setdefault(prompt(attributes), []).append(text)
-    return found
+    return {example.prompt: [*example.references] for example in examples_of(EXAMPLE / "sample.csv")}
 
 
 def _texts(quantize: str, folder: Path, prompts: list[str]) -> list[str]:
