@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,8 @@ _FLAGS = ("REQUIRE_USER_ALLOCATION",)
 # A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
 _MAX_AUX_STREAMS = 0
 _REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
-_ELSEWHERE = "export for cuda, which needs no builder"
+_ELSEWHERE, _MORE_MEMORY = "export for cuda, which needs no builder", "free some memory"
+_STANDSTILL_S = 120  # without a moment of processor time, after which a builder is taken to wait for what never comes
 _OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
@@ -114,7 +116,8 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
     except exceptions.PolygraphyException as error:
         reason = log.first_error()
-        remedy = "choose a larger --workspace" if "workspace" in reason else _ELSEWHERE
+        remedy = _MORE_MEMORY if tensorrt.NO_MEMORY.search(reason) else _ELSEWHERE
+        remedy = "choose a larger --workspace" if "workspace" in reason else remedy
         raise TargetError(f"{request.target} could not build it ({reason})", remedy, where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
@@ -147,12 +150,12 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
         stop: once it is set, the process is killed.
 
     Raises:
-        TargetError: as it does, and where the process was killed.
+        TargetError: as it does, and where the process was killed, or stood still.
         OSError: the plan could not be written.
     """
     command = command_of("skipdecode.graph_passes.compile_tensorrt")
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    said = _finished(process, json.dumps({**dataclasses.asdict(request), "parent": os.getpid()}), stop)
+    said, stood_still = _finished(process, json.dumps({**dataclasses.asdict(request), "parent": os.getpid()}), stop)
     if process.returncode == 0:
         return
     line = (said.strip().splitlines() or ["it said nothing"])[-1]
@@ -161,22 +164,35 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
     if process.returncode == _UNWRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
     reason, remedy = f"failed ({line[:300]})", _ELSEWHERE
-    if process.returncode == -signal.SIGKILL:
+    if stood_still:  # TensorRT-RTX 1.7.1's own threads, after one of them found no memory
+        reason, remedy = f"stood still for {_STANDSTILL_S} s, probably for want of memory", "free some"
+    elif process.returncode == -signal.SIGKILL:
         reason, remedy = "was killed, probably for want of memory", "free some"
     elif process.returncode < 0:
         reason = f"ended by signal {-process.returncode}"
     raise TargetError(f"the {request.target} builder {reason}", remedy, where=Path(request.plan).name)
 
 
-def _finished(process: subprocess.Popen[str], given: str | None, stop: threading.Event) -> str:
-    """What a process wrote to its standard error, when it has ended."""
+def _finished(process: subprocess.Popen[str], given: str | None, stop: threading.Event) -> tuple[str, bool]:
+    """What a process wrote to its standard error, when it has ended; and whether it had to be ended because it stood still."""
+    worked, moved, stood_still = 0, time.monotonic(), False
     while True:
         try:
-            return process.communicate(given, timeout=0.2)[1]
+            return process.communicate(given, timeout=0.2)[1], stood_still
         except subprocess.TimeoutExpired:
             given = None  # it has it
-            if stop.is_set():
-                process.kill()
+        before, worked = worked, _processor_time(process.pid)
+        if worked != before:
+            moved = time.monotonic()
+        stood_still = time.monotonic() - moved > _STANDSTILL_S
+        if stood_still or stop.is_set():
+            process.kill()
+
+
+def _processor_time(pid: int) -> int:
+    """Ticks of a child that was not waited for, all its threads'."""
+    after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(after_name[11]) + int(after_name[12])
 
 
 def _check_network(network: Any, trt: Any, where: str) -> None:

@@ -19,7 +19,7 @@ from skipdecode.trace import Trace, traced
 
 LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
 _KEYS = tuple(each for name in (names.PAST_KEY, names.PAST_VALUE) for each in (name, names.present(name)))
-_NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
+NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
 
 
 def library(target: str) -> Any:
@@ -77,7 +77,7 @@ def log_of(trt: Any, *, verbose: bool) -> Any:
 
         def first_error(self) -> str:
             # without a GPU every error is followed by one of the driver, which is not the reason; where memory ran out, it is
-            memory = [message for message in self.errors if _NO_MEMORY.search(message)]
+            memory = [message for message in self.errors if NO_MEMORY.search(message)]
             reasons = [message for message in self.errors if "Cuda Runtime" not in message]
             first = [*memory, *reasons, *self.errors, "no reason given"][0][:300]
             self.errors.clear()
@@ -122,7 +122,7 @@ class PlanRuntime:
     def refused(self, remedy: str) -> SkipDecodeError:
         """The error to raise when the library says no to a run."""
         reason = self.log.first_error()
-        if _NO_MEMORY.search(reason):
+        if NO_MEMORY.search(reason):
             return CapacityError(
                 f"no memory is left to run a plan ({reason})", "send fewer rows or shorter prompts, or free some"
             )
@@ -131,7 +131,7 @@ class PlanRuntime:
     def unloadable(self, path: Path) -> SkipDecodeError:
         """The error to raise when the library refuses a file."""
         reason, where = self.log.first_error(), str(path)
-        if _NO_MEMORY.search(reason):
+        if NO_MEMORY.search(reason):
             return CapacityError(f"no memory is left for it ({reason})", "free some, or export a smaller model", where=where)
         if "does not support this compute capability" in reason:  # portable plans, too, leave out some GPUs (H100, H200)
             return TargetError(f"{self.trt.__name__} does not serve this GPU ({reason})", "export with --target cuda")

@@ -83,6 +83,21 @@ def test_a_builder_is_killed_when_it_is_not_wanted_any_more(tmp_path: Path, monk
         build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), stop)
 
 
+def test_a_builder_that_stands_still_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_its_place("exec sleep 600", tmp_path, monkeypatch)
+    monkeypatch.setattr(compile_tensorrt, "_STANDSTILL_S", 1)
+    says = r"^x\.plan: the tensorrt-rtx builder stood still for 1 s, probably for want of memory; free some$"
+    with pytest.raises(TargetError, match=says):
+        build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), threading.Event())
+
+
+def test_a_builder_that_works_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = sys.executable
+    _in_its_place(f"exec {python} -c 'import time\nwhile time.process_time() < 1.5: pass'", tmp_path, monkeypatch)
+    monkeypatch.setattr(compile_tensorrt, "_STANDSTILL_S", 1)
+    build_in_process(PlanRequest(target="tensorrt-rtx", source="", plan="x.plan", profiles=(DECODE,)), threading.Event())
+
+
 def test_a_builder_ends_with_an_exporter_that_is_killed(tmp_path: Path) -> None:
     source, plan = _graph(tmp_path), tmp_path / "x.plan"
     os.mkfifo(plan)  # which nobody reads: it takes for ever to write
