@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 from skipdecode.turn_around import TurnAround
+
+PORTABLE = "sm80 and later"  # what plans are for that were built for no compute capability by name
 
 
 def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
@@ -123,22 +125,27 @@ def _checked(
 
 def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace | None) -> Engines:
     found = tensorrt.library(target.name).__version__
-    rebuild = f"export the model again with --target {target.name} --force"
+    built_for = [] if target.machine == PORTABLE else target.machine.split()
     if found != target.library_version:
-        raise TargetError(f"the plans were built by {target.name} {target.library_version}, installed is {found}", rebuild)
+        message = f"the plans were built by {target.name} {target.library_version}, installed is {found}"
+        raise TargetError(message, _rebuild(target, built_for), where=str(bundle))
     device = CudaDevice()
-    built_for = target.machine.split()
-    if all(name.startswith("sm") for name in built_for) and device.capability not in built_for:
-        if target.name != "tensorrt":  # which builds for the GPU at hand
-            rebuild = (
-                f"export the model again with --target {target.name}:{device.capability} --force, or cuda where that is unknown"
-            )
-        raise TargetError(f"the plans are for {target.machine}, this GPU is {device.capability}", rebuild, where=str(bundle))
+    served = device.capability in built_for if built_for else int(device.capability.removeprefix("sm")) >= 80
+    if not served:
+        unless = "" if target.name == "tensorrt" else ", or cuda where that is unknown"
+        message = f"the plans are for {target.machine}, this GPU is {device.capability}"
+        raise TargetError(message, _rebuild(target, [device.capability]) + unless, where=str(bundle))
     kernels = KernelCache(_kernels_of(bundle, gpu_at_hand().name))
     shared = tensorrt.PlanRuntime(target.name, device, kernels)
     run = device.turn_around()
     engines = plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared, trace))
     return dataclasses.replace(engines, after_run=kernels.keep)
+
+
+def _rebuild(target: Target, capabilities: Sequence[str]) -> str:
+    """What to do; `tensorrt` builds for the GPU at hand, and takes none by name."""
+    named = f":{','.join(capabilities)}" if capabilities and target.name != "tensorrt" else ""
+    return f"export the model again with --target {target.name}{named} --force"
 
 
 def _kernels_of(bundle: Path, gpu: str) -> Path:
