@@ -37,6 +37,7 @@ from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
+from skipdecode.graph_passes.queries_as_tokens import QueriesAsTokensPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
@@ -46,8 +47,8 @@ from skipdecode.kv_buffer import LEAST_SLOTS, static_slots
 from skipdecode.model import key_sizes
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.schedule import Schedule
+from skipdecode.targets import PORTABLE
 
-_PORTABLE = "sm80 and later"  # what TensorRT-RTX builds for where no compute capability is named
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
 HALF_BYTES = 2  # of a plan's floats: fp16 or bf16
 
@@ -132,7 +133,7 @@ def _gpus(target: TargetRequest) -> tuple[str, str]:
     if target.name == "tensorrt":
         gpu = gpu_at_hand()
         return gpu.capability, gpu.name
-    return " ".join(target.capabilities) or _PORTABLE, ""
+    return " ".join(target.capabilities) or PORTABLE, ""
 
 
 def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
@@ -148,7 +149,7 @@ def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None)
 
 def _check_scores(engine: _Engine) -> None:
     """Attention that is written out has the scores of a prompt's pass in one tensor [1,NH,S,C]."""
-    for node in without_kernel(engine.graph.graph):
+    for node in without_kernel(engine.graph.graph, engine.slots):
         heads, tokens = static_dim(required(node), 1), min(PREFILL_CHUNK, engine.slots)
         if heads * tokens * engine.slots > _MOST_ELEMENTS:
             most = _MOST_ELEMENTS // (heads * PREFILL_CHUNK)
@@ -245,7 +246,8 @@ def _prompt_profile(tokens: int) -> Profile:
 def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantization | None) -> ir.Model:
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
     lowered, name = graph.clone(), graph.graph.name
-    passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(), NonUnitScalePass()]
+    passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(slots=slots)]
+    passes += [QueriesAsTokensPass(slots=slots), NonUnitScalePass()]
     passes += [
         ExplicitConvolutionPass(opset=OPSET),
         ExplicitLinearAttentionPass(opset=OPSET, most_tokens=min(PREFILL_CHUNK, slots)),

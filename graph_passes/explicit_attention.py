@@ -4,10 +4,10 @@
     -> MatMul(Softmax(Where(mask, c * Tanh(MatMul(query * scale, keys^T) / c), -inf)), values)
 
 Why: its parser takes no cap (Gemma 2) and no output but the first (attention sinks ask for the scores), and it has no kernel for
-fewer than 4 heads, nor for heads of fewer than 16 or more than 256 numbers (Gemma 4), nor, in one plan, for a second attention to
-the same keys (layers that read those of others; TensorRT-RTX 1.7.1's builder ends with signal 11). Queries that share keys are
-rows of one product, so that no key is there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both
-products.
+fewer than 4 heads, nor for heads of fewer than 16 or more than 256 numbers (Gemma 4), nor for a step's one token where there are
+some 24,000 slots (but see `queries_as_tokens`), nor, in one plan, for a second attention to the same keys (layers that read those
+of others; TensorRT-RTX 1.7.1's builder ends with signal 11). Queries that share keys are rows of one product, so that no key is
+there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both products.
 """
 
 from __future__ import annotations
@@ -17,38 +17,48 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.conventions import constant, required, static_dim
+from skipdecode.graph_passes.queries_as_tokens import LEAST_HEADS, is_long, queries_a_token
 from skipdecode.graph_passes.take_over import take_over
 
 _HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
-_LEAST_HEADS = 4  # of queries: 1, 2 and 3 do not build, whatever their size and the keys'
 _ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
 
 
 class ExplicitAttentionPass(ir.passes.InPlacePass):
-    """Leaves attention that has a kernel; slots must be static."""
+    """Leaves attention that has a kernel; slots must be static.
+
+    Args:
+        slots: of each layer's KV buffer in this graph.
+    """
+
+    def __init__(self, *, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = without_kernel(model.graph)
+        found = without_kernel(model.graph, self.slots)
         for node in found:
             _Explicit(model.graph, node).write()
         return ir.passes.PassResult(model, bool(found))
 
 
-def without_kernel(graph: ir.Graph) -> list[ir.Node]:
-    """The attention that is to be written out."""
+def without_kernel(graph: ir.Graph, slots: int) -> list[ir.Node]:
+    """The attention that is to be written out; `slots` of each layer's KV buffer, which need not be static here."""
     served: set[ir.Value | None] = set()
     found = []
     for node in (node for node in graph if node.op_type == "Attention"):
-        if _has_kernel(node) and node.inputs[1] not in served:
+        if _has_kernel(node, slots) and node.inputs[1] not in served:
             served.add(node.inputs[1])
         else:
             found.append(node)
     return found
 
 
-def _has_kernel(node: ir.Node) -> bool:
+def _has_kernel(node: ir.Node, slots: int) -> bool:
     plain = len(node.outputs) == 1 and not node.attributes.get_float("softcap", 0.0)
-    return plain and static_dim(required(node), 3) in _HEAD_SIZES and static_dim(required(node), 1) >= _LEAST_HEADS
+    heads, size = (static_dim(required(node), axis) for axis in (1, 3))
+    sizes = size in _HEAD_SIZES and heads >= LEAST_HEADS
+    return plain and sizes and (not is_long(node, slots) or queries_a_token(node) > 1)
 
 
 class _Explicit:

@@ -350,6 +350,10 @@ EVERY_PATH = (
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the kinds above with other settings
 VARIATIONS: dict[str, Callable[[], Any]] = {
+    # more positions than TensorRT's kernel of one token takes, and heads enough that some of them may become tokens
+    "llama_long": lambda: transformers.LlamaConfig(
+        **{**_GROUPED, **_IDS, "num_attention_heads": 8, "head_dim": 16, "max_position_embeddings": 32768}
+    ),
     # two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
     "reading_others": functools.partial(
         RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -39,6 +40,7 @@ from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAtte
 from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
+from skipdecode.graph_passes.queries_as_tokens import QueriesAsTokensPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
@@ -49,12 +51,20 @@ from tests.zoo import Zoo
 
 DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 PREFILL = Profile(batch=(1, 1, 1), tokens=(1, 8, 16))
-LOWERING = (StaticSlotsPass(slots=48), ExplicitAttentionPass(), NonUnitScalePass(), DropUnusedInputsPass())
+SLOTS = 48
 PER_LAYER = "model.embed_tokens_per_layer.weight"
 CAPPED = "gemma2"  # caps its attention logits, which no fused kernel does
 
 
 Part = Callable[..., ir.Model]
+
+
+def lowering(slots: int) -> tuple[ir.passes.PassBase, ...]:
+    attention = ExplicitAttentionPass(slots=slots), QueriesAsTokensPass(slots=slots)
+    return StaticSlotsPass(slots=slots), *attention, NonUnitScalePass(), DropUnusedInputsPass()
+
+
+LOWERING = lowering(SLOTS)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,23 @@ def test_attention_without_a_fused_kernel_updates_its_buffers_in_place_too(name:
     layers = build(part(name), tmp_path, *LOWERING)
     assert_updates_in_place(layers)
     assert [layer.name for layer in layers if "_mha_" in layer.name] == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "kernels"),
+    [(24576 - 16, ["gemv_mha", "gemm_mha"]), (24576 - 8, ["gemm_mha", "gemm_mha"]), (32768, ["gemm_mha"] * 2)],
+)
+def test_a_step_over_many_slots_has_the_kernel_of_a_prompt(slots: int, kernels: list[str], part: Part, tmp_path: Path) -> None:
+    layers = build(part("llama_long"), tmp_path, *lowering(slots))
+    assert_updates_in_place(layers)
+    found = [layer.name for layer in layers if "_mha_" in layer.name]
+    assert all(kernel in name for kernel, name in zip(kernels, found, strict=True)), found
+
+
+def test_the_kernel_of_one_token_takes_no_more_slots(part: Part, tmp_path: Path) -> None:
+    slots = 24576 - 8
+    with pytest.raises(TargetError, match="Attention operation was not supported by a dedicated kernel"):
+        build(part("llama_long"), tmp_path, StaticSlotsPass(slots=slots), NonUnitScalePass(), DropUnusedInputsPass())
 
 
 @pytest.mark.parametrize("segment", [(1, 3, 4), (2, 5), (3, 4), (5,)], ids=str)
@@ -228,7 +255,7 @@ def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
 
 
 def test_a_scale_of_one_would_copy_the_key_buffer_in_each_step(part: Part, tmp_path: Path) -> None:
-    layers = build(part("opt"), tmp_path, StaticSlotsPass(slots=48))
+    layers = build(part("opt"), tmp_path, StaticSlotsPass(slots=SLOTS))
     assert copies_of_whole_buffers(layers), "then NonUnitScalePass is no longer needed"
 
 
@@ -282,9 +309,22 @@ def test_a_buffer_that_is_not_updated_in_place_is_an_error(kind: str, part: Part
 def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: Path) -> None:
     graph = part(CAPPED)
     with pytest.raises(TargetError, match=r"parser refused it: .*[Ss]oftcap"):
-        build(graph, tmp_path, StaticSlotsPass(slots=48))
+        build(graph, tmp_path, StaticSlotsPass(slots=SLOTS))
 
 
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="could not build it"):
+        build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)
+
+
+def test_a_builder_that_finds_no_memory_is_told_as_that(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_of = tensorrt.log_of
+
+    def without_memory(*given: Any, **named: Any) -> Any:
+        log = log_of(*given, **named)
+        log.first_error = lambda: "Unexpected exception std::bad_alloc"  # as TensorRT-RTX 1.7.1 was seen to say under `ulimit -v`
+        return log
+
+    monkeypatch.setattr(tensorrt, "log_of", without_memory)
+    with pytest.raises(TargetError, match=r"could not build it \(Unexpected exception std::bad_alloc\); free some memory$"):
         build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)

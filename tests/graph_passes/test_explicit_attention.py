@@ -53,31 +53,31 @@ def _feeds(model: ir.Model) -> dict[str, np.ndarray]:
 )
 def test_it_is_written_out_with_the_same_result(text: str) -> None:
     before, after = with_shapes(text), with_shapes(text)
-    assert ExplicitAttentionPass()(after).modified
+    assert ExplicitAttentionPass(slots=6)(after).modified
     kinds = [node.op_type for node in after.graph]
     assert "Attention" not in kinds and kinds.count("MatMul") == 2
     feeds = _feeds(before)
     np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5, atol=1e-6)
-    assert not ExplicitAttentionPass()(after).modified
+    assert not ExplicitAttentionPass(slots=6)(after).modified
 
 
 def test_of_two_that_read_the_same_keys_the_second_is_written_out() -> None:
     before, after = with_shapes(TWICE), with_shapes(TWICE)
-    assert ExplicitAttentionPass()(after).modified
+    assert ExplicitAttentionPass(slots=6)(after).modified
     (kept,) = (node for node in after.graph if node.op_type == "Attention")
     assert kept.attributes["scale"].as_float() == 0.25
     feeds = _feeds(before)
     np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-5, atol=1e-6)
-    assert not ExplicitAttentionPass()(after).modified
+    assert not ExplicitAttentionPass(slots=6)(after).modified
 
 
 def test_attention_with_settings_that_are_not_known_is_an_error_and_not_silence() -> None:
     with pytest.raises(ir.passes.PassError) as caught:
-        ir.passes.Sequential(ExplicitAttentionPass())(
+        ir.passes.Sequential(ExplicitAttentionPass(slots=6))(
             with_shapes(CAPPED.replace("softcap = 2.0", "softcap = 2.0, is_causal = 1"))
         )
     assert "is_causal" in str(caught.value.__cause__)
 
 
 def test_attention_that_has_a_kernel_is_left_alone() -> None:
-    assert not ExplicitAttentionPass()(with_shapes(CAPPED.replace(", softcap = 2.0", ""))).modified
+    assert not ExplicitAttentionPass(slots=6)(with_shapes(CAPPED.replace(", softcap = 2.0", ""))).modified

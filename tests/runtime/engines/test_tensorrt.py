@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 import skipdecode
 from skipdecode import bindings as names
+from skipdecode import manifest as manifests
 from skipdecode import targets
 from skipdecode.bundle_facts import kv_bytes
 from skipdecode.decoder import Decoder
@@ -144,6 +146,22 @@ def test_linear_biases_keep_their_slopes_far_from_the_first_slot(
     )  # fmt: skip
     decoder = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch).decoder([len(prompt)], new)
     assert_gives_the_references_logits(decoder, zoo.model("mpt").half().float(), [prompt], new, 0.01)
+
+
+def test_heads_that_are_tokens_for_the_sake_of_many_slots_agree_with_torch_and_onnx_runtime(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(
+        ExportRequest(
+            model=str(zoo.checkpoint("llama_long")), out=tmp_path / "bundle", schedule=ScheduleRequest(name="full"), dtype="fp16",
+            max_batch=2, max_length=32768, targets=("tensorrt-rtx:sm89",),
+        )
+    )  # fmt: skip
+    generator = device.load(tmp_path / "bundle", "tensorrt-rtx", None, monkeypatch)
+    decoder = generator.decoder([len(prompt) for prompt in PROMPTS], NEW)
+    assert_gives_the_references_logits(decoder, zoo.model("llama_long").half().float(), PROMPTS, NEW, 0.02)
+    rows = measure_plans(generator)
+    assert rows and all(row["holds"] for row in rows)
 
 
 def test_a_decode_steps_shapes_are_told_once_though_a_prompt_of_one_token_shares_its_context(
@@ -339,21 +357,34 @@ class _Gpu(HostDevice):
     capability = "sm86"
 
 
+class _OldGpu(HostDevice):
+    capability = "sm75"
+
+
 @pytest.mark.parametrize(
-    ("version", "says"),
+    ("built_for", "gpu", "version", "says"),
     [
-        ("1.0.0", r"the plans were built by tensorrt-rtx \S+, installed is 1\.0\.0; export .* --target tensorrt-rtx --force"),
-        (None, r"the plans are for sm89, this GPU is sm86; export .* --target tensorrt-rtx:sm86 --force, or cuda where"),
+        ("sm89", _Gpu, "1.0.0", r"were built by tensorrt-rtx \S+, installed is 1\.0\.0; .* --target tensorrt-rtx:sm89 --force$"),
+        ("sm86 sm89", _Gpu, "1.0.0", r"installed is 1\.0\.0; .* --target tensorrt-rtx:sm86,sm89 --force$"),
+        ("sm80 and later", _Gpu, "1.0.0", r"installed is 1\.0\.0; .* --target tensorrt-rtx --force$"),
+        ("sm89", _Gpu, None, r"are for sm89, this GPU is sm86; .*:sm86 --force, or cuda where that is unknown$"),
+        ("sm80 and later", _OldGpu, None, r"are for sm80 and later, this GPU is sm75; .* --target tensorrt-rtx:sm75 --force, or"),
     ],
-)
+)  # fmt: skip
 def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
-    version: str | None, says: str, gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(targets, "CudaDevice", _Gpu)
+    built_for: str, gpu: type[HostDevice], version: str | None, says: str, gpu_bundle: Bundles, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    bundle = shutil.copytree(gpu_bundle(Anchor.GENERATED), tmp_path / "bundle", copy_function=os.link)
+    (bundle / "bundle.json").unlink()
+    made = manifests.read(gpu_bundle(Anchor.GENERATED))
+    plans = [dataclasses.replace(target, machine=built_for) for target in made.targets if target.name == "tensorrt-rtx"]
+    manifests.write(dataclasses.replace(made, targets=tuple(plans)), bundle)
+    monkeypatch.setattr(targets, "CudaDevice", gpu)
     if version:
         monkeypatch.setattr(tensorrt.library("tensorrt-rtx"), "__version__", version)
     with pytest.raises(TargetError, match=says) as caught:
-        skipdecode.load(gpu_bundle(Anchor.GENERATED), target="tensorrt-rtx")
+        skipdecode.load(bundle, target="tensorrt-rtx")
     assert "\n" not in str(caught.value)
 
 

@@ -1,0 +1,67 @@
+"""Queries that share keys, as further tokens of one head, where there are more slots than the kernel of a single token takes.
+
+    Attention(query [B,NH,S,D], keys [B,KVH,C,D], values, mask [B,1,S,C])
+    -> Reshape(Attention(Reshape(query, [B,NH/n,n*S,D]), keys, values, Concat(n of mask)), [B,NH,S,D])
+
+Why: TensorRT-RTX 1.7.1's kernel of one token has slots and head size in 48 KiB. Its kernel of several tokens has no such limit,
+and serves a step whose heads are tokens. Before it the slots are copied, once for each head that is left: so as few are left as may
+be. Written out (`explicit_attention`), 32 heads of 65,536 slots would take 4 GiB of scratch memory; this takes 1 GiB.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import constant, required, static_dim
+from skipdecode.graph_passes.take_over import take_over
+
+LEAST_HEADS = (
+    4  # of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the keys'
+)
+_MOST = 24576  # slots and a head's numbers, for the kernel of one token: 8 more do not build, whatever the heads and the GPU
+
+
+class QueriesAsTokensPass(ir.passes.InPlacePass):
+    """Leaves attention that the kernel of one token takes, and what `explicit_attention` writes out.
+
+    Args:
+        slots: of each layer's KV buffer in this graph.
+    """
+
+    def __init__(self, *, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        long = [node for node in model.graph if node.op_type == "Attention" and is_long(node, self.slots)]
+        found = [(node, count) for node in long if (count := queries_a_token(node)) > 1]
+        for node, count in found:
+            _rewrite(model.graph, node, count)
+        return ir.passes.PassResult(model, bool(found))
+
+
+def is_long(node: ir.Node, slots: int) -> bool:
+    """Whether the kernel of one token does not take these slots."""
+    return slots + static_dim(required(node), 3) > _MOST
+
+
+def queries_a_token(node: ir.Node) -> int:
+    """How many of a head's queries may become its tokens; 1: none."""
+    if static_dim(required(node, 3), 1) != 1:  # a mask for each head
+        return 1
+    heads, kv_heads = (static_dim(required(node, index), 1) for index in range(2))
+    group = heads // kv_heads
+    return max(count for count in range(1, group + 1) if group % count == 0 and (count == 1 or heads // count >= LEAST_HEADS))
+
+
+def _rewrite(graph: ir.Graph, node: ir.Node, count: int) -> None:
+    tape, query, mask = Tape(), required(node), required(node, 3)
+    heads, size = (static_dim(query, axis) for axis in (1, 3))
+    tokens = tape.op("Reshape", [query, constant(tape, 0, heads // count, -1, size)])
+    masks = tape.op("Concat", [mask] * count, {"axis": 2})
+    rows = tape.op("Attention", [tokens, *node.inputs[1:3], masks], node.attributes)
+    made = tape.op("Reshape", [rows, constant(tape, 0, heads, -1, static_dim(required(node, 2), 3))])
+    graph.insert_before(node, tape.nodes)
+    take_over(node.outputs[0], made)
+    graph.remove(node, safe=True)
