@@ -4,8 +4,8 @@
     -> Reshape(Attention(Reshape(query, [B,NH/n,n*S,D]), keys, values, Concat(n of mask)), [B,NH,S,D])
 
 Why: TensorRT-RTX 1.7.1's kernel of one token has slots and head size in 48 KiB. Its kernel of several tokens has no such limit,
-and serves a step whose heads are tokens. Before it the slots are copied, once for each head that is left: so as few are left as may
-be. Written out (`explicit_attention`), 32 heads of 65,536 slots would take 4 GiB of scratch memory; this takes 1 GiB.
+and serves a step whose heads are tokens. Before it the slots are copied, once for each head that is left: few are left. Written
+out (`explicit_attention`), 32 heads of 65,536 slots would take 4 GiB of scratch memory; this takes 1 GiB.
 """
 
 from __future__ import annotations
