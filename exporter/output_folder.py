@@ -8,6 +8,7 @@ import glob
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -21,6 +22,7 @@ from skipdecode.exporter.signals import uninterrupted
 
 # Of writing to a file that is open, whose error names none: the disk is full or read-only, or the file too large for it.
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+_OF_NUMPY = re.compile(r"(\d+) requested and (\d+) written")  # of an array to a full disk, without the system's number
 
 _PARTIAL, _REPLACED = "partial", "replaced"  # folders beside `--out`: unfinished or half removed; whole, and for a moment only
 _SECONDS_TO_LOCK = 10  # more than an export takes from making its folder to locking it
@@ -148,14 +150,15 @@ def _name_beside(out: Path, what: str) -> Path:
 def _concerns(folders: Iterable[Path], error: OSError) -> bool:
     """Whether an error is of a file in one of the folders, or names no file and is one that writing gives."""
     if error.filename is None:
-        return error.errno in _OF_WRITING
+        return error.errno in _OF_WRITING or bool(_OF_NUMPY.fullmatch(str(error)))
     names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     files = [Path(os.fsdecode(name)).absolute() for name in names]
     return any(file.is_relative_to(folder.absolute()) for file in files for folder in folders)
 
 
 def _unwritable(out: Path, error: OSError) -> BundleError:
-    return BundleError(f"cannot be written ({error.strerror or error})", "free space or choose another --out", where=str(out))
+    reason = error.strerror or _OF_NUMPY.sub(r"\2 of \1 numbers found room", str(error))
+    return BundleError(f"cannot be written ({reason})", "free space or choose another --out", where=str(out))
 
 
 def _replace(out: Path, partial: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skipdecode import manifest as manifests
@@ -275,6 +276,17 @@ def test_an_error_of_a_file_system_without_a_name_is_told_of_out(number: int, tm
     """That of writing to a file that is open has none."""
     with pytest.raises(BundleError, match=rf"cannot be written \({os.strerror(number)}\)"):
         _fail_inside(tmp_path / "bundle", OSError(number, os.strerror(number)))
+
+
+def test_an_array_that_finds_no_room_is_told_of_out(tmp_path: Path) -> None:
+    """numpy's own error, which has neither a number nor a name."""
+
+    def write() -> None:
+        with fresh_folder(tmp_path / "bundle", force=False), Path("/dev/full").open("wb") as full:
+            np.zeros(1 << 20).tofile(full)
+
+    with pytest.raises(BundleError, match=r"bundle: cannot be written \(0 of 1048576 numbers found room\); free space or"):
+        write()
 
 
 def test_an_error_of_a_file_in_the_bundle_is_told_of_out(tmp_path: Path) -> None:
