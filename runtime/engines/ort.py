@@ -45,6 +45,7 @@ ENVIRONMENT = {
     # measured when they come, not for twelve numbers while loading (OPT-6.7B loads in 1.7 s so, 1.4 without CUTLASS).
     "ORT_FPA_INTB_PROFILE_M": "1",
 }
+_MOST_SAID = 400  # characters of ONNX Runtime's reason: node, source file and function stand before what was wrong
 # What its arena, C++, CUDA and cuBLAS say.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
 
@@ -105,7 +106,7 @@ class OrtEngine:
     def __init__(self, path: Path, trace: Trace | None = None, *, device: Device | None = None) -> None:
         options = ort.SessionOptions()
         options.use_per_session_threads = False
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what it raises it would print too, in colours
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_DISABLE_ALL if device is None else levels.ORT_ENABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
@@ -125,7 +126,7 @@ class OrtEngine:
             raise _refused(error, path) from error
         if trace is not None:
             trace.follow(self.session)
-        self._name, self._trace, self._on_device = path.stem, trace, device is not None
+        self._path, self._trace, self._on_device = path, trace, device is not None
         # a trace's times are of what has ended
         self._run_options = None if device is None or trace is not None else _without_waiting()
         self.inputs, self.outputs = _tensors(self.session.get_inputs()), _tensors(self.session.get_outputs())
@@ -141,15 +142,15 @@ class OrtEngine:
                 binding.bind_input(name, *_place(array))
         for name, array in outputs.items():
             binding.bind_output(name, *_place(array))
-        session, options, on_device = self.session, self._run_options, self._on_device
+        session, options, on_device, path = self.session, self._run_options, self._on_device, self._path
 
         def run() -> None:
             try:
                 session.run_with_iobinding(binding, options)
             except Exception as error:  # ORT's exceptions have no common base but this
-                raise _stopped(error, on_device=on_device) from error
+                raise _stopped(error, path, on_device=on_device) from error
 
-        return traced(self._trace, self._name, run, kind="engine")
+        return traced(self._trace, path.stem, run, kind="engine")
 
 
 def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
@@ -187,13 +188,13 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
     return BundleError(f"cannot be loaded ({_reason(said)})", "export the model again", where=where)
 
 
-def _stopped(error: Exception, *, on_device: bool) -> SkipDecodeError:
+def _stopped(error: Exception, path: Path, *, on_device: bool) -> SkipDecodeError:
     """Why a run ended."""
     said = str(error)
     if _NO_MEMORY.search(said):
         return _no_memory(said, "send fewer rows or shorter prompts, or choose a smaller --prefill-chunk", "")
-    remedy = "check nvidia-smi, and start again" if on_device else "see with --debug where it was"
-    return TargetError(f"ONNX Runtime stopped ({_reason(said)})", remedy)
+    remedy = "check nvidia-smi, and start again" if on_device else "check the bundle with skip-inspect --check-hashes"
+    return TargetError(f"ONNX Runtime stopped ({_reason(said)})", remedy, where=str(path))
 
 
 def _no_memory(said: str, remedy: str, where: str) -> CapacityError:
@@ -203,7 +204,7 @@ def _no_memory(said: str, remedy: str, where: str) -> CapacityError:
 
 
 def _reason(said: str) -> str:
-    return said.splitlines()[0][:200] if said else "no reason given"
+    return said.splitlines()[0][:_MOST_SAID] if said else "no reason given"
 
 
 def _place(array: Array) -> tuple[str, int, Any, list[int], int]:

@@ -279,7 +279,7 @@ def test_memory_that_is_not_there_is_told_as_such(said: str, asked: str, both: P
 def test_a_run_that_cuda_ends_is_one_line(both: Path) -> None:
     _, engines = _on_cpu(both)
     run = engines.segments[0].engine.bind({}, {})  # nothing is bound
-    with pytest.raises(TargetError, match=r"^ONNX Runtime stopped \(.*\); check nvidia-smi, and start again$") as caught:
+    with pytest.raises(TargetError, match=r"\.onnx: ONNX Runtime stopped \(.*\); check nvidia-smi, and start again$") as caught:
         run()
     assert "\n" not in str(caught.value)
 
