@@ -41,6 +41,8 @@ class Sampling:
         for holds, where, value, remedy in checks:
             if not holds:
                 raise CapacityError(f"{value} is out of range", remedy, where=where)
+        for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
+            object.__setattr__(self, name, kind(getattr(self, name)))  # numpy's narrow numbers would overflow below
 
 
 def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: int) -> IntArray:
@@ -57,7 +59,7 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
     if not sampling.do_sample:
         likeliest: IntArray = logits.argmax(axis=1)
         return likeliest
-    draws = (uniform(int(sampling.seed), int(row), step) for row in rows)
+    draws = (uniform(sampling.seed, int(row), step) for row in rows)
     return np.array([_choose(line, sampling, draw) for line, draw in zip(logits, draws, strict=True)], dtype=np.int64)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,12 @@ def test_a_draw_next_to_1_takes_one_of_the_tokens_that_are_kept(top_p: float, mo
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9])
 def test_next_to_temperature_0_it_is_greedy(temperature: float) -> None:
     assert set(_draw(Sampling(do_sample=True, temperature=temperature), count=20)) == {0}
+
+
+@pytest.mark.parametrize("kind", [Fraction, np.float32, np.float16])
+def test_numbers_of_any_kind_are_those_of_python(kind: Callable[[float], Any]) -> None:
+    of_a_kind = Sampling(do_sample=True, temperature=kind(0.5), top_p=kind(0.75))
+    assert _draw(of_a_kind).tolist() == _draw(Sampling(do_sample=True, temperature=0.5, top_p=0.75)).tolist()
 
 
 def test_a_low_temperature_sharpens() -> None:
