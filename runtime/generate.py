@@ -56,12 +56,13 @@ class Generator:
         started = time.perf_counter()
         self._prefill_chunk, self._cuda_graphs, self._trace = prefill_chunk, cuda_graphs, trace
         self.path = bundle
-        self.manifest = manifests.read(bundle)
-        if check_hashes:
-            manifests.check_hashes(self.manifest, bundle)
-        self.target = choose_target(self.manifest, bundle, target)
-        self.engines = load_engines(self.manifest, bundle, self.target, threads, trace)
-        self.tokenizer = Tokenizer.of(bundle)
+        with manifests.one_bundle(bundle):
+            self.manifest = manifests.read(bundle)
+            if check_hashes:
+                manifests.check_hashes(self.manifest, bundle)
+            self.target = choose_target(self.manifest, bundle, target)
+            self.engines = load_engines(self.manifest, bundle, self.target, threads, trace)
+            self.tokenizer = Tokenizer.of(bundle)
         self.load_s = time.perf_counter() - started
         self._kept_loop: DeviceLoop | None = None
 
@@ -132,7 +133,7 @@ class Generator:
         """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come, but their `text` is not set.
 
         Args:
-            rows: with their prompts; the other arguments as `generate`'s.
+            rows: with their prompts; who sets a row's `finish_reason` between two steps ends it. The others as `generate`'s.
 
         Raises:
             CapacityError, ScheduleError, TargetError: as `generate`, at the first token; CapacityError also, on a device, where
@@ -141,16 +142,15 @@ class Generator:
         chosen = self._schedule(schedule)
         new = check_rows(rows, max_new_tokens, self.manifest)
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
-        left = len(rows)
         try:
             for places, found, layers in self._tokens(rows, new, sampling, chosen, stop_ids):
                 newest: list[int | None] = [None] * len(rows)
                 for place, token in zip(places, found, strict=True):
                     if rows[place].finish_reason is None:
                         newest[place] = token
-                        left -= _append(rows[place], token, stop_ids, new)
+                        _append(rows[place], token, stop_ids, new)
                 yield Step(tuple(newest), layers)
-                if not left:
+                if all(row.finish_reason is not None for row in rows):
                     return
         finally:  # also of a stream that is left before its end
             self.engines.after_run()
@@ -282,11 +282,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Integral) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
 
 
-def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> bool:
-    """Whether the row ends with it."""
+def _append(row: Row, token: int, stop_ids: Sequence[int], max_new_tokens: int) -> None:
     row.token_ids.append(token)
     if token in stop_ids:
         row.finish_reason = "stop"
     elif len(row.token_ids) == max_new_tokens:
         row.finish_reason = "length"
-    return row.finish_reason is not None

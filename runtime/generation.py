@@ -34,7 +34,7 @@ class Row:
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None  # of token_ids, after `generate`; None where the bundle has no tokenizer
-    finish_reason: str | None = None  # length, stop
+    finish_reason: str | None = None  # length, stop; of `stream`'s rows also what their owner ends them with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -177,6 +179,37 @@ def read(bundle: Path) -> Manifest:
     for file in manifest.files:
         _check_size(bundle, file)
     return manifest
+
+
+@contextmanager
+def one_bundle(bundle: Path) -> Iterator[None]:
+    """Whatever is read of the bundle in this block is one bundle's, though another may be put in its place meanwhile.
+
+    Raises:
+        BundleError: another was, by an export with --force or a deployment.
+    """
+    before = _identity(bundle)
+    try:
+        yield
+    except Exception as error:
+        if _identity(bundle) != before:
+            raise _replaced(bundle) from error
+        raise
+    if _identity(bundle) != before:
+        raise _replaced(bundle)
+
+
+def _identity(bundle: Path) -> tuple[int, int, int] | None:
+    """What another `bundle.json` of the same name differs in; None: there is none."""
+    try:
+        found = (bundle / MANIFEST).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _replaced(bundle: Path) -> BundleError:
+    return BundleError("was replaced while it was loaded", "load it again", where=str(bundle))
 
 
 def write(manifest: Manifest, bundle: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 import skipdecode
+from skipdecode import generate
 from skipdecode import manifest as manifests
 from skipdecode.decoder import Decoder
 from skipdecode.engines import ort
@@ -267,6 +270,44 @@ def test_a_row_that_has_run_or_holds_no_ids_is_not_run(generator: Generator) -> 
         next(generator.stream([], max_new_tokens=3, sampling=Sampling()))
     with pytest.raises(CapacityError, match="rows: a Row is given twice; make one for each place"):
         next(generator.stream([rows[1]] * 2, max_new_tokens=3, sampling=Sampling()))
+
+
+def test_whose_rows_they_are_may_end_them_between_two_steps(generator: Generator) -> None:
+    rows = [Row(prompt_ids=PROMPT), Row(prompt_ids=[9]), Row(prompt_ids=[9])]
+    steps = []
+    for step in generator.stream(rows, max_new_tokens=20, sampling=Sampling(), ignore_eos=True):
+        steps.append(step.token_ids)
+        if len(steps) == 2:
+            rows[0].finish_reason = "a stop string"
+        if len(steps) == 5:
+            rows[1].finish_reason = rows[2].finish_reason = "the client has left"
+    assert [len(row.token_ids) for row in rows] == [2, 5, 5]
+    assert [step[0] is None for step in steps] == [False] * 2 + [True] * 3
+    alone = generator.generate([9], max_new_tokens=5, ignore_eos=True)
+    assert rows[1].token_ids == rows[2].token_ids == alone.sequences[0].token_ids
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bundle_that_is_replaced_while_it_is_loaded_is_refused(
+    fails: bool, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its engines would be of two bundles."""
+    bundle = shutil.copytree(zoo.bundle("llama"), tmp_path / "bundle")
+    load_engines = generate.load_engines
+
+    def replaced(*given: Any) -> Any:
+        engines = load_engines(*given)
+        bundle.rename(tmp_path / "old")
+        shutil.copytree(zoo.bundle("llama"), bundle, copy_function=shutil.copy)
+        if fails:
+            raise BundleError("has 1690 bytes, not 1691", "export the model again", where="head.onnx")
+        return engines
+
+    monkeypatch.setattr(generate, "load_engines", replaced)
+    with pytest.raises(BundleError, match=f"^{re.escape(str(bundle))}: was replaced while it was loaded; load it again$"):
+        skipdecode.load(bundle)
+    monkeypatch.undo()
+    assert skipdecode.load(bundle).generate(PROMPT, max_new_tokens=2).sequences
 
 
 @pytest.mark.parametrize("more", [1 << 40, 1 << 62])  # than there is; than an address says
