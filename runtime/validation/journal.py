@@ -13,7 +13,7 @@ from skipdecode.errors import CapacityError
 
 
 class Journal:
-    """A JSONL file in the user's cache folder, a line a finished measurement; removed when all is done.
+    """A JSONL file in the user's cache folder, a line a finished measurement with its checksum; removed when all is done.
 
     Args:
         identity: everything that the measurements depend on; another identity is another file.
@@ -38,10 +38,11 @@ class Journal:
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
         """What `measure` gives, as JSON has it; from the file where an earlier run got that far."""
         if name not in self._done:
-            line = json.dumps([name, measure()])
+            entry = json.loads(json.dumps([name, measure()]))
+            line = json.dumps([*entry, _checksum(entry)])
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"\n{line}\n")  # a line torn by an earlier kill ends here
-            self._done[name] = json.loads(line)[1]
+            self._done[name] = entry[1]
         return self._done[name]
 
     def finish(self) -> None:
@@ -53,8 +54,15 @@ def _read(path: Path) -> list[tuple[str, Any]]:
     entries = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            name, value = json.loads(line)
-            entries.append((str(name), value))
-        except (ValueError, TypeError):  # torn by the kill, or nothing of this class's
+            *entry, checksum = json.loads(line)
+            name, value = entry
+            if checksum == _checksum(entry):  # a damaged number is as good JSON as a measured one
+                entries.append((name, value))
+        except (ValueError, TypeError, RecursionError):  # torn by the kill, or nothing of this class's
             continue
     return entries
+
+
+def _checksum(entry: list[Any]) -> str:
+    """Of a name and what was measured, as JSON gives them back."""
+    return hashlib.sha256(json.dumps(entry).encode()).hexdigest()[:8]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,37 @@ def test_a_line_torn_by_the_kill_is_measured_again() -> None:
     assert again.resumed == 1
     assert again.once("y", lambda: 4) == 4
     assert Journal({}).once("y", lambda: 5) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line.replace("1.5", "7.5"),
+        lambda line: line.replace("1.5", '"x"'),
+        lambda line: line.replace('"ms"', '"mt"'),
+        lambda line: line.replace('"x"', '"y"'),
+        lambda line: '["x", "x"]',
+        lambda line: '["x", {"ms": 1.5}]',  # as they were before lines had a checksum
+        lambda line: '["x", {"ms": 1.5}, null]',
+        lambda line: '{"x": 1, "y": 2, "z": 3}',
+        lambda line: "[" * 100_000,
+    ],
+)
+def test_a_damaged_line_is_measured_again(damage: Callable[[str], str]) -> None:
+    journal = Journal({})
+    journal.once("x", lambda: {"ms": 1.5})
+    line = journal.path.read_text().strip()
+    assert damage(line) != line
+    journal.path.write_text(f"\n{damage(line)}\n")
+    again = Journal({})
+    assert (again.resumed, again.once("x", lambda: 2), again.once("y", lambda: 3)) == (0, 2, 3)
+    assert Journal({}).resumed == 2
+
+
+@pytest.mark.parametrize("value", [math.inf, {"é\ud800": -0.0}, {1: [None, True]}, [0.1, 1e-300, 2**70], "NaN", []])
+def test_whatever_was_measured_is_read_back(value: Any) -> None:
+    as_measured = Journal({}).once("naïve", lambda: value)
+    assert Journal({}).once("naïve", lambda: pytest.fail("measured again")) == as_measured
 
 
 def test_a_finished_run_is_forgotten() -> None:
