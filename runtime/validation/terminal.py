@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_NO_END = 100_000  # columns: where rich breaks lines after 80, a search of a log finds no phrase that it broke
+
 
 def show(result: dict[str, Any]) -> None:
     """Print what was measured, a table a question."""
-    console = Console(markup=False, emoji=False)  # names are anybody's
+    width, height = (None, None) if sys.stdout.isatty() else (_NO_END, 1)  # rich takes no width alone where TERM=dumb
+    console = Console(width=width, height=height, markup=False, emoji=False)  # names are anybody's
     console.print(Text(_heading(result)))
     for target in result["targets"]:
         if not target["runs"]:
@@ -21,7 +25,8 @@ def show(result: dict[str, Any]) -> None:
         for table in _tables(target):
             console.print(table)
     if result["baseline"]:
-        console.print(_baseline(result["baseline"]))
+        for part in _baseline(result["baseline"]):
+            console.print(part)
     if result["slo"]:
         console.print(_slo(result["slo"]))
     console.print(Text("all holds" if result["holds"] else "does not hold", style="green" if result["holds"] else "bold red"))
@@ -50,7 +55,7 @@ def _tables(target: dict[str, Any]) -> Iterator[Table]:
         yield _quality(target)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str | None, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
@@ -122,16 +127,16 @@ def _quality(target: dict[str, Any]) -> Table:
     return table
 
 
-def _baseline(baseline: dict[str, Any]) -> Table | Text:
+def _baseline(baseline: dict[str, Any]) -> Iterator[Table | Text]:
     changed = [row for row in baseline["rows"] if row["verdict"] != "same"]
     title = f"against the baseline: {len(changed)} of {len(baseline['rows'])} differ significantly"
-    title = "\n  DIFFERS: ".join([title, *baseline["differs"]])
-    if not changed:
-        return Text(title)
-    table = _table(title, "", "old ms", "new ms", "ratio", "")
-    for row in changed:
-        table.add_row(row["name"], f"{row['old_ms']:.2f}", f"{row['new_ms']:.2f}", f"{row['ratio']:.2f}", row["verdict"])
-    return table
+    # not the table's own: it would be broken where the table ends, and what differs is as long as a path
+    yield Text("\n  DIFFERS: ".join([title, *baseline["differs"]]), style="table.title")
+    if changed:
+        table = _table(None, "", "old ms", "new ms", "ratio", "")
+        for row in changed:
+            table.add_row(row["name"], f"{row['old_ms']:.2f}", f"{row['new_ms']:.2f}", f"{row['ratio']:.2f}", row["verdict"])
+        yield table
 
 
 def _slo(rows: list[dict[str, Any]]) -> Table:
