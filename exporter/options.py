@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skipdecode.cli import Parser
+from skipdecode.cli import Parser, folder
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=__doc__,
     )
     parser.add_argument("model", metavar="MODEL", help="a local checkpoint folder, a hub id, or opt-SIZE (opt-6.7b)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the bundle's folder")
+    parser.add_argument("--out", type=folder, required=True, metavar="DIR", help="the bundle's folder")
     _add_schedule(parser)
     parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, metavar="N", help="rows (%(default)s)")
     parser.add_argument(

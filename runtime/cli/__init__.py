@@ -31,6 +31,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(BAD_INPUT)
 
 
+def folder(name: str) -> Path:
+    """Of an argument that names one."""
+    if not name:  # a path would take it for the folder one is in
+        raise argparse.ArgumentTypeError("is empty; name a folder")
+    return Path(name)
+
+
 def guarded(action: Callable[[], int], *, debug: bool) -> int:
     """Run a command; print a user's error as one line and return the exit status."""
     _make_streams_print_anything()

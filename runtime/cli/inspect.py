@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from skipdecode import manifest as manifests
 from skipdecode.bundle_facts import facts
-from skipdecode.cli import Parser, guarded
+from skipdecode.cli import Parser, folder, guarded
 from skipdecode.manifest import Manifest
 from skipdecode.model import Model, StateLayers
 from skipdecode.schedule import Anchor, Schedule
@@ -33,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         description="What is inside a bundle: schedule, variants, segments, memory, targets.",
         epilog=__doc__,
     )
-    parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
+    parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--check-hashes", action="store_true", help="compare every file's SHA-256")
     parser.add_argument(

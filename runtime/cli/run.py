@@ -5,19 +5,23 @@
   skip-run engines/ --prompt "Hello" --profile trace.json      (steps, engines, operators)
   skip-run engines/ --prompt-file prompt.txt --temperature 0.8 --top-p 0.95 --seed 7
 
+one prompt's text is printed as it is made; a batch's, --json and the ids of a bundle without a tokenizer when all is done
+
 exit status: 0 done, 2 bad input (one line: what, where, what to do)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import reprlib
 import sys
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli import Parser, check_writable, guarded
+from skipdecode.cli import Parser, check_writable, folder, guarded
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator, load
 from skipdecode.generation import Generation
@@ -37,9 +41,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Generate with a bundle.",
         epilog=__doc__,
     )
-    parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable: a batch")
-    parser.add_argument("--prompt-file", type=Path, metavar="F", help="one prompt, the file's whole text")
+    parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
+    parser.add_argument("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="repeatable: a batch")
+    parser.add_argument(
+        "--prompt-file", dest="prompts", action="append", type=Path, metavar="F",
+        help="repeatable: one prompt each, the file's whole text",
+    )  # fmt: skip
     parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="repeatable; instead of text")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens a row (64)")
     parser.add_argument(
@@ -97,21 +104,34 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> Any:
-    """What was asked, in the order text, file; or token ids."""
-    texts = list(options.prompt)
-    if options.prompt_file is not None:
-        try:
-            texts.append(options.prompt_file.read_bytes().decode("utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CapacityError(
-                f"cannot be read ({error})", "name a UTF-8 text file", where=f"--prompt-file {options.prompt_file}"
-            ) from error
-    if bool(texts) == bool(options.token_ids):
+    """What was asked, in the order it was: texts, some of them files' own, or token ids."""
+    if bool(options.prompts) == bool(options.token_ids):
         raise CapacityError("give either text or token ids", "use --prompt, --prompt-file or --token-ids", where="skip-run")
+    texts = [_read(prompt) if isinstance(prompt, Path) else prompt for prompt in options.prompts]
+    return texts or [_ids(text) for text in options.token_ids]
+
+
+def _read(path: Path) -> str:
     try:
-        return texts or [[int(item) for item in text.split(",") if item.strip()] for text in options.token_ids]
-    except ValueError as error:
-        raise CapacityError(f"{error}", "write numbers with commas: 1,2,3", where="--token-ids") from error
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CapacityError(f"cannot be read ({error})", "name a UTF-8 text file", where=f"--prompt-file {path}") from error
+
+
+def _ids(text: str) -> list[int]:
+    """Of an empty `text` none, which `generate` refuses as an empty prompt."""
+    return [_id(item.strip()) for item in text.split(",")] if text.strip() else []
+
+
+def _id(text: str) -> int:
+    number = None
+    with contextlib.suppress(ValueError):  # whose words are of bases, or of Python's limit on digits
+        number = int(text)
+    if number is None or abs(number) >= 2**63:
+        raise CapacityError(
+            f"{reprlib.repr(text)} is no whole number below 2**63", "write numbers with commas: 1,2,3", where="--token-ids"
+        )
+    return number
 
 
 class _Printer:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli import Parser, check_writable, guarded
+from skipdecode.cli import Parser, check_writable, folder, guarded
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.validation.baseline import read_baseline
 from skipdecode.validation.quality import read_examples
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Is a bundle right, is it fast enough, is it good? Offline, with a report.",
         epilog=f"objectives of --slo (operators <= >= < >):\n{objectives}\n\n{__doc__}",
     )
-    parser.add_argument("bundle", type=Path, metavar="DIR", help="the folder that skip-export wrote")
+    parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--target", metavar="T", help="where to run (every target that this machine can)")
     parser.add_argument("--threads", type=_count, metavar="N", help="of the process's pool (one for each usable core)")
     right = parser.add_argument_group("is it right")

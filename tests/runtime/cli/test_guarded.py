@@ -6,12 +6,16 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from skipdecode.cli import guarded
+from skipdecode.cli.inspect import main as inspect_main
 from skipdecode.cli.run import main as run_main
+from skipdecode.cli.validate import main as validate_main
+from skipdecode.exporter.command import main as export_main
 from tests.zoo import Zoo
 
 BIN = Path(sys.executable).parent
@@ -30,6 +34,26 @@ def _shell(command: str, bundle: Path, **environment: str) -> subprocess.Complet
         check=False,
         env={**kept, "PATH": path, **environment},
     )
+
+
+@pytest.mark.parametrize(
+    ("main", "given"),
+    [
+        (export_main, ["opt-125m", "--random-weights", "--force", "--out", ""]),
+        (run_main, ["", "--token-ids", "5"]),
+        (inspect_main, [""]),
+        (validate_main, [""]),
+    ],
+)
+def test_an_empty_name_is_not_the_folder_one_is_in(
+    main: Callable[[list[str]], int], given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2 and capsys.readouterr().err.count(": is empty; name a folder; see skip-") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", "skip-inspect $0 --json"])

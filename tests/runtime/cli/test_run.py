@@ -76,6 +76,43 @@ def test_unasked_it_makes_64_tokens_greedily_with_the_bundles_schedule(recorder:
     }  # fmt: skip
 
 
+def test_texts_and_files_are_prompts_in_the_order_given(recorder: _Recorder, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("b")
+    second.write_text("d")
+    assert run.main(["engines", "--prompt", "a", "--prompt-file", str(first), "--prompt", "c", "--prompt-file", str(second)]) == 0
+    assert recorder.asked["prompts"] == ["a", "b", "c", "d"]
+    assert run.main(["engines", "--prompt-file", str(second), "--prompt-file", str(first)]) == 0
+    assert recorder.asked["prompts"] == ["d", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("1,,2", "''"),
+        ("1,2,", "''"),
+        (",", "''"),
+        ("5.5", "'5.5'"),
+        ("1, x", "'x'"),
+        ("1\n2", r"'1\n2'"),
+        ("9" * 5000, "'999999999999...9999999999999'"),
+        (f"1,-{'9' * 4000}", "'-99999999999...9999999999999'"),
+        (str(2**63), "'9223372036854775808'"),
+    ],
+)
+def test_what_is_no_token_id_is_told_in_one_short_line(
+    given: str, said: str, recorder: _Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["engines", "--token-ids", given]) == 2
+    assert capsys.readouterr() == ("", f"--token-ids: {said} is no whole number below 2**63; write numbers with commas: 1,2,3\n")
+
+
+@pytest.mark.parametrize(("given", "ids"), [("", []), (" ", []), (" 1, 2 ", [1, 2]), ("-1", [-1])])
+def test_other_token_ids_are_judged_by_the_bundle(given: str, ids: list[int], recorder: _Recorder) -> None:
+    assert run.main(["engines", f"--token-ids={given}"]) == 0
+    assert recorder.asked["prompts"] == [ids]
+
+
 @pytest.mark.parametrize(("option", "value"), [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5)])
 def test_one_option_of_sampling_is_enough_to_sample(option: str, value: float, recorder: _Recorder) -> None:
     assert run.main(["engines", "--prompt", "a", f"--{option.replace('_', '-')}", str(value)]) == 0
