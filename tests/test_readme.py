@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skipdecode
+from skipdecode.cli import inspect, run, validate
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.validation.samples import Effort
+from tests.zoo import Zoo
 
 ROOT = Path(__file__).parent.parent
 E2E = ROOT / "examples" / "e2e"
@@ -61,6 +67,29 @@ def test_every_option_in_the_table_of_commands_is_in_the_help(command: str) -> N
     assert len(options) > 3
     assert not {option for option in options if option not in page}
     assert "examples:" in page
+
+
+def test_what_json_prints_has_the_keys_that_are_told(
+    zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for place in ("latency.DECODE", "latency.PREFILL", "workload.EFFORT"):
+        monkeypatch.setattr(f"skipdecode.validation.{place}", Effort(rounds=1, seconds=0.0))
+    bundle = str(zoo.bundle("opt"))
+
+    def printed(main: Callable[[list[str]], int], *options: str) -> Any:
+        assert main([bundle, *options, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    told = json.loads(re.findall(r"^    (\{.*?\n.*\}\})$", README, flags=re.MULTILINE)[0])
+    ran = printed(run.main, "--token-ids", "5,6", "--max-new-tokens", "3")
+    assert ran["sequences"][0]["text"] is None, "it has no tokenizer"
+    for one, other in ((ran, told), (ran["timings"], told["timings"]), (ran["sequences"][0], told["sequences"][0])):
+        assert one.keys() == other.keys()
+    shortest = ("--batch", "1", "--context", "8", "--prompt-tokens", "4", "--new-tokens", "2")
+    for command, result in (("inspect", printed(inspect.main)), ("validate", printed(validate.main, *shortest))):
+        keys = re.findall(rf"^`skip-{command} --json`[^:]*: (.*?)\.$", README, flags=re.MULTILINE | re.DOTALL)[0]
+        assert re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", keys)) == list(result)
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
