@@ -49,6 +49,9 @@ std::string Refusal(const httplib::Request& request, int status) {
   }
 }
 
+// Whether the bundle is another by now, which may have a tokenizer.
+bool Replaced(const skipdecode::Error& error) { return std::string(error.what()).find(": was replaced ") != std::string::npos; }
+
 }  // namespace
 
 Service::Service(const Settings& settings)
@@ -56,7 +59,7 @@ Service::Service(const Settings& settings)
       bundle_([&settings] {
         skd_load_options options = skipdecode::LoadOptions();
         options.threads = settings.threads;
-        if (!settings.target.empty()) options.target = settings.target.c_str();
+        if (settings.target) options.target = settings.target->c_str();
         if (!settings.onnxruntime_library.empty()) options.onnxruntime_library = settings.onnxruntime_library.c_str();
         return skipdecode::Bundle::Load(settings.bundle, options);
       }()),
@@ -67,7 +70,7 @@ Service::Service(const Settings& settings)
     tokenizer_ = std::make_unique<skipdecode::Tokenizer>(
         bundle_, settings.genai_library.empty() ? nullptr : settings.genai_library.c_str());
   } catch (const skipdecode::Error& error) {
-    if (error.code() != SKD_ERROR_BUNDLE) throw;
+    if (error.code() != SKD_ERROR_BUNDLE || Replaced(error)) throw;
     std::cerr << error.what() << " (this server takes and gives token ids only)" << std::endl;
   }
   skd_session_options room = skipdecode::SessionOptions();

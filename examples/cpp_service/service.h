@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 
@@ -17,7 +18,8 @@
 namespace service {
 
 struct Settings {
-  std::string bundle, host = "127.0.0.1", genai_library, target, onnxruntime_library;
+  std::string bundle, host = "127.0.0.1", genai_library, onnxruntime_library;
+  std::optional<std::string> target;  // none: cpu, or cuda where the bundle has no cpu engines
   int port = 8080;
   size_t queue_length = 64;
   size_t connections = 256;

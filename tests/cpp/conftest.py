@@ -52,6 +52,24 @@ class Driver:
         assert self._process.wait(timeout=30) == 0
 
 
+def replacing(bundle: Path, by: Path, library: str, folder: Path) -> Path:
+    """A library that is one of LIBRARIES, and puts another folder into the bundle's place as it is loaded."""
+    (folder / "replacing.cc").write_text(
+        "#include <stdio.h>\n"
+        "__attribute__((constructor)) static void Replace() {\n"
+        f"  rename({_c(bundle)}, {_c(bundle.with_name('before'))});\n"
+        f"  rename({_c(by)}, {_c(bundle)});\n"
+        "}\n"
+    )
+    own, flags = folder / "replacing.so", ["-shared", "-fPIC", "-Wl,--no-as-needed", f"-Wl,-rpath,{LIBRARIES}"]
+    subprocess.run(["g++", *flags, folder / "replacing.cc", LIBRARIES / library, "-o", own], check=True, timeout=60)
+    return own
+
+
+def _c(path: Path) -> str:
+    return json.dumps(str(path))
+
+
 def assert_gives_what_python_gives(driver: Driver, bundle: Path, lengths: list[int]) -> None:
     """Tokens under every option, and logits, of random prompts."""
     generator = skipdecode.load(bundle)

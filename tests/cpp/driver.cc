@@ -17,7 +17,7 @@ using Json = nlohmann::json;
 skipdecode::Bundle Load(const Json& request) {
   skd_load_options options = skipdecode::LoadOptions();
   const std::string target = request.value("target", ""), library = request.value("onnxruntime_library", "");
-  if (!target.empty()) options.target = target.c_str();
+  if (request.contains("target")) options.target = target.c_str();
   if (!library.empty()) options.onnxruntime_library = library.c_str();
   options.no_cuda_graphs = request.value("cuda_graphs", true) ? 0 : 1;
   return skipdecode::Bundle::Load(request.at("bundle"), options);

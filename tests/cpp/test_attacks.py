@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.schedule import Schedule
 from tests.attacks.manifest_changes import CHANGES, DEPTH, LEVELS
-from tests.cpp.conftest import BUILD, LIBRARIES, Driver
+from tests.cpp.conftest import BUILD, LIBRARIES, Driver, replacing
 from tests.cpp.test_native import environment
 from tests.manifests import make_manifest
 from tests.unprivileged import UNPRIVILEGED
 
-SKD_ERROR_BUNDLE, SKD_ERROR_TARGET = 1, 2
+SKD_ERROR_BUNDLE, SKD_ERROR_TARGET, SKD_ERROR_INTERNAL = 1, 2, 5
 CORPUS = Path(__file__).parent / "corpus.zip"  # kept by `make fuzz`
 Change = Callable[[dict[str, Any]], object]
 
@@ -111,6 +112,44 @@ def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], P
     assert driver.ask(command="load", bundle=conformance_bundle("opt"))["num_layers"] == 6
 
 
+def test_an_engine_that_stops_while_it_runs_is_named_and_nothing_else_is_printed(
+    conformance_bundle: Callable[[str], Path], tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    head = bundle / "targets" / "cpu" / "head.onnx"
+    model = onnx.load(head, load_external_data=False)
+    (axis,) = [a for node in model.graph.node if node.op_type == "GatherElements" for a in node.attribute if a.name == "axis"]
+    axis.i ^= 2  # one bit of the file
+    size = head.stat().st_size
+    head.write_bytes(model.SerializeToString())
+    assert head.stat().st_size == size
+    asked = {"command": "generate", "bundle": str(bundle), "prompts": [[5, 6, 7]], "max_new_tokens": 4}
+    done = subprocess.run(
+        [BUILD / "release" / "tests" / "skd_driver"], input=json.dumps(asked), env=environment(),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    answer = json.loads(done.stdout)
+    assert answer["code"] == SKD_ERROR_INTERNAL and answer["error"].startswith(f"{head}: ONNX Runtime stopped (Non-zero status")
+    assert answer["error"].endswith("axis 3 is not in valid range [-3,2]); check the bundle with skip-inspect --check-hashes")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("other", ["opt", "llama", "nothing"])
+def test_a_bundle_that_is_replaced_while_it_is_loaded_is_refused_and_the_other_one_loads(
+    conformance_bundle: Callable[[str], Path], tmp_path: Path, other: str
+) -> None:
+    """Of the same model everything would fit; of another, files are missing or differ; of none, all are."""
+    bundle, by, driver = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines"), tmp_path / "other", Driver()
+    if other != "nothing":
+        shutil.copytree(conformance_bundle(other), by)
+    library = replacing(bundle, by, "libonnxruntime.so.1", tmp_path)
+    answer = driver.ask(command="load", bundle=bundle, onnxruntime_library=library)
+    assert answer == {"code": SKD_ERROR_BUNDLE, "error": f"{bundle}: was replaced while it was loaded; load it again"}
+    again = driver.ask(command="load", bundle=bundle if other != "nothing" else bundle.with_name("before"))
+    assert again["num_layers"] == 6
+    driver.close()
+
+
 def _reversed(data: dict[str, Any]) -> None:
     data["targets"][0]["segments"].reverse()
 
@@ -184,6 +223,10 @@ def test_a_target_that_is_not_there_and_a_missing_library_are_told(conformance_b
     assert odd["error"].startswith(f"{other}: is not ONNX Runtime; install it, set LD_LIBRARY_PATH, or name it in")
     absent = driver.ask(command="load", bundle=bundle, target="cuda")
     assert "target 'cuda' is not in this bundle; choose from cpu" in absent["error"]
+    empty = driver.ask(command="load", bundle=bundle, target="")
+    assert (empty["code"], empty["error"]) == (
+        SKD_ERROR_TARGET, f"{bundle}: target '' is not in this bundle; choose from cpu",
+    )  # fmt: skip
     assert driver.ask(command="load", bundle=bundle)["num_layers"] == 6
     driver.close()
 

@@ -1,5 +1,6 @@
 // What the service takes for a request, its stop strings and metrics.
 #include <catch2/catch.hpp>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,17 @@ TEST_CASE("a body has no more values than the largest request") {
 TEST_CASE("what comes behind the values that a body may have is not read") {
   CHECK(Refused(R"({"prompt": )" + Array("{}", 100) + ", this is no JSON") ==
         "the body has more than 72 values: this server takes 2 prompts of 3 tokens");
+}
+
+TEST_CASE("a seed is any whole number of 64 bits, as its two's complement") {
+  const auto seed = [](const std::string& text) { return Parsed(R"({"prompt": [1], "seed": )" + text + "}").options.seed; };
+  CHECK(seed("0") == 0);
+  CHECK(seed("-1") == UINT64_MAX);
+  CHECK(seed("18446744073709551615") == UINT64_MAX);
+  CHECK(seed("-9223372036854775808") == uint64_t{1} << 63);
+  for (const char* none : {"-9223372036854775809", "18446744073709551616", "1.0", "true", "\"1\"", "[]"}) {
+    CHECK(Refused(std::string(R"({"prompt": [1], "seed": )") + none + "}") == "seed is not a whole number, -2**63 to 2**64-1");
+  }
 }
 
 TEST_CASE("the stop string that comes first in the text ends it, not the one that is named first") {

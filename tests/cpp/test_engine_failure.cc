@@ -131,13 +131,14 @@ TEST_CASE("a step that ends halfway is never taken for one that has not begun") 
       "and make another");
   engines.StopAfter(1, "CUDA failure 700: an illegal memory access was encountered");
   CheckThrows([&] { session->Step(); }, SKD_ERROR_TARGET,
-              "ONNX Runtime stopped (CUDA failure 700: an illegal memory access was encountered); check nvidia-smi, and start "
-              "again");
+              DeviceBundles().front() + "/targets/cuda/segment_000.onnx" +
+                  ": ONNX Runtime stopped (CUDA failure 700: an illegal memory access was encountered); check nvidia-smi, and "
+                  "start again");
 }
 
 TEST_CASE("an engine that stops on a CPU sends nobody to look for a GPU") {
-  CheckError(skd::RunFailure("seqlens_k[0] = 6 is out of range", /*on_gpu=*/false), SKD_ERROR_INTERNAL,
-             "ONNX Runtime stopped (seqlens_k[0] = 6 is out of range); export the model again, and report it where that does not "
-             "help");
-  CHECK(skd::RunFailure(kNoMemory, /*on_gpu=*/false).code() == SKD_ERROR_CAPACITY);
+  CheckError(skd::RunFailure("seqlens_k[0] = 6 is out of range", /*on_gpu=*/false, "head.onnx"), SKD_ERROR_INTERNAL,
+             "head.onnx: ONNX Runtime stopped (seqlens_k[0] = 6 is out of range); check the bundle with skip-inspect "
+             "--check-hashes");
+  CHECK(skd::RunFailure(kNoMemory, /*on_gpu=*/false, "head.onnx").code() == SKD_ERROR_CAPACITY);
 }

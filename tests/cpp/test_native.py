@@ -158,6 +158,15 @@ def test_the_header_is_c(conformance_bundle: Callable[[str], Path]) -> None:
     assert refused.stderr == "nowhere: there is no bundle.json here; name the folder that skip-export wrote\n"
 
 
+@pytest.mark.parametrize(("asked", "status"), [([], 2), (["--help"], 0), (["nowhere", "--help"], 0), (["nowhere", "1"], 2)])
+def test_the_benchmark_tells_its_usage(asked: list[str], status: int) -> None:
+    program = BUILD / "release" / "cpp_bench" / "skd_bench"
+    done = subprocess.run([program, *asked], env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    said, other = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
+    assert (done.returncode, other) == (status, "") and said.startswith("usage: skd_bench BUNDLE [PROMPT_TOKENS ")
+    assert (said.count("\n") == 1) is (status == 2)
+
+
 def test_nothing_but_the_c_functions_is_exported() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm here")
@@ -232,8 +241,10 @@ def test_the_header_program_builds_against_the_installed_library_and_runs(
     _run(["cmake", "--build", tmp_path / "cpp_bench"])
     flags = _run(["pkg-config", "--cflags", "--libs", "skipdecode"], PKG_CONFIG_PATH=pc.parent).split()
     _run(["g++", "-std=c++17", tmp_path / "main.cc", "-o", tmp_path / "by_pkg_config", *flags])
-    libraries = f"{LIBRARIES}:{pc.parent.parent}"
-    for built in (tmp_path / "build" / "main", tmp_path / "by_pkg_config"):
+    installed = pc.parent.parent
+    for name in ("libonnxruntime.so.1", "libonnxruntime-genai.so"):  # beside libskipdecode.so
+        (installed / name).symlink_to(LIBRARIES / name)
+    for built, libraries in ((tmp_path / "build" / "main", ""), (tmp_path / "by_pkg_config", installed)):
         done = subprocess.run(
             [built, conformance_bundle("opt"), "text"], env=environment(LD_LIBRARY_PATH=libraries),
             capture_output=True, text=True, timeout=60, check=False,

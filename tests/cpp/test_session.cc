@@ -250,8 +250,12 @@ TEST_CASE("mistakes at the C border are statuses") {
   skd_session_options wrong = skd_session_options_default();
   wrong.struct_size = 4096;
   REQUIRE(Said(skd_session_create(Bundle().get(), &wrong, &session)).second == "struct_size is wrong; see skipdecode.h");
+  CHECK(Said(skd_bundle_get_info(Bundle().get(), nullptr)) ==
+        std::pair(SKD_ERROR_INTERNAL, std::string("bundle or info is NULL; see skipdecode.h")));
   wrong.struct_size = sizeof wrong.struct_size + sizeof wrong.max_rows;  // of a caller that knows fewer fields
   REQUIRE(skd_session_create(Bundle().get(), &wrong, &session) == nullptr);
+  CHECK(Said(skd_session_get_counters(session, nullptr)) ==
+        std::pair(SKD_ERROR_INTERNAL, std::string("session or counters is NULL; see skipdecode.h")));
   skd_session_destroy(session);
   skd_session_destroy(nullptr);
   skd_bundle_destroy(nullptr);

@@ -160,6 +160,21 @@ def test_a_tokenizer_that_is_read_differently_is_refused(family: tuple[Path, Tok
     assert "'12345 3.14 1,000 9th' in another way than Hugging Face" in refused
 
 
+@pytest.mark.parametrize("family", ["opt"], indirect=True)
+@pytest.mark.parametrize("left", ["another", "nothing"])
+def test_the_tokenizer_of_another_bundle_is_not_taken_for_the_loaded_ones(
+    family: tuple[Path, Tokenizer], tmp_path: Path, left: str
+) -> None:
+    bundle, driver = shutil.copytree(family[0], tmp_path / "engines"), Driver()
+    asked: dict[str, Any] = {"command": "tokenize", "bundle": bundle, "texts": ["a"]}
+    assert driver.ask(**asked)["texts"] == ["a"]
+    bundle.rename(tmp_path / "before")
+    if left == "another":
+        shutil.copytree(family[0], bundle)
+    assert driver.ask(**asked) == {"code": 1, "error": f"{bundle}: was replaced since it was loaded; load it again"}
+    driver.close()
+
+
 def test_text_that_streams_is_the_same_text(family: tuple[Path, Tokenizer], driver: Driver) -> None:
     bundle, tokenizer = family
     found = driver.ask(command="tokenize", bundle=bundle, texts=CORPUS)

@@ -25,16 +25,16 @@ std::string Joined(const std::vector<std::string>& words) {
   return line;
 }
 
-// `asked` empty: cpu, or cuda where the bundle has no cpu engines.
-const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::string& asked) {
+// `asked` none: cpu, or cuda where the bundle has no cpu engines.
+const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::optional<std::string>& asked) {
   const auto& targets = manifest.targets;
   const auto named = [&targets](const std::string& name) {
     return std::find_if(targets.begin(), targets.end(), [&name](const Target& target) { return target.name == name; });
   };
-  const std::string name = asked.empty() ? "cpu" : asked;
+  const std::string name = asked.value_or("cpu");
   auto found = named(name);
-  if (asked.empty() && found == targets.end()) found = named("cuda");
-  if (asked.empty() && found == targets.end()) found = targets.begin();
+  if (!asked && found == targets.end()) found = named("cuda");
+  if (!asked && found == targets.end()) found = targets.begin();
   if (found == targets.end()) {
     std::vector<std::string> known;
     known.reserve(targets.size());
@@ -109,15 +109,9 @@ Block ShareTiedWeight(const std::filesystem::path& path, const Model& model, con
   return weight;
 }
 
-// Held while bundles are mapped and unmapped: what ReleaseLoadingMemory gives back must not become another's in between.
-std::mutex mapping;
-
-}  // namespace
-
-std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target_name, uint32_t threads,
-                                         const std::string& onnxruntime_library, bool cuda_graphs,
-                                         std::optional<Device> asked_device) {
-  const std::lock_guard lock(mapping);
+std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Identity& identity,
+                                   const std::optional<std::string>& target_name, uint32_t threads,
+                                   const std::string& onnxruntime_library, bool cuda_graphs, std::optional<Device> asked_device) {
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
@@ -150,9 +144,25 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
   }
   ReleaseLoadingMemory(path);
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
-  return {new Bundle{std::filesystem::absolute(path), std::move(manifest), memory, std::move(tied_weight), std::move(embed),
-                     std::move(segments), std::move(head), load_s.count()},
-          [](const Bundle* bundle) {
+  return std::unique_ptr<const Bundle>(new Bundle{std::filesystem::absolute(path), identity, std::move(manifest), memory,
+                                                  std::move(tied_weight), std::move(embed), std::move(segments), std::move(head),
+                                                  load_s.count()});
+}
+
+// Held while bundles are mapped and unmapped: what ReleaseLoadingMemory gives back must not become another's in between.
+std::mutex mapping;
+
+}  // namespace
+
+std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::optional<std::string>& target,
+                                         uint32_t threads, const std::string& onnxruntime_library, bool cuda_graphs,
+                                         std::optional<Device> device) {
+  const std::lock_guard lock(mapping);
+  const Identity identity = IdentityOf(path);
+  std::unique_ptr<const Bundle> loaded;
+  ReadOne(path, identity, "while it was loaded",
+          [&] { loaded = Load(path, identity, target, threads, onnxruntime_library, cuda_graphs, device); });
+  return {loaded.release(), [](const Bundle* bundle) {
             const std::lock_guard unmapping(mapping);
             delete bundle;
           }};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "identity.h"
 #include "manifest.h"
 #include "memory.h"
 
@@ -20,6 +21,7 @@ struct SegmentEngine {
 
 struct Bundle {
   std::filesystem::path path;
+  Identity identity;  // of what was loaded from there
   Manifest manifest;
   Memory memory;      // what its engines read and write
   Block tied_weight;  // embedding and head share it, where there is one
@@ -29,10 +31,11 @@ struct Bundle {
   double load_s;
 };
 
-// `cuda_graphs`: as Engine's. `device`: none: the target's own. Engines for a GPU run on a CPU too, where they can be checked.
+// `target`: none: cpu, or cuda where the bundle has no cpu engines. `cuda_graphs`: as Engine's. `device`: none: the target's
+// own. Engines for a GPU run on a CPU too, where they can be checked.
 // Throws SKD_ERROR_BUNDLE, SKD_ERROR_TARGET, SKD_ERROR_CAPACITY.
-std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::string& target, uint32_t threads,
-                                         const std::string& onnxruntime_library, bool cuda_graphs = true,
+std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::optional<std::string>& target,
+                                         uint32_t threads, const std::string& onnxruntime_library, bool cuda_graphs = true,
                                          std::optional<Device> device = std::nullopt);
 
 }  // namespace skd

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -81,8 +82,7 @@ Options Given(const Options* given, Options defaults) {
 // `filled` as far as the caller's struct goes.
 template <typename Info>
 void Give(Info filled, Info* wanted) {
-  Need(wanted != nullptr && wanted->struct_size >= sizeof wanted->struct_size && wanted->struct_size <= sizeof filled,
-       "struct_size is wrong");
+  Need(wanted->struct_size >= sizeof wanted->struct_size && wanted->struct_size <= sizeof filled, "struct_size is wrong");
   filled.struct_size = wanted->struct_size;
   std::memcpy(wanted, &filled, wanted->struct_size);
 }
@@ -150,15 +150,15 @@ skd_status* skd_bundle_load(const char* path, const skd_load_options* options, s
   return Guarded([&] {
     Need(path != nullptr && bundle != nullptr, "path or bundle is NULL");
     const skd_load_options given = Given(options, skd_load_options_default());
-    auto loaded =
-        skd::LoadBundle(path, TextOf(given.target), given.threads, TextOf(given.onnxruntime_library), given.no_cuda_graphs == 0);
+    const auto target = given.target == nullptr ? std::nullopt : std::optional<std::string>(given.target);
+    auto loaded = skd::LoadBundle(path, target, given.threads, TextOf(given.onnxruntime_library), given.no_cuda_graphs == 0);
     *bundle = new skd_bundle{std::move(loaded)};
   });
 }
 
 skd_status* skd_bundle_get_info(const skd_bundle* bundle, skd_bundle_info* info) {
   return Guarded([&] {
-    Need(bundle != nullptr, "bundle is NULL");
+    Need(bundle != nullptr && info != nullptr, "bundle or info is NULL");
     const skd::Manifest& m = bundle->bundle->manifest;
     Give({sizeof(skd_bundle_info), m.model.name.c_str(), m.dtype.c_str(), static_cast<uint32_t>(m.model.num_layers),
           static_cast<uint32_t>(m.variants.size()), static_cast<uint32_t>(m.segments.size()),
@@ -213,7 +213,7 @@ skd_status* skd_session_logits(const skd_session* session, uint64_t row, const f
 
 skd_status* skd_session_get_counters(const skd_session* session, skd_counters* counters) {
   return Guarded([&] {
-    Need(session != nullptr, "session is NULL");
+    Need(session != nullptr && counters != nullptr, "session or counters is NULL");
     Give(session->session.Counters(), counters);
   });
 }

@@ -79,7 +79,7 @@ void UseCuda(Ort::SessionOptions& options) {
     options.AddConfigEntry("optimization.disable_specified_optimizers", kUnwanted);
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
-    throw TargetError("ONNX Runtime cannot use cuda on this machine (" + Cut(error.what(), 200) + ")",
+    throw TargetError("ONNX Runtime cannot use cuda on this machine (" + Reason(error.what()) + ")",
                       "check the driver and CUDA's libraries with nvidia-smi");
   }
 }
@@ -137,16 +137,16 @@ size_t SizeOf(ONNXTensorElementDataType type) {
 }
 
 void Call::RunNow() const {
-  const Ort::Status failed(Ort::GetApi().RunWithBinding(session, options, binding));
-  if (!failed.IsOK()) throw RunFailure(failed.GetErrorMessage(), replay != nullptr);
+  const Ort::Status failed(Ort::GetApi().RunWithBinding(engine->session_, engine->options_, binding));
+  if (!failed.IsOK()) throw RunFailure(failed.GetErrorMessage(), replay != nullptr, engine->path_);
 }
 
 Engine::Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs)
-    : device_(device), cuda_graphs_(cuda_graphs), session_(nullptr) {
+    : path_(path.string()), device_(device), cuda_graphs_(cuda_graphs), session_(nullptr) {
   Ort::SessionOptions options;
   options.DisablePerSessionThreads();
   options.AddConfigEntry("session.use_env_allocators", "1");
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_ERROR);
+  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // an error is a status too, which becomes ours
   options.SetGraphOptimizationLevel(optimized ? ORT_DISABLE_ALL : ORT_ENABLE_ALL);
   if (device == Device::kCuda) {
     UseCuda(options);
@@ -164,7 +164,7 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized,
       outputs_.push_back(Declared(session_.GetOutputNameAllocated(i, allocator).get(), session_.GetOutputTypeInfo(i)));
     }
   } catch (const Ort::Exception& error) {
-    throw LoadFailure(error.what(), path.string());
+    throw LoadFailure(error.what(), path_);
   }
 }
 

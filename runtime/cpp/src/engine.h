@@ -45,13 +45,12 @@ struct Tensor {
 // Bytes of an element.
 size_t SizeOf(ONNXTensorElementDataType type);
 
-class Binding;
+class Engine;
 
 // What runs a binding: small, so that the calls of a step lie side by side. All throw what RunFailure makes of a failure.
 struct Call {
-  OrtSession* session;
+  const Engine* engine;
   const OrtIoBinding* binding;
-  const OrtRunOptions* options;
   Replay* replay;  // none on a CPU
 
   // On a GPU: puts it on the stream.
@@ -67,6 +66,8 @@ struct Call {
   }
   void RunNow() const;
 };
+
+class Binding;
 
 // A compiled graph; may be run from several threads at once, each through bindings of its own.
 class Engine {
@@ -86,6 +87,8 @@ class Engine {
 
  private:
   friend class Binding;
+  friend struct Call;
+  std::string path_;
   Device device_;
   bool cuda_graphs_;
   Ort::RunOptions options_{nullptr};
@@ -100,7 +103,7 @@ class Binding {
  public:
   void Run() const { call().Run(); }
   // Valid as long as this binding and its engine are.
-  Call call() const { return {engine_->session_, binding_, engine_->options_, replay_.get()}; }
+  Call call() const { return {engine_, binding_, replay_.get()}; }
 
  private:
   friend class Engine;

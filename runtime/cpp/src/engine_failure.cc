@@ -28,12 +28,13 @@ Error NoMemory(const std::string& said, const std::string& remedy, const std::st
   return CapacityError("no memory is left" + asked, remedy, where);
 }
 
-std::string Reason(const std::string& said) {
-  const std::string line = said.substr(0, said.find('\n'));
-  return line.empty() ? "no reason given" : Cut(line, 200);
-}
-
 }  // namespace
+
+std::string Reason(const std::string& said) {
+  constexpr size_t kMost = 400;  // the reason itself is the end: node, source file and function come before it
+  const std::string line = said.substr(0, said.find('\n'));
+  return line.empty() ? "no reason given" : Cut(line, kMost);
+}
 
 Error LoadFailure(const std::string& said, const std::string& where) {
   if (Says(said, {"GlobalThreadPools", "thread pool"})) {
@@ -52,11 +53,11 @@ Error LoadFailure(const std::string& said, const std::string& where) {
   return BundleError("cannot be loaded (" + Reason(said) + ")", where);
 }
 
-Error RunFailure(const std::string& said, bool on_gpu) {
+Error RunFailure(const std::string& said, bool on_gpu, const std::string& where) {
   if (SaysNoMemory(said)) return NoMemory(said, "send fewer rows or shorter prompts");
   const std::string what = "ONNX Runtime stopped (" + Reason(said) + ")";
-  if (on_gpu) return TargetError(what, "check nvidia-smi, and start again");
-  return {SKD_ERROR_INTERNAL, what, "export the model again, and report it where that does not help"};
+  if (on_gpu) return TargetError(what, "check nvidia-smi, and start again", where);
+  return {SKD_ERROR_INTERNAL, what, "check the bundle with skip-inspect --check-hashes", where};
 }
 
 }  // namespace skd

@@ -11,8 +11,11 @@ namespace skd {
 // file's fault.
 Error LoadFailure(const std::string& said, const std::string& where);
 
-// An engine ended before its run did: SKD_ERROR_CAPACITY where there was no memory left; else SKD_ERROR_TARGET `on_gpu`, and
-// SKD_ERROR_INTERNAL on a CPU.
-Error RunFailure(const std::string& said, bool on_gpu);
+// An engine, `where` its file, ended before its run did: SKD_ERROR_CAPACITY where there was no memory left; else
+// SKD_ERROR_TARGET `on_gpu`, and SKD_ERROR_INTERNAL on a CPU.
+Error RunFailure(const std::string& said, bool on_gpu, const std::string& where);
+
+// What a user is told of the words: ONNX Runtime's own log, which has them too, is off.
+std::string Reason(const std::string& said);
 
 }  // namespace skd

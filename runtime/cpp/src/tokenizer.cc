@@ -90,6 +90,10 @@ nlohmann::json ReadTokenization(const std::filesystem::path& bundle) {
 
 Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library)
     : bundle_(std::move(bundle)), api_(Api(library)) {
+  ReadOne(bundle_->path, bundle_->identity, "since it was loaded", [this] { Read(); });
+}
+
+void Tokenizer::Read() {
   const std::string folder = bundle_->path.string();
   std::vector<Sample> samples;
   try {

@@ -21,13 +21,16 @@ struct GenAi;
 class Tokenizer {
  public:
   // Throws SKD_ERROR_BUNDLE (the bundle has no tokenizer, or one that GenAI cannot read or reads differently than Hugging Face
-  // does, which the samples in tokenization.json show), SKD_ERROR_TARGET (no library).
+  // does, which the samples in tokenization.json show; another bundle is in its place by now), SKD_ERROR_TARGET (no library).
   Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library);
 
   std::vector<int64_t> Encode(const char* text);
   std::string Decode(const int64_t* ids, size_t count);
 
  private:
+  // All that is read of the bundle's folder.
+  void Read();
+
   std::shared_ptr<const Bundle> bundle_;
   std::vector<int64_t> before_, after_;     // ids that encoding puts around a text's own
   std::set<int64_t> special_;               // ids that are no text

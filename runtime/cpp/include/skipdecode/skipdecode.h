@@ -127,8 +127,8 @@ SKD_API const char* skd_status_message(const skd_status* status);
 SKD_API void skd_status_destroy(skd_status* status);
 
 SKD_API skd_load_options skd_load_options_default(void);
-/* Load a bundle's folder. Weights are mapped and shared by all sessions. options: may be NULL. Errors: BUNDLE, TARGET,
- * CAPACITY. */
+/* Load a bundle's folder. Weights are mapped and shared by all sessions. options: may be NULL. Errors: BUNDLE (also where
+ * another bundle is put in its place meanwhile: load it again), TARGET, CAPACITY. */
 SKD_API skd_status* skd_bundle_load(const char* path, const skd_load_options* options, skd_bundle** bundle);
 /* Fill `info`, whose struct_size the caller has set. Errors: INTERNAL. */
 SKD_API skd_status* skd_bundle_get_info(const skd_bundle* bundle, skd_bundle_info* info);
@@ -164,8 +164,9 @@ SKD_API skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, c
                                  const skd_row_options* options, int full_depth, skd_callback callback, void* user);
 
 /* The bundle's tokenizer; texts are split by ONNX Runtime GenAI's library, which is loaded when this is first called and
- * stays the process's one. genai_library: its path; NULL: found as the system finds libraries, or beside this one. Errors: BUNDLE
- * (the bundle has none, or one that GenAI reads in another way), TARGET. */
+ * stays the process's one. genai_library: its path; NULL: found as the system finds libraries, or beside this one. The
+ * tokenizer's files are read now. Errors: BUNDLE (the bundle has none, or one that GenAI reads in another way; or another bundle
+ * is in its place by now: load it again), TARGET. */
 SKD_API skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer);
 SKD_API void skd_tokenizer_destroy(skd_tokenizer* tokenizer);
 /* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free.
