@@ -1,8 +1,4 @@
-// skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS [calls]]: how fast does a bundle decode at batch 1, and where does the time
-// go? calls: on a GPU, without CUDA graphs.
-//
-// Full depth and the bundle's schedule take turns; one JSON object on standard output, medians, units in the keys.
-// benchmarks/cpp.py runs it beside the Python runtime.
+// How fast does a bundle decode at batch 1, and where does the time go? benchmarks/cpp.py runs it beside the Python runtime.
 #include <algorithm>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -11,6 +7,15 @@
 #include <vector>
 
 namespace {
+
+constexpr char kUsage[] = "usage: skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS [calls]]\n";
+constexpr char kHelp[] = R"(
+how fast does a bundle decode at batch 1 (32 65 7), and where does the time go? full depth and the bundle's schedule take turns
+calls: on a GPU, without CUDA graphs
+
+one JSON object on standard output: medians, units in the keys
+exit status: 0 measured, 2 bad input (one line: what, where, what to do)
+)";
 
 struct Figures {
   std::vector<double> token_ms, outside_us, prefill_ms, graphs;
@@ -51,9 +56,13 @@ nlohmann::json Row(const Figures& figures) {
 }  // namespace
 
 int main(int count, char** arguments) {
+  if (std::find(arguments, arguments + count, std::string("--help")) != arguments + count) {
+    std::cout << kUsage << kHelp;
+    return 0;
+  }
   const bool calls = count == 6 && std::string(arguments[5]) == "calls";
   if (count != 2 && count != 5 && !calls) {
-    std::cerr << "usage: skd_bench BUNDLE [PROMPT_TOKENS NEW_TOKENS ROUNDS [calls]]\n";
+    std::cerr << kUsage;
     return 2;
   }
   try {

@@ -28,6 +28,12 @@ uint64_t Count(const Json& body, const char* name, uint64_t otherwise) {
       body, name, otherwise, [](const Json& j) { return j.is_number_unsigned(); }, "a whole number, 0 or more");
 }
 
+// As its two's complement: -1 is what 2**64-1 is, as in skip-run --seed.
+uint64_t Seed(const Json& body, uint64_t otherwise) {
+  return Field<uint64_t>(
+      body, "seed", otherwise, [](const Json& j) { return j.is_number_integer(); }, "a whole number, -2**63 to 2**64-1");
+}
+
 double Number(const Json& body, const char* name, double otherwise) {
   return Field<double>(
       body, name, otherwise, [](const Json& j) { return j.is_number(); }, "a number");
@@ -124,7 +130,7 @@ skd_row_options Options(const Json& body, const Limits& limits) {
   if (!(options.top_p > 0 && options.top_p <= 1)) Refuse("top_p is not in (0, 1]");
   options.top_k = static_cast<uint32_t>(std::min<uint64_t>(Count(body, "top_k", 0), UINT32_MAX));
   static std::atomic<uint64_t> unseeded{static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count())};
-  options.seed = Count(body, "seed", unseeded++);
+  options.seed = Seed(body, unseeded++);
   options.ignore_eos = Flag(body, "ignore_eos") ? 1 : 0;
   return options;
 }
@@ -135,7 +141,8 @@ std::vector<std::string> Stops(const Json& body) {
   if (!list.is_array() || list.size() > 4) Refuse("stop is not a string or a list of at most 4");
   std::vector<std::string> stops;
   for (const Json& each : list) {
-    if (!each.is_string() || each.get<std::string>().empty()) Refuse("stop holds something that is not a text");
+    if (!each.is_string()) Refuse("stop holds something that is not a text");
+    if (each.get_ref<const std::string&>().empty()) Refuse("stop holds an empty text");
     stops.push_back(each.get<std::string>());
   }
   return stops;

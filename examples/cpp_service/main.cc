@@ -2,7 +2,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
+#include <functional>
 #include <iostream>
 #include <limits>
 #include <map>
@@ -48,8 +50,40 @@ uint32_t Count(const std::string& option, const std::string& text, uint32_t leas
   return static_cast<uint32_t>(count);
 }
 
+// What to do with the value of an option.
+using Take = std::function<void(const std::string& option, const std::string& value)>;
+
+template <typename Text>
+Take TextTo(Text* to) {
+  return [to](const std::string&, const std::string& value) { *to = value; };
+}
+
+template <typename Number>
+Take CountTo(Number* to, uint32_t least = 0, uint32_t most = std::numeric_limits<uint32_t>::max()) {
+  return
+      [=](const std::string& option, const std::string& value) { *to = static_cast<Number>(Count(option, value, least, most)); };
+}
+
+Take SecondsTo(std::chrono::milliseconds* to) {
+  return [to](const std::string& option, const std::string& value) { *to = std::chrono::seconds(Count(option, value, 1)); };
+}
+
 service::Settings Parse(int count, char** arguments) {
   service::Settings settings;
+  const std::map<std::string, Take> options = {{"--host", TextTo(&settings.host)},
+                                               {"--port", CountTo(&settings.port, 0, 65535)},
+                                               {"--rows", CountTo(&settings.rows, 1)},
+                                               {"--queue", CountTo(&settings.queue_length, 1)},
+                                               {"--connections", CountTo(&settings.connections, 1, 4096)},
+                                               {"--max-prompt-tokens", CountTo(&settings.max_prompt_tokens)},
+                                               {"--max-new-tokens", CountTo(&settings.max_new_tokens)},
+                                               {"--max-prompt-bytes", CountTo(&settings.max_prompt_bytes)},
+                                               {"--timeout-s", SecondsTo(&settings.timeout)},
+                                               {"--arrival-s", SecondsTo(&settings.arrival)},
+                                               {"--target", TextTo(&settings.target)},
+                                               {"--threads", CountTo(&settings.threads)},
+                                               {"--onnxruntime-library", TextTo(&settings.onnxruntime_library)},
+                                               {"--genai-library", TextTo(&settings.genai_library)}};
   for (int i = 1; i < count; ++i) {
     const std::string option = arguments[i];
     if (option.rfind("--", 0) != 0) {
@@ -57,38 +91,10 @@ service::Settings Parse(int count, char** arguments) {
       settings.bundle = option;
       continue;
     }
+    const auto known = options.find(option);
+    if (known == options.end()) throw std::runtime_error(option + ": unknown option; see skd_service --help");
     if (i + 1 == count) throw std::runtime_error(option + ": needs a value; see skd_service --help");
-    const std::string value = arguments[++i];
-    if (option == "--host")
-      settings.host = value;
-    else if (option == "--genai-library")
-      settings.genai_library = value;
-    else if (option == "--port")
-      settings.port = static_cast<int>(Count(option, value, 0, 65535));
-    else if (option == "--target")
-      settings.target = value;
-    else if (option == "--onnxruntime-library")
-      settings.onnxruntime_library = value;
-    else if (option == "--rows")
-      settings.rows = Count(option, value, 1);
-    else if (option == "--queue")
-      settings.queue_length = Count(option, value, 1);
-    else if (option == "--connections")
-      settings.connections = Count(option, value, 1, 4096);
-    else if (option == "--max-prompt-tokens")
-      settings.max_prompt_tokens = Count(option, value);
-    else if (option == "--max-new-tokens")
-      settings.max_new_tokens = Count(option, value);
-    else if (option == "--max-prompt-bytes")
-      settings.max_prompt_bytes = Count(option, value);
-    else if (option == "--timeout-s")
-      settings.timeout = std::chrono::seconds(Count(option, value));
-    else if (option == "--arrival-s")
-      settings.arrival = std::chrono::seconds(Count(option, value, 1));
-    else if (option == "--threads")
-      settings.threads = Count(option, value);
-    else
-      throw std::runtime_error(option + ": unknown option; see skd_service --help");
+    known->second(option, arguments[++i]);
   }
   if (settings.bundle.empty()) throw std::runtime_error("name a bundle; see skd_service --help");
   return settings;

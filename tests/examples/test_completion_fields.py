@@ -115,14 +115,16 @@ def test_metrics_count_the_tokens_the_steps_of_the_batch_and_the_layers_of_its_d
 
 
 def test_who_is_refused_for_now_is_told_when_to_come_again(bundle: Path) -> None:
-    impatient = Server(bundle, "--timeout-s", "0")
-    with pytest.raises(openai.InternalServerError) as refused:
-        impatient.client.completions.create(model="model", prompt=PROMPT)
-    assert (refused.value.status_code, refused.value.response.headers["Retry-After"]) == (503, "1")
-    with pytest.raises(openai.BadRequestError) as wrong:
-        impatient.client.completions.create(model="model", prompt="")
+    narrow = Server(bundle, "--rows", "1", "--queue", "64")
+    asked = {"prompt": [PROMPT] * 64, "max_tokens": 128, "ignore_eos": True}
+    with narrow.client.completions.create(model="model", stream=True, extra_body=asked, prompt=PROMPT):
+        with pytest.raises(openai.RateLimitError) as refused:
+            narrow.client.completions.create(model="model", prompt=[PROMPT] * 64)
+        assert (refused.value.status_code, refused.value.response.headers["Retry-After"]) == (429, "1")
+        with pytest.raises(openai.BadRequestError) as wrong:
+            narrow.client.completions.create(model="model", prompt="")
     assert "Retry-After" not in wrong.value.response.headers
-    assert impatient.stop() == 0
+    assert narrow.stop() == 0
 
 
 def test_more_rows_than_the_bundle_takes_and_longer_prompts_leave_what_is_left_and_sigint_ends_it(bundle: Path) -> None:

@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import skipdecode
+from tests.cpp.conftest import replacing
 from tests.examples.conftest import GOOD, PROMPT, SERVICE, Server
 
 
@@ -55,9 +57,10 @@ def test_text_streams_in_pieces_that_add_up(server: Server) -> None:
     assert max(counts) > 5  # where the machine is busy, tokens wait for each other and go together
 
 
-def test_a_seed_gives_pythons_sampled_tokens(server: Server, bundle: Path) -> None:
-    sampled = skipdecode.load(bundle).generate(PROMPT, max_new_tokens=30, do_sample=True, temperature=0.9, top_p=0.9, seed=11)
-    answer = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=30, temperature=0.9, top_p=0.9, seed=11)
+@pytest.mark.parametrize("seed", [11, -1, -(2**63), 2**64 - 1])
+def test_a_seed_gives_pythons_sampled_tokens(server: Server, bundle: Path, seed: int) -> None:
+    sampled = skipdecode.load(bundle).generate(PROMPT, max_new_tokens=30, do_sample=True, temperature=0.9, top_p=0.9, seed=seed)
+    answer = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=30, temperature=0.9, top_p=0.9, seed=seed)
     assert answer.choices[0].text == sampled.sequences[0].text
 
 
@@ -147,8 +150,10 @@ _BAD: list[tuple[Any, int, str]] = [
     ({**GOOD, "max_tokens": "4"}, 400, "max_tokens is not a whole number"),
     ({**GOOD, "temperature": -1}, 400, "temperature is not among 0..2"),
     ({**GOOD, "top_p": 0}, 400, "top_p is not in (0, 1]"),
-    ({**GOOD, "seed": -1}, 400, "seed is not a whole number"),
-    ({**GOOD, "stop": [""]}, 400, "stop holds something"),
+    ({**GOOD, "seed": 2**64}, 400, "seed is not a whole number, -2**63 to 2**64-1"),
+    ({**GOOD, "stop": ""}, 400, "stop holds an empty text"),
+    ({**GOOD, "stop": ["a", ""]}, 400, "stop holds an empty text"),
+    ({**GOOD, "stop": ["a", 5]}, 400, "stop holds something that is not a text"),
     ({**GOOD, "stop": ["a"] * 5}, 400, "at most 4"),
     ({**GOOD, "user": 5}, 400, "user is not a string"),
     ({**GOOD, "stream_options": 5}, 400, "stream_options is not an object"),
@@ -232,10 +237,26 @@ def test_more_than_the_queue_holds_is_429_and_the_rest_is_served(server: Server)
     assert server.metric("rows_rejected_total") >= statuses.count(429)
 
 
-def test_a_request_that_takes_too_long_ends_with_what_it_has(bundle: Path) -> None:
-    impatient = Server(bundle, "--timeout-s", "0")
-    assert impatient.post(json.dumps(GOOD).encode())[0] == 503
-    assert impatient.metric("rows_timed_out_total") == 1
+def test_a_request_that_takes_too_long_ends_with_what_it_has_and_one_that_has_nothing_is_to_come_again(bundle: Path) -> None:
+    impatient = Server(bundle, "--rows", "1", "--queue", "200", "--timeout-s", "2")
+    long = {"prompt": [[5]] * 199, "max_tokens": 128, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        cut = pool.submit(impatient.post, json.dumps(long).encode())
+        impatient.until("rows_running", 1)
+        behind = pool.submit(impatient.client.completions.create, model="model", prompt=PROMPT)
+        impatient.until("rows_accepted_total", 200)
+        impatient.process.send_signal(signal.SIGSTOP)  # while all but one row wait
+        time.sleep(2.2)
+        impatient.process.send_signal(signal.SIGCONT)
+        refused = behind.exception()
+        status, text = cut.result()
+    assert isinstance(refused, openai.InternalServerError)
+    assert (refused.status_code, refused.response.headers["Retry-After"]) == (503, "1")
+    assert "waited too long in the queue, try again" in refused.message
+    choices = json.loads(text)["choices"]
+    late = [choice["text"] for choice in choices if choice["finish_reason"] == "timeout"]
+    assert status == 200 and any(late) and {choice["finish_reason"] for choice in choices} <= {"length", "timeout"}
+    assert impatient.metric("rows_timed_out_total") == len(late) + 1
     assert impatient.stop() == 0
 
 
@@ -265,15 +286,19 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         (["a", "--port", "70000"], "--port: 70000 is out of range; choose 0..65535"),
         (["a", "--connections", "0"], "--connections: 0 is out of range; choose 1..4096"),
         (["a", "--queue", "0"], "--queue: 0 is out of range; choose 1.."),
+        (["a", "--timeout-s", "0"], "--timeout-s: 0 is out of range; choose 1.."),
         (["BUNDLE", "--threads", "100000"], "--threads: 100000 is out of range; choose 1..1024, or 0: one a core"),
         (["a", "--rows"], "--rows: needs a value"),
         (["a", "--what", "1"], "--what: unknown option"),
+        (["a", "--what"], "--what: unknown option"),
+        (["--what"], "--what: unknown option"),
         (["BUNDLE", "--max-prompt-tokens", "9999"], "--max-prompt-tokens: 9999 prompt tokens leave no room in the bundle's 256"),
         (["BUNDLE", "--max-new-tokens", "200"], "--max-new-tokens: 200 new tokens: prompts leave 128; choose fewer, --max-"),
         (["BUNDLE", "--genai-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --genai-library\n"),
         (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "ONNX Runtime cannot be loaded (/nowhere.so"),
         (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --onnxruntime-library\n"),
         (["BUNDLE", "--target", "cuda"], "target 'cuda' is not in this bundle; choose from cpu"),
+        (["BUNDLE", "--target", ""], "target '' is not in this bundle; choose from cpu"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_2(bundle: Path, options: list[str], says: str) -> None:
@@ -287,3 +312,12 @@ def test_bad_options_are_one_line_and_exit_2(bundle: Path, options: list[str], s
 def test_help_is_printed_wherever_it_is_asked_for(options: list[str]) -> None:
     done = subprocess.run([SERVICE, *options], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: skd_service BUNDLE [options]\n")
+
+
+def test_a_bundle_that_is_replaced_before_its_tokenizer_is_read_is_not_served_without_one(bundle: Path, tmp_path: Path) -> None:
+    mine, other = (shutil.copytree(bundle, tmp_path / name) for name in ("engines", "other"))
+    library = replacing(mine, other, "libonnxruntime-genai.so", tmp_path)
+    command = [str(SERVICE), str(mine), "--port", "0", "--genai-library", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{mine}: was replaced since it was loaded; load it again\n"
