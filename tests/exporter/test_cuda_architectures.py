@@ -36,8 +36,8 @@ NEW = 8
 # parts of heads turned, norms of heads, softcaps, biases, sinks and bases, latents, streams, keys of two sizes and of other
 # layers, three kinds of states, norms whose groups or heads have scales of their own
 DENSE = (
-    "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma3n_text", "gemma4_text", "reading_others",
-    "mamba", "lfm2", "qwen3_5_text", "falcon_h1", "cohere",
+    "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma3n_text", "reading_others", "mamba", "lfm2",
+    "qwen3_5_text", "falcon_h1", "cohere",
 )  # fmt: skip
 # a router inside the operator and outside, of softmaxes, sigmoids, groups and biases; experts with a bias, with no gate
 MIXTURES = (
