@@ -25,14 +25,8 @@ LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced,
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
 _CONVOLUTION, _CHANNEL_SCAN, _HEAD_SCAN = "causal_conv1d_fn", "mamba_selective_scan", "mamba2_chunk_scan"
 _DELTA_RULE, _KIMI_DELTA_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
-_WITH_ATTENTION = (
-    None,
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "indexed_attention",
-    "hybrid",
-)  # kinds of layers
+# kinds of layers that have attention; None: the model's layers are all alike
+_WITH_ATTENTION = (None, "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid")
 
 
 def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:
@@ -92,7 +86,7 @@ def _check_calls(mixer: Any, function: str) -> None:
     if function not in _module(mixer):
         raise ModelNotSupportedError(
             f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {function}",
-            "install transformers 5.23 or 5.24, with which it was tested",
+            "install transformers 5.24, with which it was tested",
         )
 
 

@@ -35,7 +35,7 @@ def test_all_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_packages()
 
 
-@pytest.mark.parametrize(("version", "enough"), [("5.9", False), ("5.22.3", False), ("5.23.0", True), ("5.100.0.dev0", True)])
+@pytest.mark.parametrize(("version", "enough"), [("5.9", False), ("5.23.1", False), ("5.24.0", True), ("5.100.0.dev0", True)])
 def test_versions_are_compared_by_their_numbers(version: str, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch, transformers=version)
     if enough:
@@ -43,7 +43,7 @@ def test_versions_are_compared_by_their_numbers(version: str, enough: bool, monk
         return
     with pytest.raises(TargetError) as raised:
         check_packages()
-    assert str(raised.value) == (f"transformers {version} is older than 5.23; pip install --upgrade 'skipdecode[export]'")
+    assert str(raised.value) == (f"transformers {version} is older than 5.24; pip install --upgrade 'skipdecode[export]'")
 
 
 def test_nobody_says_what_a_package_needs_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
