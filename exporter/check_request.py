@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from skipdecode.errors import BundleError, TargetError
-from skipdecode.exporter.checkpoint_folder import checkpoint_folder, is_utf8
+from skipdecode.exporter.checkpoint_folder import checkpoint_folder
 from skipdecode.exporter.output_folder import check_apart, check_out, real_out
 from skipdecode.exporter.request import DEFAULT_BLOCK, DEFAULT_METHOD, QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest, check_dtype, parse_targets
 from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
 from skipdecode.schedule_builders import check_schedule_request
+from skipdecode.text import is_utf8
 
 _MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
 _MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits

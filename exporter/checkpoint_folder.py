@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import check_permitted
+from skipdecode.text import is_utf8
 
 _NAME = "name a checkpoint folder, a hub id or opt-SIZE"
 _HUB_ID = r"[\w.-]+(/[\w.-]+)?"
@@ -34,11 +34,6 @@ def checkpoint_folder(model: str) -> Path | None:
     if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(_HUB_ID, model):
         raise ModelNotSupportedError("is not a folder", _NAME, where=model)
     return None
-
-
-def is_utf8(path: Path) -> bool:
-    """Whether libraries that are not written in Python can be given a path, whose bytes may be any but 0."""
-    return os.fsencode(path).decode(errors="replace") == str(path)
 
 
 def adapter_error(model: str) -> ModelNotSupportedError:

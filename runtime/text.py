@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,11 @@ import tokenizers
 from skipdecode.errors import BundleError, CapacityError
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no character, or not one yet
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether libraries that are not written in Python can be given a path, whose bytes may be any but 0."""
+    return os.fsencode(path).decode(errors="replace") == str(path)
 
 
 class Tokenizer:

@@ -249,6 +249,13 @@ def test_a_long_prompt_runs_in_pieces_of_the_chunk_that_was_asked_for(generator:
     assert seen == [(1, 1), (1, 3), (1, 3), (1, 1)], "the step's, then the prompt's"
 
 
+def test_a_folder_whose_name_is_not_utf8_is_to_be_renamed(zoo: Zoo, tmp_path: Path) -> None:
+    bundle = tmp_path / os.fsdecode(b"b\xfcn")
+    bundle.symlink_to(zoo.bundle("llama"))
+    with pytest.raises(BundleError, match=r"is not UTF-8, the only encoding that ONNX Runtime takes; rename the folder$"):
+        skipdecode.load(bundle)
+
+
 def test_a_changed_byte_is_found_only_when_hashes_are_checked(tmp_path: Path) -> None:
     manifests.write(make_manifest(full_depth(LAYERS), tmp_path), tmp_path)
     (tmp_path / "head.onnx").write_bytes(b"HEAD.onnx")
