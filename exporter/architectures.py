@@ -26,7 +26,7 @@ LATENT = (
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear",
     "minicpm3", "mistral4", "sarvam_mla", "youtu",
 )  # fmt: skip
-# those without attention: each layer is a Mamba's alone
+# those without attention: each layer is a Mamba block and nothing else
 STATES_ALONE = ("falcon_mamba", "mamba", "mamba2")
 # those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
 HYBRIDS = {

@@ -66,7 +66,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A checkpoint's file of settings; none where there is none.
+    """A checkpoint's file of settings; {} where there is none.
 
     Raises:
         ModelNotSupportedError: it cannot be read, or is no JSON object.

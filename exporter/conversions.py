@@ -40,7 +40,7 @@ class _Shapes:
 
 
 def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Read]:
-    """Tensors that a file holds under other names, in pieces, in one or turned, by the model's names; read when asked for.
+    """By the model's names, tensors that a file holds under other names, split, merged or transposed; read when asked for.
 
     Args:
         shapes: of the model's parameters.

@@ -13,7 +13,7 @@ from skipdecode.cpu import cpu_features
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_engine, weight_bytes
+from skipdecode.exporter.layout import Report, move_to_file, remove_lowered, save_engine, weight_bytes
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -59,7 +59,7 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
     elif job.request.slim or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
         embed = compiled(graphs.embed, "embed")
     else:  # the standard graph is its engine, so that its weights are not written twice
-        embed = f"{GRAPHS}/embed.onnx"
+        embed = f"{manifest.GRAPHS}/embed.onnx"
     return manifest.Target(
         name="cpu", weights=quantization.name if quantization else "fp32",
         library="onnxruntime", library_version=onnxruntime.__version__, machine=platform.machine(), cpu_features=cpu_features(),
@@ -87,7 +87,7 @@ def _quantizing(how: Quantization | None) -> list[ir.passes.PassBase]:
 
 
 def _compile(partial: Path, lowered: ir.Model, path: str) -> None:
-    source = partial / GRAPHS / "lowered.onnx"  # beside the weights that it refers to
+    source = partial / manifest.GRAPHS / "lowered.onnx"  # beside the weights that it refers to
     move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
     ir.save(lowered, source)
     compile_ort(source, partial / path)

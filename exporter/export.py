@@ -23,7 +23,7 @@ from skipdecode.exporter.feasible import check_feasible, choose_max_length, laye
 from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import GRAPHS, Report
+from skipdecode.exporter.layout import Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.output_folder import fresh_folder, real_out
 from skipdecode.exporter.quantization_config import in_few_bits
@@ -75,7 +75,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
             part = _part_of(report, 0.5 + 0.5 * index / len(targets), 0.5 / len(targets))
             compiled.append(_compile(job, target, partial, graphs, part))
         if request.slim:
-            shutil.rmtree(partial / GRAPHS)
+            shutil.rmtree(partial / manifest.GRAPHS)
             variants = dict.fromkeys(variants)
         return _write_manifest(job, partial, ends, variants, compiled)
 
@@ -146,8 +146,8 @@ def _store_weights(job: Job, partial: Path, report: Report) -> WeightFile:
         done += count
         report("writing weights", 0.4 * done / (skeleton.dtype.itemsize * skeleton.num_parameters))
 
-    (partial / GRAPHS).mkdir()
-    weights = write_weights(partial / GRAPHS, skeleton.shapes, skeleton.dtype, source, advance, where=str(folder))
+    (partial / manifest.GRAPHS).mkdir()
+    weights = write_weights(partial / manifest.GRAPHS, skeleton.shapes, skeleton.dtype, source, advance, where=str(folder))
     if isinstance(source, CheckpointSource):
         source.warn_of_unread()
     return weights
@@ -160,11 +160,11 @@ def _write_graphs(job: Job, partial: Path, weights: WeightFile, report: Report) 
     report("tracing layers", 0.42)
     graphs = StandardGraphs(embed=embed, layers=tuple(layer_graphs(job.skeleton, weights)), head=head)
     for graph in (embed, *graphs.layers, head):
-        ir.save(graph, partial / GRAPHS / f"{graph.graph.name}.onnx")
+        ir.save(graph, partial / manifest.GRAPHS / f"{graph.graph.name}.onnx")
     variants: dict[int, str | None] = {}
     for count, indices in job.plan.variants:
         chosen = [graphs.layers[layer] for index in indices for layer in job.plan.segments[index]]
-        path = f"{GRAPHS}/v{count}.onnx"
+        path = f"{manifest.GRAPHS}/v{count}.onnx"
         ir.save(stitch([embed, *chosen, head], name=f"v{count}"), partial / path)
         variants[count] = path
     return graphs, variants

@@ -74,7 +74,7 @@ class Skeleton:
     def first_keeping_none(self) -> int:
         """The layer from which on none keeps anything: a prompt's last token is all that these compute."""
         owns = [kept(self.state_layers, self.keys, layer) for layer in range(len(self.parts.layers))]
-        return max((layer + 1 for layer, own in enumerate(owns) if own.anything), default=0)
+        return max((layer + 1 for layer, own in enumerate(owns) if own.keeps_anything), default=0)
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:

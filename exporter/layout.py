@@ -13,8 +13,6 @@ from skipdecode import bindings
 from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.mapped import release_pages
 
-GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
-
 _TIED = "tied.bin"  # a target's folder: what embedding and head share there
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 

@@ -85,7 +85,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     """The model in fp32, its weights rounded to what the bundle stores."""
     from transformers import AutoModelForCausalLM, logging
 
-    logging.set_verbosity_error()  # it lists what sees as superfluous
+    logging.set_verbosity_error()  # it would list the weights of what sees as superfluous
     config, _ = load_config(str(folder))
     if config._attn_implementation not in (None, "eager", "sdpa"):  # which may need a package, or a GPU
         config._attn_implementation = "eager"

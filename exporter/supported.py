@@ -133,10 +133,10 @@ def _check_llama_4(config: Any, max_length: int) -> None:
 def _check_counts(config: Any) -> None:
     _check_each(config, _COUNTS)
     if config.num_hidden_layers > _MOST_LAYERS:
-        raise _no_count(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
+        raise _bad_setting(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
     for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
         if window is not None and window < 1:
-            raise _no_count(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
+            raise _bad_setting(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
 
 
 def _check_own_heads(config: Any) -> None:
@@ -155,7 +155,7 @@ def _check_shared(config: Any) -> None:
     own = kinds[: max(0, len(kinds) - shared)]
     if shared < 0 or {*kinds} - {*own}:
         most = next(count for count in reversed(range(len(kinds))) if {*kinds[: len(kinds) - count]} == {*kinds})
-        raise _no_count(config, "num_kv_shared_layers", shared, f"write 0 to {most}, which leave a layer of each kind below")
+        raise _bad_setting(config, "num_kv_shared_layers", shared, f"write 0 to {most}, which leave a layer of each kind below")
 
 
 def _check_streams(config: Any) -> None:
@@ -165,9 +165,9 @@ def _check_streams(config: Any) -> None:
     )
     active, count = config.altup_active_idx, config.altup_num_inputs
     if not 0 <= active < count:
-        raise _no_count(config, "altup_active_idx", active, f"write 0 to {count - 1}, one of altup_num_inputs")
+        raise _bad_setting(config, "altup_active_idx", active, f"write 0 to {count - 1}, one of altup_num_inputs")
     if not all(0 <= part < 1 for part in config.activation_sparsity_pattern):
-        raise _no_count(
+        raise _bad_setting(
             config, "activation_sparsity_pattern", config.activation_sparsity_pattern, "write numbers from 0 on and below 1"
         )
 
@@ -193,7 +193,7 @@ def _check_each(config: Any, names: Iterable[str], *, needed: bool = False, leas
         if value is None and not needed:
             continue
         if not isinstance(value, int) or value < least:
-            raise _no_count(config, name, value, f"write a whole number from {least} on")
+            raise _bad_setting(config, name, value, f"write a whole number from {least} on")
 
 
 def _check_experts(config: Any) -> None:
@@ -207,16 +207,16 @@ def _check_experts(config: Any) -> None:
     chosen, groups = experts_per_token(config), getattr(config, "n_group", None)
     each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
     if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
-        raise _no_count(config, experts_setting(config), chosen, f"write 1 to {experts}, the number of experts")
+        raise _bad_setting(config, experts_setting(config), chosen, f"write 1 to {experts}, the number of experts")
     if groups is not None and (groups < 1 or experts % groups):
-        raise _no_count(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
+        raise _bad_setting(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     taken = getattr(config, "topk_group", None)
     if groups and taken is not None and not 1 <= taken <= groups:
-        raise _no_count(config, "topk_group", taken, f"write 1 to {groups}, which n_group is")
+        raise _bad_setting(config, "topk_group", taken, f"write 1 to {groups}, which n_group is")
     if groups and config.model_type != "deepseek_v2":  # whose experts of other groups weigh nothing; elsewhere any may be taken
         room = (taken or 1) * (experts // groups)
         if any(count > room for count in each):
-            raise _no_count(config, "num_experts_per_tok", chosen, f"write 1 to {room}, the experts of topk_group groups")
+            raise _bad_setting(config, "num_experts_per_tok", chosen, f"write 1 to {room}, the experts of topk_group groups")
     activation, known, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has no other
     if config.model_type == "nemotron_h":  # whose experts have no gate
         activation, known = config.mlp_hidden_act, "relu2"
@@ -233,14 +233,14 @@ def _check_states(config: Any) -> None:
     for heads, groups in _SHARED:
         count, each = getattr(config, heads, None), getattr(config, groups, None)
         if count and each and count % each:
-            raise _no_count(config, heads, count, f"write a multiple of {each}, which {groups} is")
+            raise _bad_setting(config, heads, count, f"write a multiple of {each}, which {groups} is")
     # Nemotron-H's is its own, short convolutions have none
     activation = declared(config, "mamba_hidden_act") or declared(config, "hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise unsupported(config, f"has convolutions with {activation}, where ONNX's have silu")
 
 
-def _no_count(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
+def _bad_setting(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
     spelled = config.attribute_map.get(name, name)
     return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=place(config))
 
@@ -257,7 +257,7 @@ def _check_rotary(config: Any, max_length: int) -> None:
         name = "original_max_position_embeddings"
         original = getattr(config, name, None) or scaling.get(name)
         if not isinstance(original, int):
-            raise _no_count(config, name, original)
+            raise _bad_setting(config, name, original)
         if max_length > original:
             raise ModelNotSupportedError(
                 f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",

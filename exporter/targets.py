@@ -91,7 +91,7 @@ def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> t
     `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32; bf16 where the model outgrows
     fp16. A cpu target computes in fp32 whatever is stored.
     """
-    import torch  # which targets alone, refused before an export begins, do without
+    import torch  # here, so that a target is refused without waiting for it
 
     if asked == "auto":
         if _first_gpu(targets) is None:

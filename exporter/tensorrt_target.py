@@ -17,7 +17,7 @@ from skipdecode.exporter.architectures import experts_per_token
 from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import GRAPHS, Report, move_to_file, remove_lowered, save_tied, weight_bytes
+from skipdecode.exporter.layout import Report, move_to_file, remove_lowered, save_tied, weight_bytes
 from skipdecode.exporter.per_layer_inputs import TABLE
 from skipdecode.exporter.plan_builders import build_plans, num_builders
 from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, take_over
@@ -125,7 +125,7 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     (partial / folder / KEYS).write_text(json.dumps(requests.keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
     weights = job.quantization.name if job.quantization else graphs.weights
-    return _described(target, requests.gpus[0], len(job.plan.segments), weights, requests.sizes, tied_weight, tied_bytes)
+    return _described(target, requests.gpus[0], weights, requests.sizes, tied_weight, tied_bytes)
 
 
 def _gpus(target: TargetRequest) -> tuple[str, str]:
@@ -183,7 +183,7 @@ class _Requests:
             lowered = lower(engine.graph, engine.slots, self._tied, self._job.quantization)
             path = f"{self._folder}/{engine.name}.plan"
             # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
-            source = self._partial / GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
+            source = self._partial / manifest.GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
             move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
             request = PlanRequest(
                 target=self._target.name, source=str(source), plan=str(self._partial / path), profiles=engine.profiles,
@@ -202,7 +202,6 @@ class _Requests:
 def _described(
     target: TargetRequest,
     machine: str,
-    num_segments: int,
     weights: str,
     sizes: Mapping[str, int],
     tied_weight: str | None,
@@ -210,13 +209,11 @@ def _described(
 ) -> manifest.Target:
     """What the manifest says of it; `sizes`: plan's file -> bytes of its weights."""
     trt = library(target.name)
-    folder = f"targets/{target.name}"
-    segments = tuple(f"{folder}/segment_{index:03d}.plan" for index in range(num_segments))
-    head = f"{folder}/head.plan"
+    *segments, embed, head = sizes  # as `_engines` orders them
     return manifest.Target(
         name=target.name, weights=weights, library=trt.__name__,
         library_version=trt.__version__, machine=machine, cpu_features=(),
-        embed=f"{folder}/embed.plan", segments=segments, head=head, tied_weight=tied_weight,
+        embed=embed, segments=tuple(segments), head=head, tied_weight=tied_weight,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
 

@@ -115,7 +115,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         layer_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         pasts = {CONV_STATE: past_conv_state, RECURRENT_STATE: past_recurrent_state}
-        states = {name: past for name, past in pasts.items() if past is not None}
+        states = {name: state for name, state in pasts.items() if state is not None}
         attention, arguments = None, dict[str, Any](position_embeddings=None, use_cache=True)
         if past_key is not None and past_value is not None:
             attention = ScatterCache(past_key, past_value, position_ids)

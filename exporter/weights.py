@@ -20,7 +20,7 @@ from skipdecode.errors import ModelNotSupportedError, TargetError
 
 WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# where -inf is as good as a number, a token, place or expert that is never chosen
+# in which -inf is as good as a number: of a token, place or expert that is never chosen
 _NEVER = ("lm_head.bias", "sinks", "e_score_correction_bias")
 _SCALES = ("weight", "layer_scalar", "router.scale", "per_expert_scale")  # vectors by which something is multiplied
 _DRAWN_AT_ONCE = 1 << 20  # random numbers of one generator
@@ -88,7 +88,7 @@ def write_weights(
 
 def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str, where: str) -> torch.Tensor:
     tensor = given.to(dtype)
-    # NaN becomes both ends; a tenth of what writing takes where nothing is cast, a thirtieth where fp32 is written
+    # of a NaN both ends are NaN; it costs a tenth of writing where nothing is cast, a thirtieth where fp32 is written
     if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
         _check_finite(given, tensor, name, where)
     return tensor

@@ -11,7 +11,6 @@ it, and keeps the timing cache.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os

@@ -37,7 +37,7 @@ class NarrowOperatorsPass(ir.passes.InPlacePass):
 
 def _narrowed(graph: ir.Graph, node: ir.Node) -> bool:
     """Whether `node` had casts on both sides, which are gone now."""
-    rows, made, readers = _uncast(node.inputs[0]), node.outputs[0], node.outputs[0].consumers()
+    rows, made, readers = _before_cast(node.inputs[0]), node.outputs[0], node.outputs[0].consumers()
     kind = rows.dtype
     if kind not in NARROW or made.is_graph_output() or len(readers) != 1:
         return False
@@ -52,7 +52,7 @@ def _narrowed(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _narrow(graph: ir.Graph, before: ir.Node, value: ir.Value, kind: ir.DataType) -> ir.Value:
-    source = _uncast(value)
+    source = _before_cast(value)
     if source.dtype == kind:
         return source
     narrow = cast(source, kind)
@@ -60,7 +60,7 @@ def _narrow(graph: ir.Graph, before: ir.Node, value: ir.Value, kind: ir.DataType
     return narrow.outputs[0]
 
 
-def _uncast(value: ir.Value | None) -> ir.Value:
+def _before_cast(value: ir.Value | None) -> ir.Value:
     """What `value` was before it was cast, if it was."""
     assert value is not None
     node = value.producer()

@@ -19,10 +19,13 @@ from skipdecode.graph_passes.kept_levels import Bytes, Floats, Levels, kept_leve
 
 Parts = dict[str, np.ndarray[Any, np.dtype[Any]]]  # the operator's inputs after the first, in order
 
+BLOCK_SIZES = (32, 64, 128)  # that ONNX Runtime's CPU kernels multiply in int8
+_ROWS_AT_A_TIME = 256  # whose turned copy a cache holds better than 1024: 0.49 s for 64 Mi numbers, not 0.63 (AVX-512)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What quantised weights are."""
+    """How weights are quantised."""
 
     bits: int  # 4 or 8
     block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES; plans in int8 have one scale an output
@@ -114,9 +117,7 @@ def _begun_at_zero(blocks: Floats, bits: int, levels: Any, scale: Any, zero: Any
     return levels, scale, zero
 
 
-BLOCK_SIZES = (32, 64, 128)  # that ONNX Runtime's CPU kernels multiply in int8
 METHODS: dict[str, Callable[[Floats, int, int], Parts]] = {"rtn": _round_to_nearest, "k-quant": _k_quant}
-_ROWS_AT_A_TIME = 256  # whose turned copy a cache holds better than 1024: 0.49 s for 64 Mi numbers, not 0.63 (AVX-512)
 
 
 def _packed(kept: Levels, bits: int) -> Parts:

@@ -25,6 +25,8 @@ from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "Attention", "GroupQueryAttention")
+
 
 class QuantizeWeightsPass(ir.passes.InPlacePass):
     """Declines widths that are no multiple of the block, what is not a parameter, or one of several products, and routers.
@@ -93,9 +95,6 @@ def _is_shared(parameter: ir.Value) -> bool:
     readers = [use.node for use in parameter.uses()]
     turned = [reader for reader in readers if reader.op_type == "Transpose"]
     return len(readers) - len(turned) + sum(len(reader.outputs[0].uses()) for reader in turned) > 1
-
-
-_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "Attention", "GroupQueryAttention")
 
 
 def _num_inputs(parameter: ir.Value, transposed: bool) -> int:

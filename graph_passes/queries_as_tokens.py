@@ -16,9 +16,8 @@ from onnx_ir.tape import Tape
 from skipdecode.graph_passes.conventions import constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 
-LEAST_HEADS = (
-    4  # of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the keys'
-)
+# of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the number of key heads
+LEAST_HEADS = 4
 _MOST = 24576  # slots and a head's numbers, for the kernel of one token: 8 more do not build, whatever the heads and the GPU
 
 

@@ -6,11 +6,11 @@ D head size, C slots of a layer's KV buffer, V vocabulary.
 embed    input_ids [B,S] int64, position_ids [B,S] int64  ->  hidden [B,S,H]
 segment  hidden [B,S,H], position_ids [B,S] int64, past_key.{l} and past_value.{l} [B,KVH,C,D] of its layers
          ->  hidden_out [B,S,H], present_key.{l} and present_value.{l}, the same memory as the past ones
-         of layers that keep states, in their place or beside them, each state s of the manifest's model.state_layers:
-         past_{s}.{l} [B,...], fp32 on every target, zeros before a row's first token, and present_{s}.{l} as above
-         of layers that read those of layer k, which another segment computes: present_key.{k}, present_value.{k} as inputs
-         of ONNX Runtime also: seqlens_k [B] int32 (valid slots - 1), total_sequence_length [1] int32 (of the longest row, or
-         more; always on the host)
+         layers that keep states, instead of keys and values or beside them: for each state s of model.state_layers
+         past_{s}.{l} [B,...] and present_{s}.{l}, as above, in fp32 on every target, zeros before a row's first token
+         layers that read the keys and values of layer k in another segment: present_key.{k}, present_value.{k} as inputs
+         ONNX Runtime's engines also: seqlens_k [B] int32, valid slots - 1; total_sequence_length [1] int32, always on the host,
+         the valid slots of the longest row, or more
          in TensorRT plans C is static (kv_buffer.static_slots), floats are fp16 or bf16; a prompt's pass has B = 1
 head     hidden [B,S,H], last [B] int64 (which position of each row)  ->  logits [B,V], fp32 on every target
          on a device, a tied embedding and head are both given tied_weight [V',E] in fp16 or bf16: E the embedding's width,
@@ -47,6 +47,6 @@ def past(state: str) -> str:
     return PAST + state
 
 
-def present(past: str) -> str:
+def present(name: str) -> str:
     """`past_key.3` -> `present_key.3`."""
-    return PRESENT + past.removeprefix(PAST)
+    return PRESENT + name.removeprefix(PAST)

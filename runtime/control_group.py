@@ -13,7 +13,7 @@ _HIERARCHIES = Path("/sys/fs/cgroup")
 
 
 def cpu_quota() -> float | None:
-    """CPUs' time that may be used, 1.5 for 150 ms in every 100 ms; None: all there is."""
+    """CPU time that may be used, in cores: 1.5 is 150 ms in every 100 ms; None: all there is."""
     quotas = [_quota(*_words(folder / "cpu.max")) for folder in _groups("")]
     for folder in _groups("cpu"):
         quotas.append(_quota(*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")))

@@ -21,6 +21,8 @@ _ASK_FOR_LESS = "send fewer rows, shorter prompts, or export with a smaller --ma
 
 logger = logging.getLogger(__name__)
 
+_spare: list[_Objects] = []  # of devices that are gone
+
 
 class CudaDevice:
     """The first GPU that this process sees, in the context that CUDA's runtime (ONNX Runtime, TensorRT, torch) uses too.
@@ -276,9 +278,6 @@ class _Objects:
     stream: Any
     events: list[Any] = field(default_factory=list)  # that nobody waits for: made once, recorded again and again
     turn_around: Any = None  # the kernel, once it is loaded
-
-
-_spare: list[_Objects] = []  # of devices that are gone
 
 
 class _Owned:

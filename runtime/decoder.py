@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import ge
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from skipdecode import bindings as names
 from skipdecode.device import Call
 from skipdecode.engines import Engines, bind_segment
 from skipdecode.errors import CapacityError
-from skipdecode.kv_buffer import KVBuffer, fixed_slots, slots_per_layer
+from skipdecode.kv_buffer import KVBuffer, fixed_slots, have_room, slots_per_layer
 from skipdecode.memory import Array, FloatArray, HostMemory, IntArray
 from skipdecode.model import Model
 from skipdecode.prefill import PREFILL_CHUNK, Prefill
@@ -101,7 +100,7 @@ class Decoder:
         fixed, needed = self._engines.slots, slots_per_layer(self.schedule, prompt, new)
         if fixed is None:
             return needed
-        if not all(map(ge, fixed, needed)):
+        if not have_room(fixed, needed):
             raise CapacityError(
                 f"the plans' KV buffers have {', '.join(map(str, sorted({*fixed})))} slots, this run takes {max(needed)}",
                 "ask for fewer tokens, or export the model with that schedule",

@@ -66,7 +66,7 @@ class DeviceLoop:
     def tokens(
         self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]
     ) -> Iterator[tuple[list[int], int | None]]:
-        """Each step's tokens, one a row, and layers, the prompts' first (None): rows that met a stop id repeat it.
+        """For each step one token a row, and the layer count; first the prefill's, whose count is None. Rows repeat a stop id.
 
         Args:
             prompts: as `Decoder.prefill`'s.

@@ -7,7 +7,7 @@ import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from operator import ge, index
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generation import Generation, Prompts, Row, Step, Streamer, Timings, check_rows
 from skipdecode.host_loop import host_tokens
+from skipdecode.kv_buffer import have_room
 from skipdecode.model import check_sources
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.sampling import Sampling
@@ -158,7 +159,7 @@ class Generator:
     def _tokens(
         self, rows: list[Row], new: int, sampling: Sampling, schedule: Schedule, stop_ids: Sequence[int]
     ) -> Iterator[tuple[list[int], list[int], int | None]]:
-        """The rows that go on, a token of each, and the step's layers; the prompts' first (None)."""
+        """As `host_tokens`, of the loop on the host or on the device."""
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
         places = order.tolist()
         prompts = [rows[place].prompt_ids for place in places]
@@ -172,7 +173,7 @@ class Generator:
         """The last loop, with its buffers and graphs, where it has room for this; else a new one."""
         kept, rows, longest = self._kept_loop, len(prompt_lengths), max(prompt_lengths)
         if kept is not None and (len(kept.decoder.kv.lengths), kept.decoder.schedule) == (rows, schedule):
-            fits = all(map(ge, kept.decoder.slots, kept.decoder.slots_for(longest, new)))
+            fits = have_room(kept.decoder.slots, kept.decoder.slots_for(longest, new))
             if fits and new <= kept.max_steps:
                 return kept
         if kept is not None:

@@ -20,7 +20,7 @@ def host_tokens(
     order: IntArray,
     trace: Trace | None,
 ) -> Iterator[tuple[list[int], list[int], int | None]]:
-    """The rows that go on, a token of each, and the step's layers; the prompts' first (None).
+    """For each step the rows that go on, one token of each, and the layer count; first the prefill's, whose count is None.
 
     Rows that have ended are left out once they are half of the batch, because the others' keys and values move then.
 

@@ -15,12 +15,12 @@ import numpy as np
 from skipdecode import bindings as names
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Target
-from skipdecode.memory import DeviceMemory, IntArray, Memory
+from skipdecode.memory import Array, DeviceMemory, IntArray, Memory
 from skipdecode.model import Keys, Model, StateLayers, kept, key_sizes
 from skipdecode.schedule import Anchor, Schedule
 
-# TensorRT-RTX 1.7.1 fails to build plans of two layers or more for prompts' passes of at most 64 tokens, which have no more than
-# there are slots
+# TensorRT-RTX 1.7.1 cannot build a plan of two or more layers whose longest pass of a prompt has 64 tokens or fewer; and a pass
+# has no more tokens than its KV buffer has slots
 LEAST_SLOTS = 128
 STATE_BYTES = 4  # of a number in a state: fp32 on every target, since each step's rounding would stay in it
 
@@ -65,6 +65,11 @@ def static_slots(
 def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
     """Slots of each layer where buffers are of a `fixed` size: none where none are `needed`, else all."""
     return tuple(most if count else 0 for count, most in zip(needed, fixed, strict=True))
+
+
+def have_room(slots: Sequence[int], needed: Sequence[int]) -> bool:
+    """Whether buffers of `slots` slots, a layer each, hold the `needed` ones."""
+    return all(have >= count for have, count in zip(slots, needed, strict=True))
 
 
 def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
@@ -142,7 +147,7 @@ class KVBuffer:
         assert self.has(layer), f"no decode step computes layer {layer}"
         return {name: array[rows] for name, array in self.layers[layer].items()}
 
-    def read(self, layers: Sequence[int], rows: slice) -> dict[str, Any]:
+    def read(self, layers: Sequence[int], rows: slice) -> dict[str, Array]:
         """What `layers` read of others, by the names of their engine's inputs: keys and values with the new tokens' in them."""
         return {names.present(name): self.layers[source][name][rows] for source, name in keys_read(self._model, layers)}
 
@@ -162,8 +167,9 @@ class KVBuffer:
 
         Attention weighs every slot there, by 0 where it is not valid: of a NaN that an earlier run left in one, it makes a NaN.
         """
-        for block in (self._state_block, self._key_block) if isinstance(self._memory, DeviceMemory) else (self._state_block,):
-            self._memory.clear(block)
+        self._memory.clear(self._state_block)
+        if isinstance(self._memory, DeviceMemory):
+            self._memory.clear(self._key_block)
 
 
 def _divided(

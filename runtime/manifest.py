@@ -20,6 +20,7 @@ from skipdecode.strict_json import MalformedError, decode
 
 FORMAT_VERSION = 4
 MANIFEST = "bundle.json"
+GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
 
 
@@ -47,9 +48,9 @@ class Target:
 
     name: str  # cpu, cuda, tensorrt-rtx, tensorrt
     weights: str  # of its engines: fp32, fp16, bf16, int8 or int4 (block-quantised)
-    library: str  # onnxruntime, tensorrt_rtx
+    library: str  # onnxruntime, tensorrt_rtx, tensorrt
     library_version: str  # prepacked weights and plans belong to it
-    machine: str  # x86_64; of plans, the GPUs: sm86 sm89
+    machine: str  # of cpu its architecture, x86_64; of plans the GPUs, "sm86 sm89" or "sm80 and later"; of cuda "any"
     cpu_features: tuple[str, ...]  # instruction sets that the prepacked weights were laid out for
     embed: str
     segments: tuple[str, ...]  # one engine a segment
@@ -145,7 +146,7 @@ class Manifest:
 
     @property
     def default_target(self) -> str:
-        """The name of what is run unless told otherwise: cpu, or where others alone are here the first."""
+        """The target that runs unless another is named: cpu, or the first where the bundle has no cpu."""
         names = [target.name for target in self.targets]
         return "cpu" if "cpu" in names or not names else names[0]
 

@@ -69,7 +69,7 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class HostMemory:
     """numpy arrays, floats in fp32: engines read and write what Python sees."""
 
-    def floats(self, shape: tuple[int, ...]) -> Any:
+    def floats(self, shape: tuple[int, ...]) -> HostArray:
         """Zeros of the engines' float type.
 
         Raises:
@@ -77,15 +77,15 @@ class HostMemory:
         """
         return _zeros(shape, np.float32)
 
-    def wide_floats(self, shape: tuple[int, ...]) -> Any:
+    def wide_floats(self, shape: tuple[int, ...]) -> HostArray:
         """Zeros in fp32; else as `floats`."""
         return _zeros(shape, np.float32)
 
-    def twin(self, array: HostArray) -> tuple[Any, Call | None]:
+    def twin(self, array: HostArray) -> tuple[HostArray, None]:
         """`array` as engines see it, and the call that shows them what the host writes later; None: they see it at once."""
         return array, None
 
-    def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, Any, Call | None]:
+    def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, HostArray, None]:
         """An array that an engine writes: as the host sees it, as engines do, and what brings it to the host."""
         array = _zeros(shape, dtype)
         return array, array, None

@@ -37,7 +37,7 @@ class StateLayers:
     states: tuple[State, ...]
 
     @property
-    def anything(self) -> bool:
+    def keeps_anything(self) -> bool:
         """Whether they keep anything of a row."""
         return self.keys is not None or bool(self.states)
 

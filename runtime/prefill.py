@@ -48,7 +48,7 @@ class Prefill:
         self._logits, self._last = bound[names.LOGITS], bound[names.LAST]
         self._memory = engines.memory
         self._chunk = min(chunk, engines.most_prompt_tokens or chunk)
-        keeping = (any(model.kept(layer).anything for layer in segment.layers) for segment in engines.segments)
+        keeping = (any(model.kept(layer).keeps_anything for layer in segment.layers) for segment in engines.segments)
         self._first_keeping_none = max((index + 1 for index, keeps in enumerate(keeping) if keeps), default=0)
         sums = any(group.states for group in model.state_layers)
         self._padding = 0 if sums else _PADDING  # in a state, what a row is padded by would stay
@@ -123,7 +123,7 @@ class Prefill:
         valid, _ = self._memory.twin(seqlens_k.astype(np.int32))
         return _Piece(tokens=tokens, positions=seen, seqlens_k=valid, total=np.array([tokens.stop], dtype=np.int32))
 
-    def _run_segment(self, index: int, rows: slice, hidden: Any, pieces: Sequence[_Piece]) -> None:
+    def _run_segment(self, index: int, rows: slice, hidden: Array, pieces: Sequence[_Piece]) -> None:
         """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
         layers = self._engines.segments[index].layers
         count = rows.stop - rows.start

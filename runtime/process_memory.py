@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def loading(bundle: Path) -> Iterator[None]:
-    """Inside, engines of `bundle` are loaded, which must be there at the end. Loads of several threads wait for one another.
+    """Load engines of `bundle` inside this block; they must be alive when it ends. Loads of several threads wait for one another.
 
     Only what was mapped inside is given back: another thread may unmap its own engines' files at any time, and what it gets at
     the same addresses afterwards would be zeroed. Gives nothing back where the system is not Linux with glibc.

@@ -11,7 +11,7 @@ from skipdecode.errors import CapacityError
 from skipdecode.memory import FloatArray, IntArray
 
 _MASK = (1 << 64) - 1
-_BINS, _BINS_PER_NAT = 1024, 16  # what is 64 nats below the likeliest token has no mass to speak of, and shares the last bin
+_BINS, _BINS_PER_NAT = 1024, 16  # all that is 64 nats below the likeliest token is next to impossible, and shares the last bin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
     top = logits.max()
     if not np.isfinite(top):
         return int(logits.argmax())
-    steepness = min(_BINS_PER_NAT / sampling.temperature, 1e30)  # a temperature next to 0 is none in fp32
+    steepness = min(_BINS_PER_NAT / sampling.temperature, 1e30)  # which for a temperature near 0 would overflow fp32
     with np.errstate(over="ignore", invalid="ignore"):
         bins = np.fmin((top - logits) * np.float32(steepness), _BINS - 1).astype(np.intp)
     if not 0 < sampling.top_k < len(logits):

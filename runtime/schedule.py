@@ -64,7 +64,7 @@ class Schedule:
 
     @property
     def span(self) -> int:
-        """Positions until the count settles at its last value."""
+        """Positions that have a count of their own; later ones have the last one's."""
         return len(self.layers)
 
     @property

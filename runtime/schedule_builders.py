@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skipdecode.errors import ScheduleError
@@ -51,7 +51,12 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
         return _limit_variants(said, request.max_variants)
     span = request.span or DEFAULT_SPAN
     lower, upper = _ends(request, span, num_layers)
-    counts = {"linear": _linear, "step": _step, "power": _power}[kind](request, span, lower, upper, num_layers)
+    if kind == "linear":
+        counts = _linear(span, lower, upper)
+    elif kind == "step":
+        counts = _step(request, span, lower, upper)
+    else:
+        counts = _power(request, span, lower, upper, num_layers)
     schedule = Schedule(
         name=kind, num_layers=num_layers, warmup_layers=request.warmup_layers, layers=tuple(counts), anchor=request.anchor
     )
@@ -69,11 +74,9 @@ def check_schedule_request(request: ScheduleRequest) -> None:
         raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
     if table and not os.path.exists(table):  # a look alone: a pipe is read once
         raise ScheduleError("cannot be read (no such file)", "name a JSON file", where=f"table {table}")
-    if None not in (request.min_layers, request.max_layers) and request.min_layers > request.max_layers:  # type: ignore[operator]
-        raise ScheduleError(
-            f"--min-layers {request.min_layers} is above --max-layers {request.max_layers}",
-            "lower --min-layers or raise --max-layers",
-        )
+    lower, upper = request.min_layers, request.max_layers
+    if lower is not None and upper is not None and lower > upper:
+        raise ScheduleError(f"--min-layers {lower} is above --max-layers {upper}", "lower --min-layers or raise --max-layers")
     for option, number in (("--span", request.span), ("--max-variants", request.max_variants)):
         if number is not None and number < 1:
             raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
@@ -197,11 +200,11 @@ def _floor(value: float) -> float:
     return math.floor(value * 100) / 100
 
 
-def _linear(request: ScheduleRequest, span: int, lower: int, upper: int, num_layers: int) -> list[int]:
+def _linear(span: int, lower: int, upper: int) -> list[int]:
     return [round(upper - (upper - lower) * t / max(1, span - 1)) for t in range(span)]
 
 
-def _step(request: ScheduleRequest, span: int, lower: int, upper: int, num_layers: int) -> list[int]:
+def _step(request: ScheduleRequest, span: int, lower: int, upper: int) -> list[int]:
     stairs = max(1, min(request.max_variants or _STEP_STAIRS, span))
     if stairs == 1:
         return [request.max_layers or request.min_layers or round((upper + lower) / 2)] * span
@@ -260,10 +263,4 @@ def _limit_variants(schedule: Schedule, max_variants: int | None) -> Schedule:
     for i, count in enumerate(counts):
         group = i * max_variants // len(counts)
         rounded[count] = counts[-(-group * len(counts) // max_variants)]
-    return Schedule(
-        name=schedule.name,
-        num_layers=schedule.num_layers,
-        warmup_layers=schedule.warmup_layers,
-        layers=tuple(rounded[count] for count in schedule.layers),
-        anchor=schedule.anchor,
-    )
+    return replace(schedule, layers=tuple(rounded[count] for count in schedule.layers))

@@ -94,7 +94,6 @@ def load_device_engines(
         BundleError: an engine that cannot be loaded.
         CapacityError: memory does not hold them all.
     """
-
     engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
     memory = DeviceMemory(device, manifest.dtype)
     embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=usable_cores())
@@ -199,5 +198,5 @@ def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Pa
         with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime packs quantised weights, to compare them
             embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
-        raise CapacityError("does not fit in memory", "free some", where=str(bundle)) from error
+        raise CapacityError("does not fit in memory", "free some memory", where=str(bundle)) from error
     return embed, tuple(Segment(*pair) for pair in zip(manifest.segments, segments, strict=True)), head

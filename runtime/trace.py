@@ -34,7 +34,7 @@ class Trace:
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="skipdecode-trace-")
         self._sessions: list[ort.InferenceSession] = []
-        self._numbers = count()  # of profiles: ONNX Runtime tells files of the same millisecond not apart
+        self._numbers = count()  # of profiles: ONNX Runtime names files by the millisecond alone
 
     def profile(self, options: ort.SessionOptions) -> None:
         """Switch a session's own profile on, before it is made."""

@@ -1,4 +1,4 @@
-"""Engines: compiled segments, one file a library; here, what the runtime asks of each."""
+"""Engines are compiled segments. One module for each library; here, what the runtime asks of all of them."""
 
 from __future__ import annotations
 

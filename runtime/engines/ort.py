@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 import onnxruntime as ort
 
 from skipdecode.cpu import usable_cores
-from skipdecode.device import Device
+from skipdecode.device import Call, Device
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.memory import Array
+from skipdecode.text import is_utf8
 from skipdecode.trace import Trace, traced
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -131,11 +132,8 @@ class OrtEngine:
         self._run_options = None if device is None or trace is not None else _without_waiting()
         self.inputs, self.outputs = _tensors(self.session.get_inputs()), _tensors(self.session.get_outputs())
 
-    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None]:
-        """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
-
-        Inputs that this engine does not read are left out. An output may be the same memory as an input.
-        """
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
+        """As `Engine.bind`."""
         binding = self.session.io_binding()
         for name, array in inputs.items():
             if name in self.inputs:
@@ -171,6 +169,8 @@ def _too_late() -> TargetError:
 def _refused(error: Exception, path: Path) -> SkipDecodeError:
     """Why there is no session; ONNX Runtime says it in words alone."""
     said, where = str(error), str(path)
+    if not is_utf8(path):
+        return BundleError("is not UTF-8, the only encoding that ONNX Runtime takes", "rename the folder", where=where)
     if "thread pool" in said:
         return _too_late()
     if _NO_MEMORY.search(said):

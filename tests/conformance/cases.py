@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "cases.json").read_text(encoding="utf-8"))
+PATH = Path(__file__).with_name("cases.json")
+CASES: list[dict[str, Any]] = json.loads(PATH.read_text(encoding="utf-8"))
 
 
 def tolerance(bundle: str) -> float:

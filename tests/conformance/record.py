@@ -16,11 +16,10 @@ import numpy as np
 import skipdecode
 from skipdecode.generate import Generator
 from tests.conformance.bundles import BUNDLES, make
-from tests.conformance.cases import tolerance
+from tests.conformance.cases import PATH, tolerance
 from tests.models import VOCABULARY
 from tests.zoo import Zoo
 
-CASES = Path(__file__).parent / "cases.json"
 SHOWN = 4  # logits of a step that are kept
 _MARGIN = 5e-3  # between the best two logits, and twice the tolerance, so that a greedy token does not hang on rounding
 _LENGTHS = {"one": [5], "ragged": [2, 7, 1, 3], "long": [27]}  # of prompts
@@ -87,7 +86,7 @@ def main() -> None:
                     cases.append({**case, "expected": run(generator, prompts, options)})
                 cases[-len(hows)]["expected"]["logits"] = np.round(logits[..., :SHOWN], 4).tolist()
     lines = ",\n".join(json.dumps(case) for case in cases)
-    CASES.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    PATH.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,9 +78,8 @@ typedef struct skd_session_options {
   size_t struct_size;
   uint32_t max_rows;          /* rows at the same time, 1 .. max_batch (1) */
   uint32_t max_prompt_tokens; /* of a row; 0: half of the bundle's max_length */
-  uint32_t
-      max_new_tokens;  /* of a row; 0: what max_length leaves. The KV buffer is allocated for this, with the schedule's shape */
-  uint32_t full_depth; /* not 0: every layer at every position, the baseline (0) */
+  uint32_t max_new_tokens;    /* of a row; 0: what max_length leaves. The KV buffer is made for as many */
+  uint32_t full_depth;        /* not 0: every layer at every position, the baseline (0) */
 } skd_session_options;
 
 typedef struct skd_row_options {
