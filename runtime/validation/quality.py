@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,10 @@ from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.workload import read_jsonl
 
 _RESAMPLES = 1000
+
+# letters of scripts that put no space between words: Han; with Thai, Lao, Burmese, Khmer and kana
+_HAN = re.compile("[\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+_UNSPACED = re.compile(f"{_HAN.pattern}|[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff]")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -106,22 +113,42 @@ def answer(generator: Generator, examples: Sequence[Example], schedule: Schedule
 def score(texts: Sequence[str], examples: Sequence[Example], baseline: Sequence[str] | None = None) -> dict[str, Any]:
     """BLEU (0-100) and ROUGE-L F1 (0-100, the best reference counts) with 95 % intervals; against `baseline`'s texts if given.
 
-    The differences' intervals are of paired resamples: the same examples are drawn for both.
+    The differences' intervals are of paired resamples: the same examples are drawn for both. `bleu_tokenizer` is what split the
+    texts into words, by sacrebleu's name: BLEU is comparable with BLEU of the same one.
     """
+    tokenizer = _bleu_tokenizer(examples)
     draws = np.random.default_rng(12345).integers(0, len(texts), (_RESAMPLES, len(texts)))
-    found = {"bleu": _bleu(texts, examples, draws), "rouge_l": _rouge_l(texts, examples, draws)}
-    result: dict[str, Any] = {name: _interval(value, resampled) for name, (value, resampled) in found.items()}
+    found = {"bleu": _bleu(texts, examples, tokenizer, draws), "rouge_l": _rouge_l(texts, examples, draws)}
+    intervals = {name: _interval(value, resampled) for name, (value, resampled) in found.items()}
+    result: dict[str, Any] = {**intervals, "bleu_tokenizer": tokenizer}
     if baseline is not None:
-        other = {"bleu": _bleu(baseline, examples, draws), "rouge_l": _rouge_l(baseline, examples, draws)}
+        other = {"bleu": _bleu(baseline, examples, tokenizer, draws), "rouge_l": _rouge_l(baseline, examples, draws)}
         for name, (value, resampled) in found.items():
             result[f"{name}_loss"] = _interval(other[name][0] - value, other[name][1] - resampled)
     return result
 
 
-def _bleu(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tuple[float, Array]:
+def _words(text: str) -> list[str]:
+    """In lower case: runs of letters, marks and digits, of scripts without spaces each letter. Of ASCII as rouge-score does."""
+    kept = "".join(char if unicodedata.category(char)[0] in "LMN" else " " for char in text.lower())
+    return _UNSPACED.sub(r" \g<0> ", kept).split()
+
+
+def _bleu_tokenizer(examples: Sequence[Example]) -> str:
+    """By the references' script: sacrebleu's default, 13a, takes a sentence without spaces for one word."""
+    words = [word for example in examples for reference in example.references for word in _words(reference)]
+    unspaced = [word for word in words if _UNSPACED.match(word)]
+    if 2 * len(unspaced) <= len(words):
+        return "13a"
+    han = sum(_HAN.match(word) is not None for word in unspaced)
+    return "zh" if 10 * han >= 9 * len(unspaced) else "char"  # zh leaves a run of kana or Thai whole
+
+
+def _bleu(texts: Sequence[str], examples: Sequence[Example], tokenizer: str, draws: Array) -> tuple[float, Array]:
     from sacrebleu.metrics.bleu import BLEU
 
-    metric = BLEU(effective_order=True)  # of a sentence only the counts are taken, which add up to the corpus's
+    # of a sentence only the counts are taken, which add up to the corpus's
+    metric = BLEU(effective_order=True, tokenize=tokenizer)
     sentences = [metric.sentence_score(text, example.references) for text, example in zip(texts, examples, strict=True)]
     statistics = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in sentences])  # [N, 10]
 
@@ -135,7 +162,7 @@ def _bleu(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tu
 def _rouge_l(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tuple[float, Array]:
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(["rougeL"])
+    scorer = RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_words))  # its own keeps a-z and 0-9 alone
     each = np.array([
         100 * scorer.score_multi(example.references, text)["rougeL"].fmeasure
         for text, example in zip(texts, examples, strict=True)

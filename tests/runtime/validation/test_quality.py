@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sacrebleu
+from rouge_score.tokenizers import DefaultTokenizer
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import CapacityError
@@ -51,6 +53,45 @@ def test_rouge_counts_the_words_that_are_too_many_and_those_that_lack() -> None:
     twice = " ".join(["dogs bark loudly at the moon tonight"] * 2)
     assert score([twice], EXAMPLES[1:2])["rouge_l"]["value"] == pytest.approx(200 / 3)
     assert score(["dogs bark loudly"], EXAMPLES[1:2])["rouge_l"]["value"] == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("text", "near", "tokenizer"),
+    [
+        ("The Mill is a café near 北京.", "The Mill is a pub near 北京.", "13a"),
+        ("Мельница это кофейня возле реки.", "Мельница это кофейня возле моря.", "13a"),
+        ("यह इतालवी भोजन परोसता है और सस्ता है।", "यह इतालवी भोजन परोसता है और महँगा है।", "13a"),
+        ("磨坊是河边的一家咖啡馆 The Mill。", "磨坊是河边的一家咖啡店 The Mill。", "zh"),
+        ("工場は川のそばにあるカフェです。", "工場は海のそばにあるカフェです。", "char"),
+        ("โรงสีเป็นร้านกาแฟใกล้แม่น้ำ", "โรงสีเป็นร้านกาแฟใกล้ทะเล", "char"),
+    ],
+)
+def test_the_answer_scores_100_in_every_script_and_a_near_one_between(text: str, near: str, tokenizer: str) -> None:
+    examples = [Example(prompt="a", references=(text,))]
+    exact, other = score([text], examples), score([near], examples, [text])
+    assert exact["bleu_tokenizer"] == other["bleu_tokenizer"] == tokenizer
+    for name in ("bleu", "rouge_l"):
+        assert exact[name]["value"] == pytest.approx(100)
+        assert 20 < other[name]["value"] < 99
+        assert other[f"{name}_loss"]["value"] > 1
+
+
+def test_the_references_choose_how_bleu_splits_and_the_answers_do_not() -> None:
+    english = [Example(prompt="a", references=("the cat sat on the mat",))]
+    assert score(["磨坊是河边的一家咖啡馆。"], english)["bleu_tokenizer"] == "13a"
+    chinese = [Example(prompt="b", references=("磨坊是河边的一家咖啡馆。",))]
+    assert score(["the cat sat on the mat"], chinese)["bleu_tokenizer"] == "zh"
+
+
+def test_rouge_of_ascii_has_rouge_scores_own_words() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(chr(rng.randrange(128)) for _ in range(80))
+        assert quality._words(text) == DefaultTokenizer().tokenize(text)
+
+
+def test_marks_belong_to_their_letters_and_are_no_ends_of_words() -> None:
+    assert quality._words("Cafe\u0301, का की! x_y") == ["cafe\u0301", "का", "की", "x", "y"]
 
 
 def test_an_interval_is_where_95_of_100_resamples_lie() -> None:
