@@ -82,7 +82,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     result["baseline"] = compare(result, request.baseline) if request.baseline else None
     parities = [row["holds"] for target in ran for row in (*(target["parity"] or ()), *(target["plans"] or ()))]
     judged = [row["holds"] for row in result["slo"]]
-    result["holds"] = integrity["holds"] and False not in parities and all(judged)
+    result["holds"] = integrity["holds"] and all(parities) and all(judged)
     journal.finish()
     return result
 
@@ -122,7 +122,8 @@ def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -
             f"a length of {limits.max_length} leaves no room to measure {len(manifest.variants)} variants",
             "export with a larger --max-length", where=str(request.bundle),
         )  # fmt: skip
-    batches = request.batches or tuple(sorted({min(batch, limits.max_batch) for batch in (1, 4)}))
+    rows = min(limits.max_batch, len(request.requests or ()) or limits.max_batch)
+    batches = request.batches or tuple(sorted({min(batch, rows) for batch in (1, 4)}))
     contexts = request.contexts or tuple(sorted({max(1, min(context, most)) for context in (32, 512)}))
     for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, most)):
         for value in values:
@@ -238,7 +239,7 @@ def _measure_quality(
 
 
 def _settings(request: ValidateRequest) -> dict[str, Any]:
-    """What was asked, as plain JSON; files by what was in them."""
+    """What was asked, as plain JSON: a workload by its requests, examples by their number."""
     return {
         "target": request.target, "threads": request.threads, "reference": request.reference,
         "batches": list(request.batches or ()), "contexts": list(request.contexts or ()),

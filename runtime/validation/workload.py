@@ -68,9 +68,24 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
 
 
 def check_fits(requests: Sequence[Request], batch: int, generator: Generator, where: str) -> None:
-    """Raises CapacityError where requests that run together exceed the bundle's length: the last one ends them all."""
+    """Raises CapacityError where there are fewer requests than `batch`, only requests that do not run have decode steps, or
+    requests that run together exceed the bundle's length: the last one ends them all.
+    """
+    if batch > len(requests):
+        raise CapacityError(
+            f"a batch of {batch} needs as many requests, the file has {len(requests)}",
+            f"choose --batch {len(requests)} or less, or add requests",
+            where=where,
+        )
+    groups = list(_groups(requests, batch))
+    if max(request.new_tokens for group in groups for request in group) == 1 < max(request.new_tokens for request in requests):
+        raise CapacityError(
+            f"only the last requests, which fill no batch of {batch} and do not run, have 2 new_tokens",
+            "write them first, or choose another --batch",
+            where=where,
+        )
     limit = generator.manifest.limits.max_length
-    for group in _groups(requests, batch):
+    for group in groups:
         prompt, new = max(request.prompt_tokens for request in group), max(request.new_tokens for request in group)
         if prompt + new > limit:
             together = f", of {len(group)} requests that run together," if len(group) > 1 else ""
@@ -82,12 +97,12 @@ def check_fits(requests: Sequence[Request], batch: int, generator: Generator, wh
 
 
 def _groups(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:
-    """`batch` at a time, in their order."""
-    return (requests[start : start + batch] for start in range(0, len(requests), batch))
+    """`batch` at a time, in their order; without those that are left over, because fewer rows have another time a token."""
+    return (requests[start : start + batch] for start in range(0, len(requests) - batch + 1, batch))
 
 
 @dataclass(slots=True)
-class _Trace:
+class _Pass:
     """When the tokens of one pass over the workload came: seconds, a list a batch of requests."""
 
     first: list[float]
@@ -103,14 +118,16 @@ class _Trace:
 def measure_workload(generator: Generator, step_bytes: StepBytes, requests: Sequence[Request], batch: int) -> dict[str, Any]:
     """Run the requests `batch` at a time, in their order; the schedule and full depth take turns.
 
+    The last ones do not run where they are fewer than `batch`: their steps would be counted among those of more rows.
+
     Returns:
-        For the schedule ("own") and full depth ("full"): ms to the first token (prefill and sampling), ms a token, tokens per
-        second end to end; the gains, as medians of the rounds' ratios; and for each position of the first batch the median time
-        and what the layer count promises.
+        How many requests ran. For the schedule ("own") and full depth ("full"): ms to the first token (prefill and sampling), ms
+        a token, tokens per second end to end; the gains, as medians of the rounds' ratios; and for each position of the first
+        batch the median time and what the bytes that it reads promise.
     """
     own = generator.manifest.schedule
     schedules = {"own": own, "full": full_depth(own.num_layers)}
-    traces: dict[str, list[_Trace]] = {name: [] for name in schedules}
+    traces: dict[str, list[_Pass]] = {name: [] for name in schedules}
 
     # on a device the other schedule took the loop: its buffers are made anew, and a step's second time pays for the capture
     warm_ups = 0 if generator.engines.turn_around is None else 2
@@ -126,16 +143,16 @@ def measure_workload(generator: Generator, step_bytes: StepBytes, requests: Sequ
     pairs = list(zip(kept["full"], kept["own"], strict=True))
     return {
         "batch": batch,
-        "requests": len(requests),
+        "requests": len(requests) // batch * batch,
         **{name: _figures(found) for name, found in kept.items()},
         "decode_gain": asdict(Summary.of([full.decode / own.decode for full, own in pairs])) if kept["own"][0].decode else None,
         "end_to_end_gain": asdict(Summary.of([full.total / own.total for full, own in pairs])),
-        "positions": _positions(kept, own, step_bytes, min(batch, len(requests)), requests[0].prompt_tokens),
+        "positions": _positions(kept, own, step_bytes, [request.prompt_tokens for request in requests[:batch]]),
     }
 
 
-def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule: Schedule) -> _Trace:
-    trace, rng = _Trace(first=[], gaps=[]), np.random.default_rng(0)
+def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule: Schedule) -> _Pass:
+    trace, rng = _Pass(first=[], gaps=[]), np.random.default_rng(0)
     for group in _groups(requests, batch):
         ids = [rng.integers(0, generator.manifest.model.vocab_size, request.prompt_tokens).tolist() for request in group]
         steps = generator.stream(
@@ -150,7 +167,7 @@ def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule
     return trace
 
 
-def _figures(traces: list[_Trace]) -> dict[str, Any]:
+def _figures(traces: list[_Pass]) -> dict[str, Any]:
     gaps = [1e3 * gap for trace in traces for batch in trace.gaps for gap in batch]
     return {
         "ttft_ms": asdict(Summary.of([1e3 * first for trace in traces for first in trace.first])),
@@ -160,13 +177,23 @@ def _figures(traces: list[_Trace]) -> dict[str, Any]:
 
 
 def _positions(
-    traces: dict[str, list[_Trace]], own: Schedule, step_bytes: StepBytes, batch: int, prompt: int
+    traces: dict[str, list[_Pass]], own: Schedule, step_bytes: StepBytes, prompts: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Of the first batch: position, layers, median ms of both, and full depth's ms scaled by the bytes that are read."""
+    """Of the first batch, whose prompts have these lengths: position, layers of the deepest row, median ms of both, and full
+    depth's ms scaled by the bytes that are read.
+    """
     medians = {name: 1e3 * np.median([trace.gaps[0] for trace in found], axis=0) for name, found in traces.items()}
     rows = []
     for t, (taken, full) in enumerate(zip(medians["own"].tolist(), medians["full"].tolist(), strict=True)):
-        layers, context = own.layers_at(t if own.anchor is Anchor.GENERATED else prompt + t), prompt + t + 1
-        share = step_bytes.of(layers, batch, context) / step_bytes.of(own.num_layers, batch, context)
-        rows.append({"position": t, "layers": layers, "ms": taken, "full_ms": full, "promised_ms": full * share})
+        counts = [own.layers_at(t if own.anchor is Anchor.GENERATED else prompt + t) for prompt in prompts]
+        contexts = [prompt + t + 1 for prompt in prompts]
+        share = _read(step_bytes, counts, contexts) / _read(step_bytes, [own.num_layers] * len(prompts), contexts)
+        rows.append({"position": t, "layers": max(counts), "ms": taken, "full_ms": full, "promised_ms": full * share})
     return rows
+
+
+def _read(step_bytes: StepBytes, counts: Sequence[int], contexts: Sequence[int]) -> int:
+    """Bytes of a step, each row with its layer count and its valid positions; the deepest row's weights serve all."""
+    rows = zip(counts, contexts, strict=True)
+    kept = sum(step_bytes.of(count, 1, context) - step_bytes.of(count, 0, context) for count, context in rows)
+    return step_bytes.of(max(counts), 0, 0) + kept

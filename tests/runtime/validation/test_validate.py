@@ -13,6 +13,7 @@ from skipdecode import manifest as manifests
 from skipdecode.validation import validate as validation
 from skipdecode.validation.quality import Example
 from skipdecode.validation.validate import ValidateRequest
+from skipdecode.validation.workload import Request
 from tests.models import LAYERS
 from tests.zoo import Zoo
 
@@ -35,6 +36,13 @@ def test_what_was_not_said_is_what_a_service_has_or_the_most_that_the_bundle_tak
     request = ValidateRequest(bundle=zoo.bundle("opt"))
     found = validation._filled(request, dataclasses.replace(manifest, limits=limits), max_length - 8)
     assert (found.batches, found.contexts, found.prompt_tokens, found.new_tokens) == filled
+
+
+def test_batches_that_nobody_asked_for_fit_a_workload_of_few_requests(zoo: Zoo) -> None:
+    bundle = zoo.bundle("opt")
+    for count, batches in ((1, (1,)), (3, (1, 3)), (9, (1, 4))):
+        request = ValidateRequest(bundle=bundle, requests=(Request(prompt_tokens=5, new_tokens=3),) * count)
+        assert validation._filled(request, manifests.read(bundle), 20).batches == batches
 
 
 def test_resident_memory_is_of_one_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,3 +68,46 @@ def test_a_run_may_fill_the_bundles_length(paced: Any) -> None:
     check_fits([Request(prompt_tokens=40, new_tokens=8)], 1, paced, "--workload")
     with pytest.raises(CapacityError, match="40 prompt tokens and 9 new ones exceed the bundle's 48"):
         check_fits([Request(prompt_tokens=40, new_tokens=9)], 1, paced, "--workload")
+
+
+@pytest.mark.parametrize("prompts", [(6, 1), (1, 6)])
+def test_of_prompts_of_several_lengths_the_deepest_row_counts_in_whatever_order(prompts: tuple[int, int], paced: Any) -> None:
+    paced.manifest.schedule = Schedule(name="table", num_layers=4, warmup_layers=1, layers=OWN.layers, anchor=Anchor.ABSOLUTE)
+    by_layer: Any = SimpleNamespace(of=lambda layers, batch, context: 100 * layers + layers * batch * context)
+    load = measure_workload(paced, by_layer, [Request(prompt_tokens=prompt, new_tokens=3) for prompt in prompts], batch=2)
+    assert [row["layers"] for row in load["positions"]] == [4, 4]
+    for t, row in enumerate(load["positions"]):  # the longer prompt is past the schedule's end: its row has 2 layers
+        read, whole = 400 + 4 * (2 + t) + 2 * (7 + t), 400 + 4 * (2 + t) + 4 * (7 + t)
+        assert row["promised_ms"] == pytest.approx(2000 * read / whole)
+
+
+def test_a_smaller_last_batch_does_not_run(paced: Any) -> None:
+    rows: list[int] = []
+    stream = paced.stream
+    paced.stream = lambda prompts, **given: rows.append(len(prompts)) or stream(prompts, **given)
+    load = measure_workload(paced, BYTES, [Request(prompt_tokens=4, new_tokens=3)] * 5, batch=2)
+    assert set(rows) == {2}
+    assert load["requests"] == 4
+
+
+def test_a_batch_that_the_requests_do_not_fill_is_refused(paced: Any) -> None:
+    two = [Request(prompt_tokens=4, new_tokens=3)] * 2
+    check_fits(two, 2, paced, "--workload")
+    with pytest.raises(CapacityError) as caught:
+        check_fits(two, 3, paced, "--workload")
+    says = "--workload: a batch of 3 needs as many requests, the file has 2; choose --batch 2 or less, or add requests"
+    assert str(caught.value) == says
+
+
+def test_requests_of_which_those_that_run_have_no_decode_step_are_refused(paced: Any) -> None:
+    """An objective for the time a token would have no figure."""
+    first, last = [Request(prompt_tokens=4, new_tokens=1)] * 2, Request(prompt_tokens=4, new_tokens=2)
+    check_fits([last, *first], 2, paced, "--workload")
+    check_fits([*first, first[0]], 2, paced, "--workload")
+    with pytest.raises(CapacityError, match="do not run, have 2 new_tokens; write them first"):
+        check_fits([*first, last], 2, paced, "--workload")
+
+
+def test_a_request_that_does_not_run_may_be_too_long(paced: Any) -> None:
+    requests = [Request(prompt_tokens=4, new_tokens=3)] * 2 + [Request(prompt_tokens=90, new_tokens=3)]
+    check_fits(requests, 2, paced, "--workload")
