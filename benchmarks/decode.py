@@ -6,7 +6,7 @@ GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0); a mixture of experts (mixtr
 llama.cpp, layers that keep states (lfm2, and granitemoehybrid with Mamba-2) or read the keys of others (gemma4_text) against
 transformers, all of these only when asked for. Each system lives in its own process; in each round each takes its turn once.
 A point is rows x prompt tokens. Also told: time of the prompt's pass, resident memory, time outside engines, wall-clock gain
-against what the layer count promises. Peers that are not installed are left out and named.
+against what the bytes promise. Peers that are not installed are left out and named.
 
 examples:
   decode.py                                   (all models, kinds and points: an hour on 2 cores, 20 GiB of disk and memory)
