@@ -6,6 +6,8 @@
   skip-validate engines/ --eval dev.jsonl --speedup 2,3,4       (BLEU and ROUGE-L against speedup)
   skip-validate engines/ --json > new.json; skip-validate engines/ --baseline new.json
 
+what --baseline calls slower or faster is meant for an idle machine: compare two runs of one bundle first
+
 a run that is killed goes on where it was when the same command is given again
 
 exit status: 0 all holds, 1 a validation did not hold, 2 bad input (one line: what, where, what to do)
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--new-tokens", type=_count, metavar="N", help="of the workload and of --eval (the schedule's span + 1)")
     fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
     fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="repeatable; names below")
-    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is slower, by more than noise")
+    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is slower, on an idle machine")
     good = parser.add_argument_group("is it good")
     good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
     good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="also at these, of --eval")
@@ -132,10 +135,12 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
         yield f"does not hold: {result['integrity']['what']}"
     for target in result["targets"]:
         for variant in target.get("parity") or ():
-            if variant["holds"] is False:
+            if not variant["holds"]:
+                judged = variant["judged_by"] if math.isfinite(variant["relative_error"]) else "relative_error"
+                of = "the logits, in the median step" if judged == "median_error" else "the largest logit"
                 yield (
                     f"does not hold: {target['name']} {variant['name']} differs from the reference by "
-                    f"{variant['relative_error']:.2g} of the largest logit"
+                    f"{variant[judged]:.2g} of {of} (at most {variant['bound']:g})"
                 )
         for row in target.get("plans") or ():
             if not row["holds"]:
@@ -145,7 +150,7 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
                 )
     for row in result["slo"]:
         if not row["holds"]:
-            yield f"does not hold: {row['slo']} on {row['target']}: measured {row['value']:.4g}"
+            yield f"does not hold: {row['slo']} on {row['target']}: measured {row['measured']}"
 
 
 def _require(module: str, option: str | None) -> None:

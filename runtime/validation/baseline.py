@@ -10,7 +10,7 @@ from typing import Any
 
 from skipdecode.errors import CapacityError
 
-_OF_A_PROCESS = 1.1
+_BETWEEN_STARTS = 1.1  # ratio by which the medians of two processes that run the same may differ
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
@@ -37,8 +37,10 @@ def _is_run(data: Any) -> bool:
         summaries = [summary for _, summary in _latencies(data, workloads=True)]
         dict(_conditions(data))
         _workload(data)
+        figures = [*(value for _, value in _bandwidths(data)), 1 + data.get("resumed", 0)]
         return "validation_format" in data and all(
-            0 < summary[key] < math.inf for summary in summaries for key in ("median", "low", "high")
+            0 < value < math.inf
+            for value in (*figures, *(summary[key] for summary in summaries for key in ("median", "low", "high")))
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
@@ -55,6 +57,17 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     """
     now, then = dict(_conditions(new)), dict(_conditions(old))
     differs = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and now[name] != then[name]]
+    was_read = dict(_bandwidths(old))
+    differs += [
+        f"{name}, memory bandwidth: {was_read[name]:.1f} GB/s, now {value:.1f}"
+        for name, value in _bandwidths(new)
+        if name in was_read and max(value / was_read[name], was_read[name] / value) > _BETWEEN_STARTS
+    ]
+    differs += [
+        f"{which} run went on from one that was stopped: {run['resumed']} measurements are of another time"
+        for which, run in (("the earlier", old), ("this", new))
+        if run.get("resumed")
+    ]
     same_workload = _workload(new) == _workload(old)
     if not same_workload:
         differs.append("the workload, which is left out here")
@@ -64,9 +77,9 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
         if name in before:
             was = before[name]
             ratio, verdict = summary["median"] / was["median"], "same"
-            if summary["low"] > was["high"] and ratio > _OF_A_PROCESS:
+            if summary["low"] > was["high"] and ratio > _BETWEEN_STARTS:
                 verdict = "slower"
-            if summary["high"] < was["low"] and 1 / ratio > _OF_A_PROCESS:
+            if summary["high"] < was["low"] and 1 / ratio > _BETWEEN_STARTS:
                 verdict = "faster"
             rows.append({
                 "name": name, "old_ms": was["median"], "new_ms": summary["median"], "ratio": ratio, "verdict": verdict,
@@ -87,6 +100,13 @@ def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if target["runs"]:
             for fact in ("weights", "threads"):
                 yield f"{target['name']}, {fact}", target[fact]
+
+
+def _bandwidths(run: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Each target's, GB/s: of one machine it changes with what else runs there."""
+    for target in run["targets"]:
+        if target.get("read_gb_per_s") is not None:
+            yield target["name"], target["read_gb_per_s"]
 
 
 def _workload(run: dict[str, Any]) -> Any:

@@ -18,12 +18,12 @@ from skipdecode.engines import Segment, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.generate import Generator
 from skipdecode.kv_buffer import constant_state, key_state, keys_read
+from skipdecode.manifest import GRAPHS
 from skipdecode.memory import Array, DeviceMemory
 from skipdecode.model import Model
 
 TOLERANCE = 0.02  # of an output's largest value: fp16 summed in another order
 _PROMPT = 24  # tokens
-_GRAPHS = "graphs"
 
 Feed = dict[str, np.ndarray[Any, Any]]
 Infer = Callable[[Feed], Feed]
@@ -36,7 +36,7 @@ def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
         TargetError: polygraphy is not installed.
     """
     manifest, engines, memory = generator.manifest, generator.engines, generator.engines.memory
-    graphs = generator.path / _GRAPHS
+    graphs = generator.path / GRAPHS
     if not graphs.is_dir() or generator.target.weights != "fp16":  # slim, or quantised; ONNX Runtime has no bf16 on a CPU
         return None
     assert isinstance(memory, DeviceMemory) and engines.slots is not None

@@ -26,12 +26,13 @@ class Summary:
     def of(cls, values: Sequence[float]) -> Summary:
         """Summarise one measurement or more.
 
-        The interval is that of two order statistics, whatever the distribution (Le Boudec, Performance Evaluation, theorem 2.1);
-        below six measurements it is their range, which then covers the median in less than 95 % of cases.
+        The interval is that of two order statistics, whatever the distribution (Le Boudec, Performance Evaluation, theorem 2.1),
+        as far from the lowest as from the highest value; below six measurements it is their range, which then covers the median
+        in less than 95 % of cases.
         """
         ordered, n = np.sort(np.asarray(values, dtype=np.float64)), len(values)
         margin = 0.98 * math.sqrt(n)
-        low, high = max(0, math.floor(n / 2 - margin)), min(n - 1, math.ceil(n / 2 + margin))
+        low, high = max(0, math.floor(n / 2 - margin) - 1), min(n - 1, math.ceil(n / 2 + margin))  # ranks from 0
         p50, p90, p99 = np.percentile(ordered, [50, 90, 99])
         return cls(
             n=n, median=float(p50), low=float(ordered[low]), high=float(ordered[high]), p90=float(p90), p99=float(p99)

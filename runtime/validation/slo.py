@@ -49,11 +49,17 @@ class Slo:
     bound: float  # in the unit that the name ends in
 
     def __str__(self) -> str:
-        return f"{self.name}{self.operator}{self.bound:g}"
+        return f"{self.name}{self.operator}{self.bound:.15g}"
 
     def holds(self, value: float) -> bool:
         """Whether `value` is within the bound."""
         return _OPERATORS[self.operator](value, self.bound)
+
+    def told(self, value: float) -> str:
+        """`value` in seven digits; in all that it has where seven would put it on the bound, or on its other side."""
+        rounded = f"{value:.7g}"
+        hides = self.holds(float(rounded)) != self.holds(value) or float(rounded) == self.bound
+        return repr(value).removesuffix(".0") if hides else rounded
 
 
 def parse_slo(text: str) -> Slo:
@@ -89,14 +95,26 @@ def check_measured(slos: list[Slo], given: set[str], in_workload: bool = False) 
 
 
 def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each objective with the figure of `target`'s results that is worst for it, and whether it holds."""
+    """Each objective with the figure of `target`'s results that is worst for it, as it is told, and whether it holds.
+
+    Of p90 and p99 it is told of how many measurements: of a few it is little more than the largest.
+    """
     judged = []
     for slo in slos:
         values = list(_values(slo.name, target))
         worst = (max if slo.operator.startswith("<") else min)(values)
         worst = next(filter(math.isnan, values), worst)  # which no bound holds for, and max and min may pass over
-        judged.append({"slo": str(slo), "value": worst, "holds": slo.holds(worst)})
+        measured = slo.told(worst)
+        if slo.name.startswith(("p90", "p99")):
+            measured += f" (of {dict(zip(values, _counts(slo.name, target), strict=True))[worst]})"
+        judged.append({"slo": str(slo), "value": worst, "measured": measured, "holds": slo.holds(worst)})
     return judged
+
+
+def _counts(name: str, target: dict[str, Any]) -> Iterator[int]:
+    """Of how many measurements each of `_values` is a percentile."""
+    key, _ = _LATENCIES[name][1]
+    yield from (load["own"][key]["n"] for load in target["workloads"])
 
 
 def _values(name: str, target: dict[str, Any]) -> Iterator[float]:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from skipdecode.validation.samples import Summary
+
 _NO_END = 100_000  # columns: where rich breaks lines after 80, a search of a log finds no phrase that it broke
 
 
@@ -36,11 +38,12 @@ def _heading(result: dict[str, Any]) -> str:
     bundle, machine, integrity = result["bundle"], result["machine"], result["integrity"]
     schedule, gpu = bundle["schedule"], f", {machine['gpu']}" if machine["gpu"] else ""
     whole = f"{integrity['files']} files as the manifest says" if integrity["holds"] else f"damaged: {integrity['what']}"
+    resumed = f"\n{result['resumed']} measurements are those of a run that was stopped" if result["resumed"] else ""
     return (
         f"{bundle['model']['name']}: {bundle['model']['layers']} layers, schedule {schedule['name']} "
         f"{schedule['layers'][0]} -> {schedule['layers'][-1]} over {len(schedule['layers'])} positions "
         f"({schedule['speedup']:.2f}x fewer layers), {len(bundle['variants'])} variants; {whole}\n"
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}"
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}{resumed}"
     )
 
 
@@ -64,14 +67,15 @@ def _table(title: str | None, *columns: str) -> Table:
 
 def _parity(target: dict[str, Any]) -> Table:
     table = _table(f"{target['name']}: against the reference", "variant", "max error", "mean error", "of largest",
-                   "first token that differs", "max KV error", "")  # fmt: skip
+                   "median step", "at most", "first token that differs", "max KV error", "")  # fmt: skip
     for row in target["parity"]:
         errors = [error for layer in row["kv"] for name, error in layer.items() if name != "layer"]
         first = row["first_token_that_differs"]
-        verdict = {True: "holds", False: "DOES NOT HOLD", None: "told only"}[row["holds"]]
+        bound = f"{row['bound']:g} of {'largest' if row['judged_by'] == 'relative_error' else 'median step'}"
         table.add_row(
             row["name"], f"{row['max_logit_error']:.2e}", f"{row['mean_logit_error']:.2e}", f"{row['relative_error']:.1e}",
-            "none" if first is None else str(first), f"{max(errors, default=0.0):.1e}", verdict,
+            f"{row['median_error']:.1e}", bound, "none" if first is None else str(first), f"{max(errors, default=0.0):.1e}",
+            "holds" if row["holds"] else "DOES NOT HOLD",
         )  # fmt: skip
     return table
 
@@ -103,15 +107,17 @@ def _latency(target: dict[str, Any]) -> Table:
 
 
 def _workloads(target: dict[str, Any]) -> Table:
-    table = _table(f"{target['name']}: workload, schedule against full depth", "batch", "ttft ms", "token ms p50", "p90", "p99",
-                   "tokens/s", "full depth", "gain decode", "end to end", "±")  # fmt: skip
+    table = _table(f"{target['name']}: workload, schedule against full depth", "batch", "ttft ms", "of", "token ms p50",
+                   "p90", "p99", "of", "tokens/s", "full depth", "gain decode", "end to end", "±")  # fmt: skip
     for load in target["workloads"]:
         own, full, gain = load["own"], load["full"], load["decode_gain"]
-        tokens = [f"{own['token_ms'][key]:.2f}" for key in ("median", "p90", "p99")] if own["token_ms"] else ["-"] * 3
+        times = own["token_ms"]
+        tokens = [*(f"{times[key]:.2f}" for key in ("median", "p90", "p99")), str(times["n"])] if times else ["-"] * 4
         table.add_row(
-            str(load["batch"]), f"{own['ttft_ms']['median']:.1f}", *tokens, f"{own['tokens_per_s']['median']:.1f}",
-            f"{full['tokens_per_s']['median']:.1f}", f"{gain['median']:.2f}x" if gain else "-",
-            f"{load['end_to_end_gain']['median']:.2f}x", _spread(load["end_to_end_gain"]),
+            str(load["batch"]), f"{own['ttft_ms']['median']:.1f}", str(own["ttft_ms"]["n"]), *tokens,
+            f"{own['tokens_per_s']['median']:.1f}", f"{full['tokens_per_s']['median']:.1f}",
+            f"{gain['median']:.2f}x" if gain else "-", f"{load['end_to_end_gain']['median']:.2f}x",
+            _spread(load["end_to_end_gain"]),
         )  # fmt: skip
     return table
 
@@ -142,12 +148,12 @@ def _baseline(baseline: dict[str, Any]) -> Iterator[Table | Text]:
 def _slo(rows: list[dict[str, Any]]) -> Table:
     table = _table("objectives", "", "target", "measured", "")
     for row in rows:
-        table.add_row(row["slo"], row["target"], f"{row['value']:.4g}", "holds" if row["holds"] else "DOES NOT HOLD")
+        table.add_row(row["slo"], row["target"], row["measured"], "holds" if row["holds"] else "DOES NOT HOLD")
     return table
 
 
-def _spread(summary: dict[str, float]) -> str:
-    return f"{(summary['high'] - summary['low']) / 2 / summary['median']:.1%}" if summary["median"] else "-"
+def _spread(summary: dict[str, Any]) -> str:
+    return f"{Summary(**summary).spread:.1%}" if summary["median"] else "-"
 
 
 def _interval(value: dict[str, float]) -> str:

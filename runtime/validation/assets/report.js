@@ -10,7 +10,6 @@ const BATCH_COLORS = ["var(--accent)", "var(--second)", "var(--third)", "var(--g
 // null: it was measured and is no finite number
 const number = (value, digits = 2) => value == null ? "–" : value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
 const exponential = (value) => value == null ? "–" : value.toExponential(1);
-const significant = (value) => value == null ? "–" : value.toLocaleString("en", {maximumSignificantDigits: 4});
 const percent = (value, digits = 0) => `${number(100 * value, digits)} %`;
 const interval = (value) => `${number(value.value)} [${number(value.low)}, ${number(value.high)}]`;
 const spread = (summary) => `± ${percent((summary.high - summary.low) / 2 / summary.median, 1)}`;
@@ -40,7 +39,7 @@ function table(columns, rows, kind = "") {
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map(cell))))));
 }
 
-const verdict = (holds) => holds == null ? "told only" : {class: holds ? "good" : "bad", text: holds ? "holds" : "does not hold"};
+const verdict = (holds) => ({class: holds ? "good" : "bad", text: holds ? "holds" : "does not hold"});
 
 // a color as it is, not a value for a color scale
 const literal = (value) => ({value, scale: null});
@@ -207,9 +206,10 @@ function memory(target) {
 function parity(target) {
   if (!target.parity) return element("p", {class: "soft"}, "Not compared with the reference: add --reference MODEL.");
   const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // a variant whose layers keep nothing
-  return table(["variant", "largest logit error", "mean", "of the largest logit", "first token that differs", "largest KV error", ""],
+  return table(["variant", "largest logit error", "mean", "of the largest logit", "median step", "at most", "first token that differs", "largest KV error", ""],
     target.parity.map((row) => [row.name, exponential(row.max_logit_error), exponential(row.mean_logit_error),
-      exponential(row.relative_error), row.first_token_that_differs ?? "none", exponential(worst(row)), verdict(row.holds)]));
+      exponential(row.relative_error), exponential(row.median_error), `${row.bound} of the ${row.judged_by === "relative_error" ? "largest" : "median step"}`,
+      row.first_token_that_differs ?? "none", exponential(worst(row)), verdict(row.holds)]));
 }
 
 function plans(target) {
@@ -220,9 +220,9 @@ function plans(target) {
 
 function workloads(target) {
   const ms = (summary, key) => summary ? number(summary[key]) : "";
-  return table(["batch", "first token ms", "token ms p50", "p90", "p99", "tokens/s", "at full depth", "decode gain", "end to end"],
-    target.workloads.map((load) => [String(load.batch), number(load.own.ttft_ms.median, 1), ms(load.own.token_ms, "median"),
-      ms(load.own.token_ms, "p90"), ms(load.own.token_ms, "p99"), number(load.own.tokens_per_s.median, 1), number(load.full.tokens_per_s.median, 1),
+  return table(["batch", "first token ms", "of", "token ms p50", "p90", "p99", "of", "tokens/s", "at full depth", "decode gain", "end to end"],
+    target.workloads.map((load) => [String(load.batch), number(load.own.ttft_ms.median, 1), load.own.ttft_ms.n, ms(load.own.token_ms, "median"),
+      ms(load.own.token_ms, "p90"), ms(load.own.token_ms, "p99"), load.own.token_ms ? load.own.token_ms.n : "", number(load.own.tokens_per_s.median, 1), number(load.full.tokens_per_s.median, 1),
       load.decode_gain ? `${number(load.decode_gain.median)}x ${spread(load.decode_gain)}` : "", `${number(load.end_to_end_gain.median)}x ${spread(load.end_to_end_gain)}`]));
 }
 
@@ -233,7 +233,7 @@ function figures(target) {
   const entries = [
     [number(load.own.tokens_per_s.median, 1), `tokens/s at batch ${load.batch}; ${number(load.full.tokens_per_s.median, 1)} at full depth`],
     load.decode_gain && [`${number(load.decode_gain.median)}x`, promised == null ? "decode gain" : `decode gain, promised ${number(promised)}x`],
-    load.own.token_ms && [number(load.own.token_ms.p99), "ms, p99 of a token"],
+    load.own.token_ms && [number(load.own.token_ms.p99), `ms, p99 of ${load.own.token_ms.n} tokens`],
     [number(load.own.ttft_ms.median, 1), "ms to the first token"],
     target.parity && [exponential(target.parity.some((row) => row.relative_error == null) ? null : d3.max(target.parity, (row) => row.relative_error)), "largest error against the reference, of the largest logit"],
     own && [number(own.bleu.value, 1), `BLEU with the schedule; ${number(target.quality[0].bleu.value, 1)} at full depth`],
@@ -256,7 +256,7 @@ function section(target) {
 
 function objectives() {
   return data.slo.length ? [element("h2", {}, "Objectives"),
-    table(["", "target", "measured", ""], data.slo.map((row) => [row.slo, row.target, significant(row.value), verdict(row.holds)]))] : [];
+    table(["", "target", "measured", ""], data.slo.map((row) => [row.slo, row.target, row.measured, verdict(row.holds)]))] : [];
 }
 
 function baseline() {
@@ -276,7 +276,7 @@ function colophon() {
     ["versions", [`Python ${machine.python}`, ...Object.entries(machine.libraries).map(([name, version]) => `${name} ${version}`)].join(", ")],
     ["model", `${model.type}, ${model.layers} layers x ${model.hidden_size}, ${model.heads} heads (${model.kv_heads} key/value) of ${model.head_size}, vocabulary ${model.vocabulary}, ${number(model.parameters / 1e6, 1)} M parameters`],
     ["bundle", `${bytes(data.bundle.bundle_bytes)}, ${data.bundle.segments.length} segments, ${data.bundle.variants.length} variants; ` + (data.integrity.holds ? `${data.integrity.files} files as the manifest says` : `damaged: ${data.integrity.what}`)],
-    ["measured", data.measured_at],
+    ["measured", data.measured_at + (data.resumed ? `; ${data.resumed} measurements are those of a run that was stopped` : "")],
   ];
   return [element("h2", {}, "Machine, versions, bundle"), table(["", ""], rows, "facts")];
 }

@@ -106,6 +106,28 @@ def test_what_else_the_runs_differ_by_is_told(path: tuple[Any, ...], value: Any,
     assert compare(new, RUN)["differs"] == [told]
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        (28.8, 15.5, ["cpu, memory bandwidth: 28.8 GB/s, now 15.5"]),
+        (15.5, 28.8, ["cpu, memory bandwidth: 15.5 GB/s, now 28.8"]),
+        (15.0, 16.0, []),
+        (None, 16.0, []),
+    ],
+)
+def test_a_machine_that_reads_its_memory_at_another_pace_is_told(then: float | None, now: float, told: list[str]) -> None:
+    old, new = copy.deepcopy(RUN), copy.deepcopy(RUN)
+    old["targets"][0]["read_gb_per_s"], new["targets"][0]["read_gb_per_s"] = then, now
+    assert compare(new, old)["differs"] == told
+
+
+def test_a_run_that_went_on_from_one_that_was_stopped_is_told() -> None:
+    resumed = {**RUN, "resumed": 3}
+    says = "run went on from one that was stopped: 3 measurements are of another time"
+    assert compare(RUN, resumed)["differs"] == [f"the earlier {says}"]
+    assert compare(resumed, RUN)["differs"] == [f"this {says}"]
+
+
 def test_a_run_from_before_the_gpu_was_named_is_compared() -> None:
     old = copy.deepcopy(RUN)
     del old["machine"]["gpu"]
@@ -134,6 +156,9 @@ def test_workloads_of_other_lengths_are_not_compared(setting: str, value: Any) -
         '{"validation_format": 1, "machine": [], "targets": []}',
         json.dumps({**RUN, "settings": {}}),
         json.dumps({**RUN, "bundle": None}),
+        json.dumps({**RUN, "resumed": "3"}),
+        json.dumps({**RUN, "targets": [{**RUN["targets"][0], "read_gb_per_s": 0}]}),
+        json.dumps({**RUN, "targets": [{**RUN["targets"][0], "read_gb_per_s": "fast"}]}),
         json.dumps(RUN).replace('"speedup": 2.0', '"speedup": "2x"'),
         json.dumps(RUN).replace('"median"', '"mean"'),
         json.dumps(RUN).replace("0.9", '"fast"'),

@@ -2,35 +2,129 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+import skipdecode
 from skipdecode import manifest as manifests
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation import parity
+from tests.models import LAYERS
+from tests.runtime.validation.conftest import answer_here
 from tests.zoo import Zoo
 
 
 @pytest.mark.parametrize(
-    ("weights", "error", "holds"),
+    ("weights", "relative", "median", "holds"),
     [
-        ("fp32", 0.9e-3, True),
-        ("fp32", 1.1e-3, False),
-        ("fp32", math.nan, False),
-        ("int4", 0.5, None),
-        ("int4", math.nan, False),
-        ("int4", math.inf, False),
+        ("fp32", 0.9e-3, 1.0, True),
+        ("fp32", 1.1e-3, 1.0, False),
+        ("fp32", math.nan, math.nan, False),
+        ("fp16", 1.0, 0.19, True),
+        ("fp16", 1.0, 0.21, False),
+        ("bf16", 1.0, 0.39, True),
+        ("bf16", 1.0, 0.41, False),
+        ("int8", 1.0, 0.39, True),
+        ("int8", 1.0, 0.41, False),
+        ("int4", 1.0, 1.24, True),
+        ("int4", 1.0, 1.26, False),
+        ("int4", math.nan, 0.1, False),
+        ("int4", math.inf, 0.1, False),
     ],
 )
-def test_exact_weights_are_held_to_a_thousandth_and_others_to_numbers(
-    weights: str, error: float, holds: bool | None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+def test_exact_weights_are_held_to_a_thousandth_and_others_to_a_bound_of_the_median_step(
+    weights: str, relative: float, median: float, holds: bool, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, fake in (("_ask", None), ("load_file", {}), ("_compare", {"relative_error": error})):
+    errors = {"relative_error": relative, "median_error": median}
+    for name, fake in (("_ask", None), ("load_file", {}), ("_compare", errors)):
         monkeypatch.setattr(parity, name, lambda *_, fake=fake: fake)
     manifest = manifests.read(zoo.bundle("opt"))
-    generator: Any = SimpleNamespace(manifest=manifest, target=SimpleNamespace(weights=weights))
+    target, engines = SimpleNamespace(weights=weights), SimpleNamespace(slots=None)
+    generator: Any = SimpleNamespace(manifest=manifest, target=target, engines=engines)
     rows = parity.measure_parity(generator, "")
-    assert [row["name"] for row in rows] == [variant.name for variant in manifest.variants]
+    assert [row["name"] for row in rows] == [*(variant.name for variant in manifest.variants), f"v{LAYERS}, 45 tokens"]
     assert all(row["holds"] is holds for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "max_length", "slots", "lengths"),
+    [
+        (4, 2048, None, ([23, 7, 1], [600, 1])),
+        (1, 2048, None, ([23], [600])),
+        (4, 2048, (256, 2048), ([23, 7, 1], [253, 1])),
+        (4, 20, None, ([12, 7, 1], [17, 1])),
+        (4, 9, None, ([1], [6, 1])),
+    ],
+)
+def test_prompts_are_as_long_and_as_many_as_the_bundle_takes(
+    max_batch: int, max_length: int, slots: tuple[int, ...] | None, lengths: tuple[list[int], ...]
+) -> None:
+    limits, model = SimpleNamespace(max_batch=max_batch, max_length=max_length), SimpleNamespace(vocab_size=9)
+    manifest, engines = SimpleNamespace(limits=limits, model=model), SimpleNamespace(slots=slots)
+    generator: Any = SimpleNamespace(manifest=manifest, engines=engines)
+    asked = ((parity.PROMPT_LENGTHS, parity.NEW_TOKENS), (parity.LONG_PROMPT_LENGTHS, parity.LONG_NEW_TOKENS))
+    assert tuple([len(prompt) for prompt in parity._prompts(generator, *each)] for each in asked) == lengths
+
+
+def test_a_window_that_only_long_prompts_fill_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, vocab_size=99,
+        max_position_embeddings=640, sliding_window=64, pad_token_id=1, bos_token_id=0, eos_token_id=2, initializer_range=0.1,
+    )  # fmt: skip
+    folder = tmp_path / "model"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    schedule = ScheduleRequest(speedup=1.5, span=8, max_variants=2)
+    export(ExportRequest(model=str(folder), out=tmp_path / "b", schedule=schedule, max_batch=2, max_length=640))
+    generator = skipdecode.load(tmp_path / "b")
+    monkeypatch.setattr(parity, "_ask", answer_here)
+    right = parity.measure_parity(generator, str(folder))
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "sliding_window": None}))
+    wrong = parity.measure_parity(generator, str(folder))
+    assert all(row["holds"] for row in right)
+    assert [row["name"] for row in wrong if not row["holds"]] == ["v4, 600 tokens"]
+
+
+@pytest.mark.parametrize("name", ["opt", "mixtral", "qwen3_5_text"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_quantised_bundle_holds_to_its_own_model_and_not_to_another(
+    name: str, quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, schedule = zoo.checkpoint(name), ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)
+    export(
+        ExportRequest(model=str(checkpoint), out=tmp_path / "b", schedule=schedule, quantize=quantize, max_batch=4, max_length=48)
+    )
+    generator = skipdecode.load(tmp_path / "b")
+    monkeypatch.setattr(parity, "_ask", answer_here)
+    assert all(row["holds"] for row in parity.measure_parity(generator, str(checkpoint)))
+    torch.manual_seed(1)
+    model = zoo.model(name)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "other")
+    assert not any(row["holds"] for row in parity.measure_parity(generator, str(tmp_path / "other")))
+
+
+def test_logits_that_are_the_same_for_all_tokens_are_infinitely_far_off(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = skipdecode.load(zoo.bundle("opt"))
+    monkeypatch.setattr(parity, "_ask", answer_here)
+    made = generator.decoder
+
+    def silent(*given: Any) -> Any:
+        decoder = made(*given)
+        decoder.prefill = decoder.decode_step = lambda *_: decoder.logits.fill(0)
+        return decoder
+
+    monkeypatch.setattr(generator, "decoder", silent)
+    rows = parity.measure_parity(generator, str(zoo.checkpoint("opt")))
+    assert {row["median_error"] for row in rows} == {math.inf}

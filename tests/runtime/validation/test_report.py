@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples.write_text(
         json.dumps({"prompt": "name[The Mill] =>", "references": ["</script><!--<script><b>The Mill", "A mill."]})
     )
-    (folder / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
+    (folder / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}\n' * 2)
     sizes = ["--workload", str(folder / "lengths.jsonl"), "--batch", "1,2", "--context", "8,16", "--quiet"]
     with (folder / "old.json").open("w") as out, contextlib.redirect_stdout(out):
         assert main([str(trained), *sizes, "--json"]) == 0
@@ -63,6 +64,8 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bleu>=101",
         "--slo",
         "max_logit_error<=1e-12",
+        "--slo",
+        "p99_token_ms<=0.001",
         "--baseline",
         str(folder / "old.json"),
     ]
@@ -98,6 +101,8 @@ def test_the_page_says_what_does_not_hold_and_compares_with_the_baseline(browser
     for words in ("does not hold", "bleu>=101", "Against the baseline", "Is it right?", "v24", "first token that differs"):
         assert words in text, words
     assert "Differs: cores: 99, now" in text
+    assert re.search(r"p99_token_ms<=0\.001\s+cpu\s+\d+\.\d+ \(of \d+\)\s+does not hold", text)
+    assert re.search(r"p99 of \d+ tokens", text)
     assert "undefined" not in text and "NaN" not in text
 
 
@@ -136,11 +141,13 @@ def test_numbers_that_are_none_are_drawn_as_such_and_are_null_in_json(
     result = json.loads(capsys.readouterr().out)
     broken = result["targets"][0]["parity"][0]
     broken |= {"holds": False, "relative_error": math.nan, "max_logit_error": math.inf}
+    result["resumed"] = 3
     write_report(result, tmp_path / "report.html")
     browser.get((tmp_path / "report.html").as_uri())
     assert browser.get_log("browser") == []
     assert set(_charts(browser)) == CHARTS - {"quality"}
-    assert "does not hold" in browser.execute_script("return document.body.innerText")
+    text = browser.execute_script("return document.body.innerText")
+    assert "does not hold" in text and "; 3 measurements are those of a run that was stopped" in text
     strict = json.loads(as_json(result), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert strict["targets"][0]["parity"][0]["relative_error"] is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,17 @@ def test_the_interval_holds_the_true_median_in_about_95_of_100_cases() -> None:
 
 def test_order_statistics_are_of_the_sorted_values_and_an_outlier_moves_none() -> None:
     summary = Summary.of([*reversed(range(100)), 1e6])
-    assert summary == Summary(n=101, median=50, low=40, high=61, p90=90, p99=99)
+    # of 101 the theorem takes the 40th and the 62nd
+    assert summary == Summary(n=101, median=50, low=39, high=61, p90=90, p99=99)
+
+
+def test_the_interval_covers_the_median_in_95_of_100_cases_whatever_the_number_of_measurements() -> None:
+    for n in range(6, 200):
+        summary = Summary.of([float(rank) for rank in range(n)])
+        low, high = int(summary.low), int(summary.high)
+        assert low + high == n - 1
+        below = [math.comb(n, count) / 2**n for count in range(n + 1)]  # how probable it is that so many lie below the median
+        assert sum(below[low + 1 : high + 1]) >= 0.95, n
 
 
 def test_a_single_measurement_is_its_own_median() -> None:

@@ -51,6 +51,33 @@ def test_the_worst_figure_decides(text: str, value: float, holds: bool) -> None:
     assert (row["value"], row["holds"]) == (value, holds)
 
 
+@pytest.mark.parametrize(
+    ("text", "value", "told"),
+    [
+        ("tokens_per_s<=30", 30.003, "30.003"),
+        ("tokens_per_s<=30", 30.00000001, "30.00000001"),
+        ("tokens_per_s<30", 30.0, "30"),
+        ("tokens_per_s>=30", 29.99999999, "29.99999999"),
+        ("tokens_per_s>=30", 30.00000001, "30.00000001"),
+        ("tokens_per_s<=10240.25", 10240.5, "10240.5"),
+        ("tokens_per_s<=123456.77", 123456.76, "123456.76"),
+        ("tokens_per_s<=1", math.nan, "nan"),
+    ],
+)
+def test_what_is_measured_never_reads_as_if_it_were_the_bound(text: str, value: float, told: str) -> None:
+    (row,) = judge([parse_slo(text)], {"workloads": [{"own": {"tokens_per_s": {"median": value}}}]})
+    assert row["slo"] == text
+    assert row["measured"] == told
+
+
+def test_p90_and_p99_tell_of_how_many_measurements() -> None:
+    told = {name: judge([parse_slo(f"{name}<=1")], TARGET)[0]["measured"] for name in NAMES}
+    assert (told["p90_token_ms"], told["p99_ttft_ms"]) == ("40 (of 18)", "60 (of 18)")
+    assert [name for name, text in told.items() if "of" in text] == [
+        "p90_token_ms", "p99_token_ms", "p90_ttft_ms", "p99_ttft_ms",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("errors", [(0.1, math.nan), (math.nan, 0.1)])
 def test_what_is_no_number_is_within_no_bound(errors: tuple[float, ...]) -> None:
     target = {**TARGET, "parity": [{"max_logit_error": error} for error in errors]}

@@ -19,6 +19,7 @@ def _result() -> dict[str, Any]:
     row = {"name": NAME, "old_ms": 1.0, "new_ms": 2.0, "ratio": 2.0, "verdict": "slower"}
     return {
         "bundle": bundle, "machine": {"cpu": "one", "cores": 2, "memory_gib": 4, "gpu": None}, "slo": [], "holds": True,
+        "resumed": 0,
         "integrity": {"holds": True, "files": 5}, "targets": [{"name": "cuda", "runs": False, "why": NAME}],
         "baseline": {"differs": [f"model: {NAME}, now c"], "rows": [row]},
     }  # fmt: skip
@@ -41,7 +42,7 @@ def test_no_line_is_broken_where_the_output_is_no_terminal(
         "differs": [f"model: {long}, now c"],
         "rows": [{**result["baseline"]["rows"][0], "name": f"{long} row"}],
     }
-    result["slo"] = [{"slo": f"{long}<=30", "target": "cpu", "value": 1.0, "holds": False}]
+    result["slo"] = [{"slo": f"{long}<=30", "target": "cpu", "measured": "1.0", "holds": False}]
     show(result)
     lines = capsys.readouterr().out.splitlines()
     for phrases in (

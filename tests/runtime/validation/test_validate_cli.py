@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_everything_at_once_gives_tables_json_and_exit_0(
     result = json.loads(capsys.readouterr().out)
     (target,) = result["targets"]
     assert [row["name"] for row in target["quality"]] == ["full depth", "bundle's own", "3x"]
-    assert result["holds"] and result["integrity"]["holds"] and len(target["parity"]) == len(result["bundle"]["variants"])
+    assert result["holds"] and result["integrity"]["holds"] and len(target["parity"]) == len(result["bundle"]["variants"]) + 1
 
 
 def test_an_objective_that_does_not_hold_is_named_and_exit_is_1(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,17 +64,32 @@ def test_an_objective_that_does_not_hold_is_named_and_exit_is_1(trained: Path, c
     assert line.startswith("does not hold: p50_token_ms<=0 on cpu: measured ")
 
 
-@pytest.mark.parametrize(("found", "status"), [([True, None], 0), ([True, False], 1), ([False, None], 1)])
+def test_a_percentile_says_of_how_many_measurements(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained), *QUICK, "--slo", "p99_ttft_ms<=0", "--slo", "p50_ttft_ms<=100000"]) == 1
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"does not hold: p99_ttft_ms<=0 on cpu: measured [\d.]+ \(of 1\)\n", captured.err)
+    lines = captured.out.splitlines()
+    assert any(re.search(r"p99_ttft_ms<=0 .*\(of 1\) +DOES NOT HOLD", line) for line in lines)
+    assert any(re.search(r"p50_ttft_ms<=100000 +cpu +[\d.]+ +holds", line) for line in lines)
+    title = next(index for index, line in enumerate(lines) if "workload, schedule against full depth" in line)
+    batch, _, first, *_, steps, _, _, _, _, _ = lines[title + 2].split()
+    assert (batch, first, steps) == ("1", "1", "5")  # one round of one first token and five more
+
+
+@pytest.mark.parametrize(("found", "status"), [([True, True], 0), ([True, False], 1), ([False, True], 1)])
 def test_a_variant_that_differs_from_the_reference_is_named_and_exit_is_1(
-    found: list[bool | None], status: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    found: list[bool], status: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"name": f"v{index}", "holds": holds, "relative_error": 0.25} for index, holds in enumerate(found)]
+    judged = {"relative_error": 0.25, "median_error": 0.125, "bound": 0.1}
+    by = ("relative_error", "median_error")
+    rows = [{**judged, "name": f"v{index}", "holds": holds, "judged_by": by[index]} for index, holds in enumerate(found)]
     for name in ("check_reference", "measure_cell", "measure_workload", "_gb_per_s"):
         monkeypatch.setattr(validation, name, lambda *_: None)
     monkeypatch.setattr(validation, "measure_parity", lambda *_: rows)
     assert main([str(trained), *QUICK, "--reference", "any", "--quiet"]) == status
-    told = [f"does not hold: cpu v{index} differs" for index, holds in enumerate(found) if holds is False]
-    assert capsys.readouterr().err.splitlines() == [f"{line} from the reference by 0.25 of the largest logit" for line in told]
+    errors = ("0.25 of the largest logit", "0.12 of the logits, in the median step")
+    told = [f"cpu v{index} differs from the reference by {errors[index]}" for index, holds in enumerate(found) if not holds]
+    assert capsys.readouterr().err.splitlines() == [f"does not hold: {line} (at most 0.1)" for line in told]
 
 
 def test_a_file_that_changed_does_not_hold(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +108,10 @@ def test_random_weights_are_enough_for_speed(tmp_path: Path, zoo: Zoo) -> None:
     assert main([str(tmp_path / "b"), *QUICK, "--slo", "decode_gain>0"]) == 0
 
 
-def test_an_earlier_run_is_compared(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_run_is_compared(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(validation, "_gb_per_s", lambda *_: 20.0)  # which what else runs here changes
     assert main([str(trained), *QUICK, "--json"]) == 0
     (tmp_path / "old.json").write_text(capsys.readouterr().out)
     assert main([str(trained), *QUICK, "--baseline", str(tmp_path / "old.json"), "--json"]) == 0
@@ -130,7 +149,9 @@ def test_a_killed_run_goes_on_where_it_was(
         patch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured again"))
         capsys.readouterr()
         assert main([str(trained), *QUICK, "--slo", "decode_gain>0"]) == 0  # a gate may be added
-    assert "skip-validate: 3 measurements are those of a run that was stopped" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "skip-validate: 3 measurements are those of a run that was stopped" in captured.err
+    assert "3 measurements are those of a run that was stopped" in captured.out
 
 
 def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
