@@ -3,11 +3,11 @@
     python -m skipdecode.exporter.reference_run OUT < request.json
 
 Request: `parent` (the process that waits), `model`, `dimensions` (those of the bundle's manifest, which the model must have),
-`schedules` (names to `layers` and `warmup_layers`, anchored at the generated tokens), `prompts` (token ids), `new` (tokens to
-generate). With `"check": true` only the dimensions are compared.
+`runs` (names to `layers` and `warmup_layers` of a schedule that is anchored at the generated tokens, `prompts` (token ids), and
+`new`, the tokens to generate). With `"check": true` only the dimensions are compared.
 
-OUT is a safetensors file, for schedule s, prompt p, layer l: `{s}.{p}.tokens` [new] int64, `{s}.{p}.logits` [new,V], and what
-the layer keeps by the names of its inputs (see skipdecode.bindings), `{s}.{p}.past_key.{l}` and `{s}.{p}.past_value.{l}`
+OUT is a safetensors file, for run r, prompt p, layer l: `{r}.{p}.tokens` [new] int64, `{r}.{p}.logits` [new,V], and what the
+layer keeps by the names of its inputs (see skipdecode.bindings), `{r}.{p}.past_key.{l}` and `{r}.{p}.past_value.{l}`
 [KVH, positions, D] float32.
 """
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def answer(request: dict[str, Any], out: Path) -> int:
-    """Compare the dimensions, run every schedule on every prompt, write OUT; returns the exit status, 0."""
+    """Compare the dimensions, run every schedule on its prompts, write OUT; returns the exit status, 0."""
     config, folder = load_config(request["model"])
     _check_dimensions(config, request["dimensions"], request["model"])
     if folder is not None:
@@ -67,12 +67,12 @@ def answer(request: dict[str, Any], out: Path) -> int:
         return 0
     model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
     arrays: dict[str, torch.Tensor] = {}
-    for name, given in request["schedules"].items():
+    for name, given in request["runs"].items():
         schedule = Schedule(
             name="table", num_layers=config.num_hidden_layers, warmup_layers=given["warmup_layers"], layers=tuple(given["layers"])
         )
-        for index, prompt in enumerate(request["prompts"]):
-            tokens, logits = greedy_tokens(model, schedule, prompt, request["new"])
+        for index, prompt in enumerate(given["prompts"]):
+            tokens, logits = greedy_tokens(model, schedule, prompt, given["new"])
             arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
             arrays[f"{name}.{index}.logits"] = logits
             for state, array in _states(model, schedule, prompt, tokens).items():

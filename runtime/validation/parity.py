@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ MEDIAN_TOLERANCES = {"fp16": 0.2, "bf16": 0.4, "int8": 0.4, "int4": 1.25}
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What runtime and reference both generate."""
+
+    name: str
+    schedule: Schedule
+    prompts: list[list[int]]
+    new: int  # tokens
+
+
 def check_reference(manifest: Manifest, model: str) -> None:
     """Whether `model` has the bundle's dimensions, before anything long starts.
 
@@ -60,37 +71,39 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
     logits by their norms, in the median of the steps of the row that is worst. `holds`: what `judged_by` names is at most
     `bound`.
     """
-    variants = generator.manifest.variants
-    schedules = {variant.name: tour(generator.manifest.schedule, [variant.num_layers]) for variant in variants}
-    rows = _measure(generator, model, schedules, _prompts(generator, PROMPT_LENGTHS, NEW_TOKENS), NEW_TOKENS)
-    long = _prompts(generator, LONG_PROMPT_LENGTHS, LONG_NEW_TOKENS)
-    if len(long[0]) > PROMPT_LENGTHS[0]:
-        deepest = max(variants, key=lambda variant: variant.num_layers).name
-        (row,) = _measure(generator, model, {deepest: schedules[deepest]}, long, LONG_NEW_TOKENS)
-        rows.append({**row, "name": f"{deepest}, {len(long[0])} tokens"})
-    return rows
-
-
-def _measure(
-    generator: Generator, model: str, schedules: dict[str, Schedule], prompts: list[list[int]], new: int
-) -> list[dict[str, Any]]:
-    """A row for each schedule."""
     manifest = generator.manifest
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "reference.safetensors"
+        out, runs = Path(folder) / "reference.safetensors", _runs(generator)
         request = {
-            "model": model, "dtype": manifest.dtype, "dimensions": _dimensions(manifest), "prompts": prompts, "new": new,
-            "schedules": {
-                name: {"layers": schedule.layers, "warmup_layers": schedule.warmup_layers} for name, schedule in schedules.items()
+            "model": model, "dtype": manifest.dtype, "dimensions": _dimensions(manifest),
+            "runs": {
+                run.name: {
+                    "layers": run.schedule.layers, "warmup_layers": run.schedule.warmup_layers, "prompts": run.prompts,
+                    "new": run.new,
+                }
+                for run in runs
             },
         }  # fmt: skip
         _ask(request, out)
         reference = load_file(out)
     rows = []
-    for name, schedule in schedules.items():
-        row = _compare(generator, schedule, prompts, new, reference, name)
-        rows.append({"name": name, **_verdict(generator.target.weights, row), **row})
+    for run in runs:
+        row = _compare(generator, run, reference)
+        rows.append({"name": run.name, **_verdict(generator.target.weights, row), **row})
     return rows
+
+
+def _runs(generator: Generator) -> list[_Run]:
+    """Each variant on short prompts, then the deepest one on a long prompt, where the bundle takes one."""
+    variants, own = generator.manifest.variants, generator.manifest.schedule
+    short = _prompts(generator, PROMPT_LENGTHS, NEW_TOKENS)
+    runs = [_Run(each.name, tour(own, [each.num_layers]), short, NEW_TOKENS) for each in variants]
+    long = _prompts(generator, LONG_PROMPT_LENGTHS, LONG_NEW_TOKENS)
+    if len(long[0]) > PROMPT_LENGTHS[0]:
+        deepest = max(variants, key=lambda variant: variant.num_layers)
+        name = f"{deepest.name}, {len(long[0])} tokens"
+        runs.append(_Run(name, tour(own, [deepest.num_layers]), long, LONG_NEW_TOKENS))
+    return runs
 
 
 def _verdict(weights: str, errors: dict[str, Any]) -> dict[str, Any]:
@@ -99,10 +112,9 @@ def _verdict(weights: str, errors: dict[str, Any]) -> dict[str, Any]:
     return {"holds": holds, "judged_by": by, "bound": bound}
 
 
-def _compare(
-    generator: Generator, schedule: Schedule, prompts: list[list[int]], new: int, reference: Arrays, name: str
-) -> dict[str, Any]:
-    decoder = generator.decoder([len(prompt) for prompt in prompts], new, schedule)
+def _compare(generator: Generator, run: _Run, reference: Arrays) -> dict[str, Any]:
+    name, prompts, new = run.name, run.prompts, run.new
+    decoder = generator.decoder([len(prompt) for prompt in prompts], new, run.schedule)
     tokens = np.stack([reference[f"{name}.{row}.tokens"] for row in range(len(prompts))])  # [B, new]
     wanted = np.stack([reference[f"{name}.{row}.logits"] for row in range(len(prompts))])  # [B, new, V]
     found = np.empty_like(wanted)
@@ -121,7 +133,7 @@ def _compare(
         "relative_error": float(errors.max() / np.abs(wanted).max()),
         "median_error": float(np.median(of_steps, axis=1).max()),
         "first_token_that_differs": int(differs[0]) if len(differs) else None,
-        "kv": [_compare_kv(decoder, layer, len(prompts), reference, name) for layer in schedule.active(0)],
+        "kv": [_compare_kv(decoder, layer, len(prompts), reference, name) for layer in run.schedule.active(0)],
     }
 
 
