@@ -41,13 +41,12 @@ class KnownPlan:
     """A plan in a bundle that another export may replace at any time."""
 
     path: Path
-    identity: tuple[int, int, int]  # of the file that was there: another one's under its name is another plan
+    identity: tuple[int, ...]  # of the file that was there: another one's under its name is another plan
 
     @classmethod
     def at(cls, path: Path) -> KnownPlan:
         """What lies there now."""
-        found = path.stat()
-        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+        return cls(path, manifest.file_identity(path))
 
 
 def known_plans(bundle: Path, folder: str) -> dict[str, KnownPlan]:

@@ -36,7 +36,7 @@ _FLAGS = ("REQUIRE_USER_ALLOCATION",)
 # A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
 _MAX_AUX_STREAMS = 0
 _REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
-_ELSEWHERE, _MORE_MEMORY = "export for cuda, which needs no builder", "free some memory"
+_ELSEWHERE = "export for cuda, which needs no builder"
 _STANDSTILL_S = 120  # without a moment of processor time, after which a builder is taken to wait for what never comes
 _OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
@@ -115,14 +115,19 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
     except exceptions.PolygraphyException as error:
         reason = log.first_error()
-        remedy = _MORE_MEMORY if tensorrt.NO_MEMORY.search(reason) else _ELSEWHERE
-        remedy = "choose a larger --workspace" if "workspace" in reason else remedy
-        raise TargetError(f"{request.target} could not build it ({reason})", remedy, where=where) from error
+        raise TargetError(f"{request.target} could not build it ({reason})", _remedy(reason), where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
         raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", _ELSEWHERE, where=where)
     Path(request.plan).write_bytes(plan)
     return tuple(_engine_layers(log.verbose))
+
+
+def _remedy(reason: str) -> str:
+    """What to do where a builder gave this reason."""
+    if "workspace" in reason:
+        return "choose a larger --workspace"
+    return "free some memory" if tensorrt.NO_MEMORY.search(reason) else _ELSEWHERE
 
 
 def check_gpu(target: str) -> None:

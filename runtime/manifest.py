@@ -200,13 +200,22 @@ def one_bundle(bundle: Path) -> Iterator[None]:
         raise _replaced(bundle)
 
 
-def _identity(bundle: Path) -> tuple[int, int, int] | None:
-    """What another `bundle.json` of the same name differs in; None: there is none."""
+def file_identity(path: Path) -> tuple[int, ...]:
+    """What another file that is put under the same name differs in.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _identity(bundle: Path) -> tuple[int, ...] | None:
+    """That of its manifest; None: there is none."""
     try:
-        found = (bundle / MANIFEST).stat()
+        return file_identity(bundle / MANIFEST)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _replaced(bundle: Path) -> BundleError:
