@@ -1,20 +1,30 @@
-"""Which of a bundle's targets is chosen, and engines that were made elsewhere."""
+"""Which of a bundle's targets is chosen, and engines and plans that were made elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import pytest
 
+import skipdecode
+from skipdecode import manifest as manifests
 from skipdecode.cpu import cpu_features
+from skipdecode.device import HostDevice
+from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
-from skipdecode.schedule import full_depth
+from skipdecode.schedule import Anchor, full_depth
 from skipdecode.targets import choose_target, load_engines
 from tests.manifests import make_manifest
+from tests.runtime import device
+
+Bundles = Callable[[Anchor], Path]
 
 
 @pytest.mark.parametrize(
@@ -47,3 +57,55 @@ def test_engines_of_another_library_or_cpu_are_refused_before_any_is_loaded(
     here = {"library_version": onnxruntime.__version__, "machine": platform.machine(), "cpu_features": cpu_features()}
     with pytest.raises(TargetError, match=says):
         load_engines(manifest, tmp_path, dataclasses.replace(manifest.targets[0], **{**here, **changes}), None, None)
+
+
+class _Gpu(HostDevice):
+    capability = "sm86"
+
+
+class _OldGpu(HostDevice):
+    capability = "sm75"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "gpu", "version", "says"),
+    [
+        ("sm89", _Gpu, "1.0.0", r"were built by tensorrt-rtx \S+, installed is 1\.0\.0; .* --target tensorrt-rtx:sm89 --force$"),
+        ("sm86 sm89", _Gpu, "1.0.0", r"installed is 1\.0\.0; .* --target tensorrt-rtx:sm86,sm89 --force$"),
+        ("sm80 and later", _Gpu, "1.0.0", r"installed is 1\.0\.0; .* --target tensorrt-rtx --force$"),
+        ("sm89", _Gpu, None, r"are for sm89, this GPU is sm86; .*:sm86 --force, or cuda where that is unknown$"),
+        ("sm80 and later", _OldGpu, None, r"are for sm80 and later, this GPU is sm75; .* --target tensorrt-rtx:sm75 --force, or"),
+    ],
+)  # fmt: skip
+def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
+    built_for: str, gpu: type[HostDevice], version: str | None, says: str, gpu_bundle: Bundles, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    bundle = shutil.copytree(gpu_bundle(Anchor.GENERATED), tmp_path / "bundle", copy_function=os.link)
+    (bundle / "bundle.json").unlink()
+    made = manifests.read(gpu_bundle(Anchor.GENERATED))
+    plans = [dataclasses.replace(target, machine=built_for) for target in made.targets if target.name == "tensorrt-rtx"]
+    manifests.write(dataclasses.replace(made, targets=tuple(plans)), bundle)
+    monkeypatch.setattr("skipdecode.targets.CudaDevice", gpu)
+    if version:
+        monkeypatch.setattr(tensorrt.library("tensorrt-rtx"), "__version__", version)
+    with pytest.raises(TargetError, match=says) as caught:
+        skipdecode.load(bundle, target="tensorrt-rtx")
+    assert "\n" not in str(caught.value)
+
+
+def test_plans_that_tensorrt_built_on_another_gpu_are_built_again_on_this_one(
+    tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.stand_in(tensorrt_bundle, monkeypatch, "tensorrt")
+    monkeypatch.setattr("skipdecode.targets.CudaDevice", _Gpu)
+    says = r"the plans are for sm89, this GPU is sm86; export the model again with --target tensorrt --force$"
+    with pytest.raises(TargetError, match=says):
+        skipdecode.load(tensorrt_bundle, target="tensorrt")
+
+
+def test_without_a_gpu_plans_are_refused_in_one_line(gpu_bundle: Bundles) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there may be a GPU here")
+    with pytest.raises(TargetError, match="there is no NVIDIA driver here; choose a machine with a GPU, or another --target"):
+        skipdecode.load(gpu_bundle(Anchor.GENERATED), target="tensorrt-rtx")
