@@ -172,11 +172,9 @@ class TorchSteps:
         self._cache = StaticCache(config=self._model.config, max_cache_len=context + _WARM_UP + _STEPS)
 
     def _times(self, batch: int, context: int) -> list[float]:
-        from skipdecode.exporter.attention import CACHE
-
         torch, times = self._torch, []
         ids = torch.full((batch, context), 5)
-        shared = {CACHE: self._cache, "use_cache": True, "logits_to_keep": 1}
+        shared = {"cache": self._cache, "use_cache": True, "logits_to_keep": 1}
         self._model(ids, position_ids=torch.arange(context)[None], **shared)
         newest, at = torch.full((batch, 1), 5), torch.tensor([[context]])
         slots = torch.arange(context + _WARM_UP + _STEPS).expand(batch, 1, 1, -1)

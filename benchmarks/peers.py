@@ -107,15 +107,13 @@ class TorchCompile:
         return self._generate(prompts, tokens, self._caches[key])
 
     def _generate(self, prompts: Prompts, tokens: int, cache: Any) -> Run:
-        from skipdecode.exporter.attention import CACHE
-
         torch, clock, found = self._torch, Clock(), []
         ids, length = torch.tensor(prompts), len(prompts[0])
         positions, forward = torch.arange(length)[None], self._model.forward
         cache.reset()
         with torch.no_grad():
             for step in range(tokens):
-                out = forward(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+                out = forward(ids, position_ids=positions, use_cache=True, logits_to_keep=1, cache=cache)
                 ids, positions, forward = out.logits[:, -1:].argmax(-1), torch.tensor([[length + step]]), self._step
                 found.append(int(ids[0]))
                 clock.put(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -198,14 +197,9 @@ def key_sources(config: Any) -> set[int]:
     return {source for source in sources if source is not None}
 
 
-def returns_tuple(model: torch.nn.Module, layer: torch.nn.Module) -> bool:
-    """Whether `layer` of `model` returns its hidden states in a tuple, and perhaps its attention's weights.
-
-    Those of GPT-J and CodeGen do until transformers 5.23, where their cache is called layer_past as it is in older models.
-    """
-    config: Any = model.config
-    old = config.model_type in OWN_ATTENTION and "layer_past" in inspect.signature(type(layer).forward).parameters
-    return old or config.model_type in ("bamba", "falcon_h1", "glm_moe_dsa")
+def returns_tuple(config: Any) -> bool:
+    """Whether layers return their hidden states in a tuple, beside their attention's weights or choice of tokens."""
+    return config.model_type in ("bamba", "bloom", "falcon", "falcon_h1", "glm_moe_dsa", "gpt_neo", "mpt")
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:

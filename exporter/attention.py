@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from skipdecode.graph_passes.conventions import OPSET
 
 ATTENTION_NAME = "skipdecode_onnx"
-# what models and layers call their cache, since transformers 5.24 and before; some layers still call it layer_past
-CACHE = "cache" if "cache" in inspect.signature(LlamaDecoderLayer.forward).parameters else "past_key_values"
-OPSET = 24  # Attention with a static KV buffer and TensorScatter need it
 
 
 def onnx_attention(
@@ -85,7 +82,6 @@ class ScatterCache:
 
     def __init__(self, past_key: torch.Tensor, past_value: torch.Tensor, position_ids: torch.Tensor) -> None:
         self.present_key, self.present_value, self.position_ids = past_key, past_value, position_ids
-        self.is_compileable = False
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from the slot of each row's first position on."""

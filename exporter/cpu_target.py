@@ -10,7 +10,6 @@ import onnxruntime
 
 from skipdecode import manifest
 from skipdecode.cpu import cpu_features
-from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, move_to_file, remove_lowered, save_engine, weight_bytes
@@ -72,7 +71,7 @@ def _lowering(max_length: int) -> list[ir.passes.PassBase]:
     return [
         LowerAttentionPass(max_length=max_length),
         ScanChannelsPass(),
-        LowerLinearAttentionPass(opset=OPSET),
+        LowerLinearAttentionPass(),
         SplitExpertsPass(),
         LowerExpertsPass(),
         FuseRouterPass(),

@@ -12,7 +12,6 @@ import onnx_ir as ir
 import onnxruntime
 
 from skipdecode import manifest
-from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
@@ -79,7 +78,7 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
     return [
         NarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
-        LowerLinearAttentionPass(opset=OPSET),
+        LowerLinearAttentionPass(),
         SliceUnevenSplitsPass(),
         TopMaximumPass(),
         LowerExpertsPass(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from skipdecode.exporter.attention import OPSET
+from skipdecode.graph_passes.conventions import OPSET
 
 EXPERTS_NAME = "skipdecode_onnx"
 

@@ -97,7 +97,6 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
     most = layers_per_segment(request, targets, skeleton)
     return Job(
         request=request,
-        targets=targets,
         checkpoint=folder,
         skeleton=skeleton,
         limits=limits,

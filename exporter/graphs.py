@@ -175,7 +175,7 @@ def layer_graphs(skeleton: Skeleton, weights: WeightFile) -> list[ir.Model]:
             templates[key] = trace_layer(real, rotary, kind, window, _arrays(skeleton, own), skeleton.dtype)
             clean_trace(templates[key])
         prefix = f"{skeleton.parts.prefix}{index}."
-        graph = instantiate(templates[key], index, own.keys_of, lambda name, prefix=prefix: name.replace("layer.", prefix, 1))  # type: ignore[misc]
+        graph = instantiate(templates[key], index, own.keys_of, prefix)
         _refer(graph, skeleton, weights)
         graphs.append(graph)
     return graphs

@@ -8,7 +8,6 @@ from pathlib import Path
 from skipdecode import manifest
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import ExportRequest
-from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.schedule import Schedule
@@ -19,7 +18,6 @@ class Job:
     """A request, and what follows from it and the model."""
 
     request: ExportRequest
-    targets: tuple[TargetRequest, ...]
     checkpoint: Path | None  # None: the model's configuration is all that there is
     skeleton: Skeleton
     limits: manifest.Limits

@@ -18,8 +18,9 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from skipdecode.exporter.altup import gemma_3n_layer, gemma_3n_mlp
-from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache, onnx_attention
+from skipdecode.exporter.attention import ScatterCache, onnx_attention
 from skipdecode.exporter.own_experts import llama_4_mixture
+from skipdecode.graph_passes.conventions import OPSET
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
@@ -46,7 +47,7 @@ def _codegen(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
 
 def _with_neighbours_turned(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    *, position_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any,
+    *, position_ids: torch.Tensor, attention_mask: torch.Tensor, cache: ScatterCache, **_: Any,
 ) -> _Result:  # fmt: skip
     """Rotary embedding of elements 2i and 2i + 1 of the first `rotary_dim` of each head."""
     frequencies = 10000.0 ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
@@ -58,7 +59,7 @@ def _with_neighbours_turned(
         torch.onnx.ops.symbolic("RotaryEmbedding", (each, *tables), attributes, dtype=each.dtype, shape=each.shape, version=OPSET)
         for each in (query, key)
     )
-    return _attended(self, query, _cache(others).update(key, value), attention_mask, self.out_proj)
+    return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj)
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any, **_: Any) -> _Result:
@@ -89,22 +90,20 @@ def _bloom(
     return out + residual, None
 
 
-def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> _Result:
+def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, cache: Any, **_: Any) -> _Result:
     rows = self.Wqkv(hidden_states)
     rows = rows.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else rows
     query, key, value = (_heads(self, each) for each in rows.chunk(3, dim=2))
     slopes = -build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]
-    cache = _cache(others)
     settings = {"scaling": self.softmax_scale, "score_bias": _alibi(slopes, cache)}
     return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj, **settings)
 
 
 def _llama_4(
-    self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, **others: Any
+    self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, cache: Any, **_: Any
 ) -> _Result:
     """Some layers turn queries and keys and then take them to one length; the others scale queries by their position."""
     query, key, value = (_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-    cache = _cache(others)
     if self.use_rope:
         query, key = apply_rotary_emb(query, key, position_embeddings)
         query, key = (self.qk_norm(each) if hasattr(self, "qk_norm") else each for each in (query, key))
@@ -116,10 +115,6 @@ def _llama_4(
 
 def _no_choice(self: Any, *_: Any, **__: Any) -> None:
     """Of tokens to attend to, where all of them are no more than it would choose (`check_supported`)."""
-
-
-def _cache(others: dict[str, Any]) -> Any:
-    return others[CACHE if CACHE in others else "layer_past"]
 
 
 def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:

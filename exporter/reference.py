@@ -69,7 +69,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
         for outer in open_blocks(parts.owner):
             outer.enclose(block)
         for index, cap in caps.items():
-            undo.callback(cover(parts.layers[index], block, cap, returns_tuple(decoder, parts.layers[index])))
+            undo.callback(cover(parts.layers[index], block, cap, returns_tuple(decoder.config)))
         hooks = ((whole, block.before_model), (parts.owner, block.before_layers)) if caps else ()
         for module, hook in hooks:
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)

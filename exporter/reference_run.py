@@ -28,7 +28,7 @@ from skipdecode.child_process import end_with
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import INDEXED, decoder_layers, expands_latents, layer_keys, num_heads
-from skipdecode.exporter.attention import CACHE, widened
+from skipdecode.exporter.attention import widened
 from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
 from skipdecode.exporter.conversions import has_rules_of_its_own
 from skipdecode.exporter.graphs import build_skeleton
@@ -144,7 +144,7 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     groups = state_layers(model.config, layers)
     cache = _cache(model.config, any(group.states for group in groups), len(prompt) + len(tokens))
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
-        model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=True, **{CACHE: cache})
+        model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=True, cache=cache)
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         keys = layer_keys(model.config, index)

@@ -18,7 +18,8 @@ import transformers
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import key_source, layer_keys, layer_kind
-from skipdecode.exporter.attention import OPSET, ScatterCache
+from skipdecode.exporter.attention import ScatterCache
+from skipdecode.graph_passes.conventions import OPSET
 from skipdecode.model import Keys, State, StateLayers
 
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET

@@ -14,7 +14,6 @@ from skipdecode import manifest
 from skipdecode.cuda import gpu_at_hand
 from skipdecode.errors import TargetError
 from skipdecode.exporter.architectures import experts_per_token
-from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.graphs import Skeleton, StandardGraphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, move_to_file, remove_lowered, save_tied, weight_bytes
@@ -246,8 +245,8 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(slots=slots)]
     passes += [QueriesAsTokensPass(slots=slots), NonUnitScalePass()]
     passes += [
-        ExplicitConvolutionPass(opset=OPSET),
-        ExplicitLinearAttentionPass(opset=OPSET, most_tokens=min(PREFILL_CHUNK, slots)),
+        ExplicitConvolutionPass(),
+        ExplicitLinearAttentionPass(most_tokens=min(PREFILL_CHUNK, slots)),
     ]
     passes += [ExplicitExpertsPass(), OneScalePass(), DropUnusedInputsPass()]
     passes += [TiedWeightPass(tied)] if tied else []

@@ -35,8 +35,9 @@ from skipdecode.bindings import (
 from skipdecode.exporter import per_layer_inputs
 from skipdecode.exporter.altup import streams_width
 from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, base_name, expands_latents
-from skipdecode.exporter.attention import CACHE, OPSET, ScatterCache
+from skipdecode.exporter.attention import ScatterCache
 from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
+from skipdecode.graph_passes.conventions import OPSET
 from skipdecode.graph_passes.stitch import LAYER_INDEX
 from skipdecode.model import Keys, State
 
@@ -144,7 +145,7 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         """Under which of its arguments' names the layer takes its cache."""
         if self.latent:  # transformers' cache would get what keys and values are expanded from; the attention gets those
             return "kv_buffer"
-        return "layer_past" if "layer_past" in names else CACHE
+        return "layer_past" if "layer_past" in names else "cache"
 
     def _of_attention(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
         """What a layer with attention is told: mask, positions, rotary embeddings."""

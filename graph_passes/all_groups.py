@@ -24,16 +24,13 @@ class AllGroupsPass(ir.passes.InPlacePass):
     """Declines where the number of groups is not static, or some are left out."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = rewritten(model, _AllGroups.rule())
+        changed = rewritten(model, _AllGroups.rule(remove_nodes=False))  # what others read of the choice stays
         if changed:
             IdentityEliminationPass()(model)
         return ir.passes.PassResult(model, changed)
 
 
 class _AllGroups(RewriteRuleClassBase):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)  # what others read of the choice stays
-
     def pattern(
         self, op: Any, groups: Any, count: Any, zeros: Any, sizes: Any, lowest: Any, scores: Any, each: Any, flat: Any
     ) -> Any:

@@ -14,7 +14,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -70,15 +69,6 @@ class PlanRequest:
     timing_cache: str | None = None  # file that is read, and added to: what kernels took, so that they are not timed again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLayer:
-    """A kernel of a built engine, as the builder lists it."""
-
-    name: str  # `[profile 1]` in it: of the second profile
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 def library(target: str) -> Any:
     """The Python package of a TensorRT target, to build with.
 
@@ -94,14 +84,14 @@ def library(target: str) -> Any:
     return module
 
 
-def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
-    """Parse, build and write `request.plan`; returns the engine's kernels.
+def build_plan(request: PlanRequest) -> None:
+    """Parse, build and write `request.plan`.
 
     Raises:
         TargetError: the parser or the builder refused the graph, or took it in a way that gives wrong results.
     """
     trt = library(request.target)
-    log = tensorrt.log_of(trt, verbose=True)
+    log = tensorrt.log_of(trt, warnings=True)
     where = Path(request.plan).name
     builder = _builder(trt, log, request.target)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -120,7 +110,6 @@ def build_plan(request: PlanRequest) -> tuple[EngineLayer, ...]:
     if ignored:
         raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", _ELSEWHERE, where=where)
     Path(request.plan).write_bytes(plan)
-    return tuple(_engine_layers(log.verbose))
 
 
 def _remedy(reason: str) -> str:
@@ -137,7 +126,7 @@ def check_gpu(target: str) -> None:
         TargetError: there is none, or the library is not installed.
     """
     trt = library(target)
-    _builder(trt, tensorrt.log_of(trt, verbose=False), target)
+    _builder(trt, tensorrt.log_of(trt), target)
 
 
 def _builder(trt: Any, log: Any, target: str) -> Any:
@@ -238,17 +227,6 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
         for index, name in enumerate(request.capabilities):
             config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), index)
     return config
-
-
-def _engine_layers(lines: list[str]) -> list[EngineLayer]:
-    """The builder's own list of what it built (its verbose log; an inspector would need a GPU to load the plan)."""
-    found = []
-    for line in (line for message in lines for line in message.splitlines()):
-        match = re.match(r"Name: (.*?), LayerType: .*?Inputs: (.*?)(?:, Constants: .*?)?, Outputs: (.*)", line)
-        if match:
-            inputs, outputs = (tuple(re.findall(r"Name: ([^,]*),", part)) for part in match.groups()[1:])
-            found.append(EngineLayer(name=match.group(1), inputs=inputs, outputs=outputs))
-    return found
 
 
 def _main() -> int:

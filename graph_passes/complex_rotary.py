@@ -22,13 +22,10 @@ class ComplexRotaryPass(ir.passes.InPlacePass):
     """Declines where head size or number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return fuse_rotary(model, _Product.rule())
+        return fuse_rotary(model, _Product.rule(remove_nodes=False))  # query and key read the same table
 
 
 class _Product(RewriteRuleClassBase):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)  # query and key read the same table
-
     def pattern(self, op: Any, x: Any, table: Any, pairs: Any, shape: Any) -> Any:
         real, imaginary = _parts(op, op.Reshape(x, pairs))
         cos, sin = _parts(op, op.Unsqueeze(table, [1]))

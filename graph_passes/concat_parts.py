@@ -24,13 +24,11 @@ class ConcatPartsPass(ir.passes.InPlacePass):
     """Two parts of the last of four axes; declines where a width is not static or the two do not fill the tensor."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, rewritten(model, _TwoParts.rule(), _TwoNarrowParts.rule()))
+        rules = [kind.rule(remove_nodes=False) for kind in (_TwoParts, _TwoNarrowParts)]  # constants have other readers
+        return ir.passes.PassResult(model, rewritten(model, *rules))
 
 
 class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)  # constants have other readers
-
     def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
         return _written(op, _written(op, self.empty(op, shape), first, start1, end1), second, start2, end2)
 

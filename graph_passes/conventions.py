@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
+OPSET = 24  # of standard graphs: Attention with a static KV buffer and TensorScatter need it
 MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 TO_THE_END = (1 << 63) - 1  # where a slice ends that leaves nothing behind it

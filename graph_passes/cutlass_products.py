@@ -17,7 +17,6 @@ import onnx_ir as ir
 from skipdecode.graph_passes.conventions import optional, required
 from skipdecode.graph_passes.quantization import middle_zero_points
 from skipdecode.graph_passes.quantize_weights import register_parts
-from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 _WIDTH = 64  # inputs that a tile of theirs takes
@@ -50,9 +49,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     made = [ir.node("MatMulNBits", inputs, node.attributes, domain=node.domain)]
     if bias is not None:
         made.append(ir.node("Add", [made[0].outputs[0], bias]))
-    graph.insert_before(node, made)
-    take_over(node.outputs[0], made[-1].outputs[0])
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, made[-1].outputs)
 
 
 def _zero_points(graph: ir.Graph, node: ir.Node) -> ir.Value:

@@ -32,7 +32,6 @@ from onnx_ir.tape import Tape
 
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import add_constant, constant, optional, required, static_dim
-from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 _WORTH = 262_144  # numbers of a query times positions from which the matrix kernel is the quicker one in a step
@@ -121,10 +120,7 @@ def _choose(graph: ir.Graph, node: ir.Node, many: ir.Value) -> None:
         "else_branch": _branch(node, "few", [_again(node, node.inputs, node.attributes)]),
     }
     choice = ir.node("If", [many], branches, num_outputs=len(node.outputs))
-    graph.insert_before(node, choice)
-    for old, new in zip(node.outputs, choice.outputs, strict=True):
-        take_over(old, new)
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [choice], node.outputs, choice.outputs)
 
 
 def _scale_before(graph: ir.Graph, node: ir.Node) -> None:

@@ -30,7 +30,6 @@ from skipdecode.graph_passes.kept_levels import Floats, kept_levels
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantization import Parts, Quantization
 from skipdecode.graph_passes.quantize_weights import as_rows, quantisable
-from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -77,9 +76,7 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
         product = _multiply_in_8_bits(tape, rows, weight, floats, store)
     if node.op_type == "Gemm" and len(node.inputs) > 2:
         product = tape.op("Add", [product, required(node, 2)])
-    graph.insert_before(node, tape.nodes)
-    take_over(node.outputs[0], product)
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [product])
 
 
 def _multiply_in_4_bits(tape: Tape, rows: ir.Value, parts: Parts, block: int, store: Store) -> ir.Value:

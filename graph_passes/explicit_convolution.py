@@ -11,29 +11,20 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import TO_THE_END, constant, required, static_dim
-from skipdecode.graph_passes.take_over import take_over
+from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, constant, required, static_dim
 
 _SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
 
 
 class ExplicitConvolutionPass(ir.passes.InPlacePass):
-    """Leaves graphs without such convolutions as they are.
-
-    Args:
-        opset: what the graph's other operators were traced for.
-    """
-
-    def __init__(self, *, opset: int) -> None:
-        super().__init__()
-        self.opset = opset
+    """Leaves graphs without such convolutions as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "CausalConvWithState"]
         for node in found:
             _write_out(model.graph, node)
         if found:
-            model.graph.opset_imports[""] = self.opset
+            model.graph.opset_imports[""] = OPSET
         return ir.passes.PassResult(model, bool(found))
 
 
@@ -47,7 +38,4 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     if activation in _SILU:
         out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
     present = tape.op("Slice", [joined, *(constant(tape, bound) for bound in (-static_dim(past, 2), TO_THE_END, 2))])
-    graph.insert_before(node, tape.nodes)
-    for old, new in zip(node.outputs, (out, present), strict=True):
-        take_over(old, new)
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])

@@ -24,8 +24,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import TO_THE_END, constant, required, static_dim
-from skipdecode.graph_passes.take_over import take_over
+from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, constant, required, static_dim
 
 _RULES = ("gated", "gated_delta")
 
@@ -34,13 +33,11 @@ class ExplicitLinearAttentionPass(ir.passes.InPlacePass):
     """Leaves graphs without linear attention as they are.
 
     Args:
-        opset: what the graph's other operators were traced for.
         most_tokens: of a pass; a longer one would be wrong.
     """
 
-    def __init__(self, *, opset: int, most_tokens: int) -> None:
+    def __init__(self, *, most_tokens: int) -> None:
         super().__init__()
-        self.opset = opset
         self.most_tokens = most_tokens
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -48,7 +45,7 @@ class ExplicitLinearAttentionPass(ir.passes.InPlacePass):
         for node in found:
             _write_out(model.graph, node, self.most_tokens)
         if found:
-            model.graph.opset_imports[""] = self.opset
+            model.graph.opset_imports[""] = OPSET
         return ir.passes.PassResult(model, bool(found))
 
 
@@ -74,10 +71,7 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
     left = tape.op("Mul", [key, _transposed(tape, _part(tape, decays, -1, TO_THE_END))])
     kept = tape.op("Mul", [past, _part(tape, since, -1, TO_THE_END)])
     present = tape.op("Add", [kept, _product(tape, _transposed(tape, left), value)])
-    graph.insert_before(node, tape.nodes)
-    for old, new in zip(node.outputs, (out, present), strict=True):
-        take_over(old, new)
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])
 
 
 def _decays(tape: Tape, gate: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:

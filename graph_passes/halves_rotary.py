@@ -23,13 +23,11 @@ class HalvesRotaryPass(ir.passes.InPlacePass):
     """Declines where head size or number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return fuse_rotary(model, _Halves.rule(), _Neighbours.rule())
+        rules = [kind.rule(remove_nodes=False) for kind in (_Halves, _Neighbours)]  # the tables have other readers
+        return fuse_rotary(model, *rules)
 
 
 class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)  # the tables have other readers
-
     def pattern(self, op: Any, x: Any, cos: Any, sin: Any) -> Any:
         first, second = op.Split(x, axis=3, num_outputs=2, _outputs=2)
         return _turned(op, first, second, cos, sin)

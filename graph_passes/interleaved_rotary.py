@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils, pattern
 from onnxscript.rewriter.rules.fusion import _rotary_embedding
 
 from skipdecode.graph_passes.conventions import TO_THE_END, static_dim
+from skipdecode.graph_passes.rewritten import rewritten
 
 
 class InterleavedRotaryPass(ir.passes.InPlacePass):
@@ -29,9 +29,7 @@ class InterleavedRotaryPass(ir.passes.InPlacePass):
 
 def fuse_rotary(model: ir.Model, *rules: rewriter.RewriteRule) -> ir.passes.PassResult:
     """Apply `rules`; then an operator that rotates the first part of each head takes whole heads."""
-    fused = [rewriter.RewritePass([rule])(model).modified for rule in (*rules, _PartFusion.rule())]
-    if any(fused):
-        RemoveUnusedNodesPass()(model)
+    fused = [rewritten(model, rule) for rule in (*rules, _PartFusion.rule())]
     return ir.passes.PassResult(model, any(fused))
 
 

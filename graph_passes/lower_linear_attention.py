@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, WITH_STATES
+from skipdecode.graph_passes.conventions import MS_DOMAIN, OPSET, WITH_STATES
 
 
 class LowerLinearAttentionPass(ir.passes.InPlacePass):
-    """Changes domains alone.
-
-    Args:
-        opset: what the graph's other operators were traced for.
-    """
-
-    def __init__(self, *, opset: int) -> None:
-        super().__init__()
-        self.opset = opset
+    """Changes domains alone."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.domain == "" and node.op_type in WITH_STATES]
         for node in found:
             node.domain = MS_DOMAIN
         if found:
-            model.graph.opset_imports.update({"": self.opset, MS_DOMAIN: 1})
+            model.graph.opset_imports.update({"": OPSET, MS_DOMAIN: 1})
         return ir.passes.PassResult(model, bool(found))

@@ -15,7 +15,6 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales_numbers
-from skipdecode.graph_passes.take_over import take_over
 
 
 class OneScalePass(ir.passes.InPlacePass):
@@ -37,6 +36,4 @@ def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
         if weights is not None:
             value.shape, value.type = made.shape, made.type
             value = tape.op(kind, [value, weights])
-    graph.insert_before(norm, tape.nodes)
-    take_over(made, value)
-    graph.remove(norm, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, norm, [norm], tape.nodes, norm.outputs, [value])

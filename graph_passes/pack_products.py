@@ -12,8 +12,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.conventions import integers, required, static_dim
-from skipdecode.graph_passes.projection import join_parameters, multiply
-from skipdecode.graph_passes.quantize_weights import is_router, matrix_parameter
+from skipdecode.graph_passes.projection import join_parameters, matrix_parameter, multiply
+from skipdecode.graph_passes.quantize_weights import is_router
 from skipdecode.graph_passes.take_over import take_over
 
 _Found = tuple[ir.Node, ir.Value]  # the product and its parameter

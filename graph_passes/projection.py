@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, is_parameter
+from skipdecode.graph_passes.conventions import add_constant, is_parameter, required
 from skipdecode.graph_passes.mapped import release_pages
 
 
@@ -40,14 +40,26 @@ def find_projection(value: ir.Value | None) -> Projection | None:
         if parts is None:
             return None
         node, bias = _sole_producer(parts[0]), parts[1]
-    if node is None or node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[1] is None:
+    found = matrix_parameter(node) if node is not None and node.op_type == "MatMul" else None
+    if node is None or found is None:
         return None
-    weight, turn = node.inputs[1], node.inputs[1].producer()
-    if turn is not None and turn.op_type == "Transpose" and turn.inputs[0] is not None:
-        weight = turn.inputs[0]
-    if weight.const_value is None or not is_parameter(weight):
+    weight, transposed = found
+    return Projection(source=required(node), weight=weight, transposed=transposed, bias=bias, factor=factor)
+
+
+def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
+    """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
+    if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
         return None
-    return Projection(source=node.inputs[0], weight=weight, transposed=turn is not None, bias=bias, factor=factor)
+    transposed_rows, transposed = (node.attributes.get_int(name, default=0) == 1 for name in ("transA", "transB"))
+    if transposed_rows or [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")] != [1, 1]:
+        return None
+    value, producer = node.inputs[1], node.inputs[1].producer()
+    if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
+        value, transposed = producer.inputs[0], not transposed
+    if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 2:
+        return None
+    return value, transposed
 
 
 def without_bias(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:

@@ -18,7 +18,6 @@ from skipdecode.graph_passes.conventions import MS_DOMAIN, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantization import Parts, Quantization
 from skipdecode.graph_passes.quantize_weights import register_parts
-from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +54,7 @@ class QuantizeEmbeddingPass(ir.passes.InPlacePass):
         data, scales, *zeros = register_parts(graph, str(table.name), _by_row(parts))
         attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": self.how.bits, "block_size": self.how.block_size}
         lookup = ir.node("GatherBlockQuantized", [data, ids, scales, *zeros], attributes, domain=MS_DOMAIN)
-        graph.insert_before(node, lookup)
-        take_over(node.outputs[0], lookup.outputs[0])
-        graph.remove(node, safe=True)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [lookup], node.outputs, lookup.outputs)
         release_pages(table.const_value)
         if not table.uses():
             del graph.initializers[str(table.name)]

@@ -18,7 +18,6 @@ from skipdecode.graph_passes.conventions import MS_DOMAIN
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantization import Parts, Quantization
 from skipdecode.graph_passes.quantize_weights import register_parts
-from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,7 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
             "weights_prepacked": 0,
         }
         quantised = ir.node("QMoE", inputs, {**node.attributes, **form}, domain=MS_DOMAIN)
-        graph.insert_before(node, quantised)
-        take_over(node.outputs[0], quantised.outputs[0])
-        graph.remove(node, safe=True)
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [quantised], node.outputs, quantised.outputs)
 
     def _parts(self, parameter: ir.Value) -> Parts:
         """A parameter [E,N,K] to levels [E, N, K * bits / 8], scales [E, N, K / block] and zero points beside them."""

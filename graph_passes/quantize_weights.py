@@ -17,9 +17,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, is_parameter, optional
+from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, optional
 from skipdecode.graph_passes.kept_levels import Floats
 from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.projection import matrix_parameter
 from skipdecode.graph_passes.quantization import Parts, Quantization
 from skipdecode.graph_passes.take_over import take_over
 
@@ -60,21 +61,6 @@ def quantisable(graph: ir.Graph, multiple: int) -> Iterator[tuple[ir.Node, ir.Va
         found = matrix_parameter(node)
         if found is not None and not (is_router(node) or _is_shared(found[0])) and _num_inputs(*found) % multiple == 0:
             yield node, *found
-
-
-def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
-    """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
-    if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
-        return None
-    transposed_rows, transposed = (node.attributes.get_int(name, default=0) == 1 for name in ("transA", "transB"))
-    if transposed_rows or [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")] != [1, 1]:
-        return None
-    value, producer = node.inputs[1], node.inputs[1].producer()
-    if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
-        value, transposed = producer.inputs[0], not transposed
-    if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 2:
-        return None
-    return value, transposed
 
 
 def is_router(node: ir.Node) -> bool:

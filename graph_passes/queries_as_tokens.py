@@ -14,7 +14,6 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.conventions import constant, required, static_dim
-from skipdecode.graph_passes.take_over import take_over
 
 # of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the number of key heads
 LEAST_HEADS = 4
@@ -61,6 +60,4 @@ def _rewrite(graph: ir.Graph, node: ir.Node, count: int) -> None:
     masks = tape.op("Concat", [mask] * count, {"axis": 2})
     rows = tape.op("Attention", [tokens, *node.inputs[1:3], masks], node.attributes)
     made = tape.op("Reshape", [rows, constant(tape, 0, heads, -1, static_dim(required(node, 2), 3))])
-    graph.insert_before(node, tape.nodes)
-    take_over(node.outputs[0], made)
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [made])

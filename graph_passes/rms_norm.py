@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript import rewriter
 from onnxscript.rewriter.pattern import MatchResult
 from onnxscript.rewriter.rules.fusion import _rms_normalization
+
+from skipdecode.graph_passes.rewritten import rewritten
 
 
 class RMSNormPass(ir.passes.InPlacePass):
@@ -22,7 +23,7 @@ class RMSNormPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [_Norm.rule(f"RMSNorm{order}", mul_order=order) for order in (True, False)]
-        return ir.passes.PassResult(model, rewriter.RewritePass(rules)(model).modified)
+        return ir.passes.PassResult(model, rewritten(model, *rules))
 
 
 class _Norm(_rms_normalization.RmsNormFusion):  # type: ignore[misc]

@@ -49,7 +49,7 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
 
 def _same(one: ir.Node, other: ir.Node) -> bool:
     """Whether two rotary embeddings turn the same pairs of a head's numbers by the same angles."""
-    settings = [[_integer(node, name) for name in ("interleaved", "rotary_embedding_dim")] for node in (one, other)]
+    settings = [[node.attributes.get_int(name, 0) for name in ("interleaved", "rotary_embedding_dim")] for node in (one, other)]
     tables = all(_same_table(one.inputs[index], other.inputs[index]) for index in (1, 2))
     return tables and one.inputs[3:] == other.inputs[3:] and settings[0] == settings[1]
 
@@ -60,10 +60,6 @@ def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
     if made is None or its is None:
         return one is other
     return (made.op_type, [*made.inputs], factor) == (its.op_type, [*its.inputs], its_factor)
-
-
-def _integer(node: ir.Node, name: str) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else 0
 
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Node | None, float]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.graph_passes.conventions import TO_THE_END, integers, required
-from skipdecode.graph_passes.take_over import take_over
 
 
 class SliceGathersPass(ir.passes.InPlacePass):
@@ -25,9 +24,8 @@ class SliceGathersPass(ir.passes.InPlacePass):
             start, end, along = (each.outputs[0] for each in (*bounds, axis))
             part = ir.node("Slice", [required(node), start, end, along])
             whole = ir.node("Squeeze", [part.outputs[0], along])
-            model.graph.insert_before(node, [axis, *bounds, part, whole])
-            take_over(node.outputs[0], whole.outputs[0])
-            model.graph.remove(node, safe=True)
+            made = [axis, *bounds, part, whole]
+            ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, node.outputs, whole.outputs)
         return ir.passes.PassResult(model, bool(found))
 
 

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.conventions import add_constant, constant, required
-from skipdecode.graph_passes.take_over import take_over
 
 
 class SplitTablePass(ir.passes.InPlacePass):
@@ -43,9 +42,7 @@ class SplitTablePass(ir.passes.InPlacePass):
         for node in list(table.consumers()):
             tape = Tape()
             chosen = _look_up(tape, required(node, 1), found, rows)
-            graph.insert_before(node, tape.nodes)
-            take_over(node.outputs[0], chosen)
-            graph.remove(node, safe=True)
+            ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [chosen])
         del graph.initializers[str(table.name)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -14,12 +14,12 @@ LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a 
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
 
 
-def instantiate(template: ir.Model, layer: int, keys_of: int | None, rename: Callable[[str], str]) -> ir.Model:
+def instantiate(template: ir.Model, layer: int, keys_of: int | None, prefix: str) -> ir.Model:
     """A copy of a traced layer as layer `layer`: KV names get its number, parameters the checkpoint's names.
 
     Args:
         keys_of: the layer whose keys and values it is given.
-        rename: the template's name of a parameter -> the checkpoint's.
+        prefix: what the checkpoint's names of its parameters begin with, where the template's begin with `layer.`.
     """
     model = template.clone()
     for value in [*model.graph.inputs, *model.graph.outputs]:
@@ -28,7 +28,7 @@ def instantiate(template: ir.Model, layer: int, keys_of: int | None, rename: Cal
             value.name = bindings.of_layer(str(value.name), keys_of if read and keys_of is not None else layer)
     for value in list(model.graph.initializers.values()):
         if is_parameter(value):
-            value.name = rename(str(value.name))
+            value.name = str(value.name).replace("layer.", prefix, 1)
     _tell_index(model.graph, layer)
     model.graph.name = f"layer_{layer:03d}"
     return model

@@ -13,7 +13,6 @@ import onnx_ir as ir
 
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import add_constant
-from skipdecode.graph_passes.take_over import take_over
 
 
 class TiedWeightPass(ir.passes.InPlacePass):
@@ -52,9 +51,7 @@ def _multiply(graph: ir.Graph, node: ir.Node, weight: ir.Value, vocabulary: int)
         bounds = [_constant(graph, "start", 0), _constant(graph, "end", vocabulary)]
         nodes.append(ir.node("Slice", [product.outputs[0], *bounds, axes]))
     nodes.append(ir.node("Unsqueeze", [nodes[-1].outputs[0], axes]))
-    graph.insert_before(node, nodes)
-    take_over(node.outputs[0], nodes[-1].outputs[0])
-    graph.remove(node, safe=True)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, nodes[-1].outputs)
 
 
 def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.graph_passes.conventions import integers, optional
-from skipdecode.graph_passes.take_over import take_over
 
 
 class TopMaximumPass(ir.passes.InPlacePass):
@@ -38,11 +37,8 @@ def _of_rows(node: ir.Node) -> bool:
 def _take_first(graph: ir.Graph, node: ir.Node) -> None:
     one, last = integers(1), integers(-1)
     top = ir.node("TopK", [node.inputs[0], one.outputs[0]], {"axis": -1}, num_outputs=2)
-    graph.insert_before(node, [one, top])
-    made = top.outputs[0 if node.op_type == "ReduceMax" else 1]
+    nodes, made = [one, top], top.outputs[0 if node.op_type == "ReduceMax" else 1]
     if not node.attributes.get_int("keepdims", default=1):
-        squeeze = ir.node("Squeeze", [made, last.outputs[0]])
-        graph.insert_before(node, [last, squeeze])
-        made = squeeze.outputs[0]
-    take_over(node.outputs[0], made)
-    graph.remove(node, safe=True)
+        nodes += [last, ir.node("Squeeze", [made, last.outputs[0]])]
+        made = nodes[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, [made])

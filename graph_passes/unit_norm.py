@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import rewriter
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.conventions import static_dim
+from skipdecode.graph_passes.rewritten import rewritten
 
 
 class UnitNormPass(ir.passes.InPlacePass):
     """Applies to fp32 numbers whose last axis is static; runs behind onnxscript's fusion, of whose finds it would take a part."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, rewriter.RewritePass([_UnitNorm.rule()])(model).modified)
+        return ir.passes.PassResult(model, rewritten(model, _UnitNorm.rule()))
 
 
 class _UnitNorm(RewriteRuleClassBase):  # type: ignore[misc]

@@ -20,13 +20,11 @@ class WeightFirstPass(ir.passes.InPlacePass):
     """Takes parameters [N,K] that multiply a batch of matrices."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, rewritten(model, _WeightFirst.rule()))
+        rule = _WeightFirst.rule(remove_nodes=False)  # what others read of the product stays
+        return ir.passes.PassResult(model, rewritten(model, rule))
 
 
 class _WeightFirst(RewriteRuleClassBase):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)  # what others read of the product stays
-
     def pattern(self, op: Any, weight: Any, x: Any) -> Any:
         return op.Transpose(op.MatMul(weight, op.Transpose(x, perm=[0, 2, 1])), perm=[0, 2, 1])
 

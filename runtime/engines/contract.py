@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from skipdecode import bindings as names
@@ -17,7 +16,6 @@ from skipdecode.kv_buffer import constant_state, key_state, keys_read
 from skipdecode.model import Model
 
 _ANY = None  # a size that differs from run to run: rows, tokens, slots
-_SLOTS = -1  # stands for that number of slots in a layer's shapes
 _IDS = ("int64", (_ANY, _ANY))
 
 Tensors = Mapping[str, Tensor]  # by name
@@ -50,13 +48,13 @@ def embed_contract(model: Model, floats: str) -> Contract:
 
 def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contract:
     """Of the engine that computes `layers`."""
-    keys = chain(*(key_state(model, layer, _SLOTS).items() for layer in layers))
-    states = chain(*(constant_state(model, layer).items() for layer in layers))
-    past = {name: _state(shape, floats) for name, shape in keys} | {name: _state(shape, "float32") for name, shape in states}
+    past: dict[str, Tensor] = {}
+    for layer in layers:
+        past |= _keys(model, layer, floats)
+        past |= {name: ("float32", (_ANY, *shape)) for name, shape in constant_state(model, layer).items()}
     lengths = {name: ("int32", (_ANY,)) for name in (names.SEQLENS_K, names.TOTAL_SEQUENCE_LENGTH)}
     present = {names.present(name): tensor for name, tensor in past.items()}
-    sources = keys_read(model, layers)
-    read = {names.present(name): _state(key_state(model, source, _SLOTS)[name], floats) for source, name in sources}
+    read = {names.present(name): _keys(model, source, floats)[name] for source, name in keys_read(model, layers)}
     hidden = _hidden(model, floats)
     return Contract(
         inputs={names.HIDDEN: hidden, names.POSITION_IDS: _IDS, **lengths, **past, **read},
@@ -64,8 +62,9 @@ def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contra
     )
 
 
-def _state(shape: tuple[int, ...], floats: str) -> Tensor:
-    return floats, (_ANY, *(_ANY if size == _SLOTS else size for size in shape))
+def _keys(model: Model, layer: int, floats: str) -> dict[str, Tensor]:
+    """Of any number of slots."""
+    return {name: (floats, (_ANY, heads, _ANY, size)) for name, (heads, _, size) in key_state(model, layer, 0).items()}
 
 
 def head_contract(model: Model, floats: str) -> Contract:

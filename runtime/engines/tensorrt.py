@@ -54,11 +54,11 @@ def polygraphy(target: str, module: str) -> Any:
     return importlib.import_module(f"polygraphy.{module}")
 
 
-def log_of(trt: Any, *, verbose: bool) -> Any:
+def log_of(trt: Any, *, warnings: bool = False) -> Any:
     """A logger that keeps what the library says; its base class is known only once the library is.
 
     Args:
-        verbose: keep everything, as a builder's reader wants it; else the errors since they were last asked for.
+        warnings: keep these too, beside the errors since they were last asked for.
     """
     severities = trt.ILogger.Severity
 
@@ -67,13 +67,12 @@ def log_of(trt: Any, *, verbose: bool) -> Any:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
             self.warnings: list[str] = []
-            self.verbose: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (severities.ERROR, severities.INTERNAL_ERROR):
                 self.errors.append(message)
-            elif verbose:
-                (self.warnings if severity == severities.WARNING else self.verbose).append(message)
+            elif warnings and severity == severities.WARNING:
+                self.warnings.append(message)
 
         def first_error(self) -> str:
             # without a GPU every error is followed by one of the driver, which is not the reason; where memory ran out, it is
@@ -95,7 +94,7 @@ class PlanRuntime:
 
     def __init__(self, target: str, device: Device, kernels: KernelCache | None = None) -> None:
         self.trt = library(target)
-        self.log = log_of(self.trt, verbose=False)
+        self.log = log_of(self.trt)
         try:
             self.runtime = self.trt.Runtime(self.log)
         except TypeError as error:  # what its bindings make of a null pointer

@@ -101,33 +101,26 @@ def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
     """
     judged = []
     for slo in slos:
-        values = list(_values(slo.name, target))
-        worst = (max if slo.operator.startswith("<") else min)(values)
-        worst = next(filter(math.isnan, values), worst)  # which no bound holds for, and max and min may pass over
-        measured = slo.told(worst)
-        if slo.name.startswith(("p90", "p99")):
-            measured += f" (of {dict(zip(values, _counts(slo.name, target), strict=True))[worst]})"
+        found = list(_values(slo.name, target))
+        worst, count = (max if slo.operator.startswith("<") else min)(found, key=lambda each: each[0])
+        worst, count = next(((value, n) for value, n in found if math.isnan(value)), (worst, count))
+        measured = slo.told(worst) + (f" (of {count})" if slo.name.startswith(("p90", "p99")) else "")
         judged.append({"slo": str(slo), "value": worst, "measured": measured, "holds": slo.holds(worst)})
     return judged
 
 
-def _counts(name: str, target: dict[str, Any]) -> Iterator[int]:
-    """Of how many measurements each of `_values` is a percentile."""
-    key, _ = _LATENCIES[name][1]
-    yield from (load["own"][key]["n"] for load in target["workloads"])
-
-
-def _values(name: str, target: dict[str, Any]) -> Iterator[float]:
+def _values(name: str, target: dict[str, Any]) -> Iterator[tuple[float, int | None]]:
+    """Each figure that the objective is about, and of how many measurements it is."""
     if name in _LATENCIES:
         key, field = _LATENCIES[name][1]
-        yield from (load["own"][key][field] for load in target["workloads"])
+        yield from ((load["own"][key][field], load["own"][key]["n"]) for load in target["workloads"])
     elif name == "tokens_per_s":
-        yield from (load["own"]["tokens_per_s"]["median"] for load in target["workloads"])
+        yield from ((load["own"][name]["median"], None) for load in target["workloads"])
     elif name in ("decode_gain", "end_to_end_gain"):
-        yield from (load[name]["median"] for load in target["workloads"])
+        yield from ((load[name]["median"], None) for load in target["workloads"])
     elif name == "resident_mib":
-        yield target["memory"]["resident_bytes"] / 2**20
+        yield target["memory"]["resident_bytes"] / 2**20, None
     elif name == "max_logit_error":
-        yield from (variant["max_logit_error"] for variant in target["parity"])
+        yield from ((variant[name], None) for variant in target["parity"])
     else:
-        yield next(row[name]["value"] for row in target["quality"] if row["own"])
+        yield next(row[name]["value"] for row in target["quality"] if row["own"]), None

@@ -13,7 +13,6 @@ import transformers
 
 from skipdecode.errors import CapacityError, ModelNotSupportedError, ScheduleError
 from skipdecode.exporter.architectures import decoder_layers
-from skipdecode.exporter.attention import CACHE
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
@@ -176,7 +175,7 @@ def test_a_static_cache_is_refused_though_it_holds_no_tokens_yet(zoo: Zoo) -> No
         skip_schedule(model, SCHEDULE),
         pytest.raises(ScheduleError, match="a cache holds slots for later tokens; generate with"),
     ):
-        model(IDS, attention_mask=torch.ones_like(IDS), use_cache=True, **{CACHE: cache})
+        model(IDS, attention_mask=torch.ones_like(IDS), use_cache=True, cache=cache)
 
 
 def test_labels_of_rows_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:

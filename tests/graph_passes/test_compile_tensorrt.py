@@ -18,18 +18,11 @@ from skipdecode.bindings import TIED_WEIGHT
 from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 from skipdecode.exporter import export  # its graphs, which tests/conftest.py keeps
-from skipdecode.exporter.attention import OPSET
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import write_weights
 from skipdecode.graph_passes import compile_tensorrt
-from skipdecode.graph_passes.compile_tensorrt import (
-    BuilderOptions,
-    EngineLayer,
-    PlanRequest,
-    Profile,
-    build_plan,
-)
+from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile
 from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
 from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
@@ -46,6 +39,7 @@ from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.tied_weight import TiedWeightPass
+from tests.graph_passes.engine_layers import EngineLayer, built_layers
 from tests.models import CONFIGS
 from tests.zoo import Zoo
 
@@ -92,7 +86,7 @@ def build(graph: ir.Model, folder: Path, *passes: ir.passes.PassBase) -> tuple[E
     profiles = (DECODE, PREFILL) if graph.graph.name != "head" else (DECODE,)
     request = PlanRequest(target="tensorrt-rtx", source=str(source), plan=str(plan), profiles=profiles,
                           capabilities=("sm89",))  # fmt: skip
-    layers = build_plan(request)
+    layers = built_layers(request)
     assert plan.stat().st_size > 10_000
     return layers
 
@@ -206,8 +200,8 @@ def test_a_step_of_linear_attention_inverts_nothing(
 ) -> None:
     """A step has one token, whose inverse is 1: what is left are products with the state, and of one query and key."""
     written_out = (
-        ExplicitConvolutionPass(opset=OPSET),
-        ExplicitLinearAttentionPass(opset=OPSET, most_tokens=PREFILL.tokens[2]),
+        ExplicitConvolutionPass(),
+        ExplicitLinearAttentionPass(most_tokens=PREFILL.tokens[2]),
     )
     layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, *written_out)
     of_states = [layer.name for layer in layers if layer.name.startswith("node_MatMul")]

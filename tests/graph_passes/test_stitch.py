@@ -28,7 +28,7 @@ def _template() -> ir.Model:
 
 def _layers(count: int) -> list[ir.Model]:
     template = _template()
-    return [instantiate(template, i, None, lambda name, i=i: name.replace("layer.", f"model.layers.{i}.")) for i in range(count)]
+    return [instantiate(template, i, None, f"model.layers.{i}.") for i in range(count)]
 
 
 def test_a_layer_gets_its_number_in_kv_names_and_the_checkpoints_parameter_names() -> None:
@@ -94,7 +94,7 @@ def _reader(layer: int, keys_of: int) -> ir.Model:
             hidden_out = Mul (more, number)
         }"""
     )
-    return instantiate(template, layer, keys_of, str)
+    return instantiate(template, layer, keys_of, "layer.")
 
 
 def test_a_layer_that_reads_anothers_keys_is_given_them_by_that_layers_number_and_knows_its_own() -> None:
