@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
@@ -31,18 +34,31 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.do_sample:
             return
-        heat, k, p, seed = self.temperature, self.top_k, self.top_p, self.seed
-        checks = (
-            (isinstance(heat, Real) and heat > 0, "--temperature", heat, "choose a number above 0"),
-            (isinstance(k, Integral) and k >= 0, "--top-k", k, "choose 0 (all) or more"),
-            (isinstance(p, Real) and 0 < p <= 1, "--top-p", p, "choose a number in (0, 1]"),
-            (isinstance(seed, Integral), "--seed", seed, "choose a whole number"),
-        )
-        for holds, where, value, remedy in checks:
-            if not holds:
-                raise CapacityError(f"{value} is out of range", remedy, where=where)
-        for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
-            object.__setattr__(self, name, kind(getattr(self, name)))  # numpy's narrow numbers would overflow below
+        for name, kind, holds, remedy in _RANGES:
+            given = getattr(self, name)
+            value = _converted(given, kind)  # numpy's narrow numbers would overflow below
+            if value is None or not holds(value):
+                raise CapacityError(f"{reprlib.repr(given)} is out of range", remedy, where=f"--{name.replace('_', '-')}")
+            object.__setattr__(self, name, value)
+
+
+# of what was given as Python's own number: a fraction that is above 0 may be 0.0 then
+_RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
+    ("temperature", float, lambda heat: heat > 0, "choose a number above 0"),
+    ("top_k", int, lambda k: k >= 0, "choose 0 (all) or more"),
+    ("top_p", float, lambda p: 0 < p <= 1, "choose a number in (0, 1]"),
+    ("seed", int, lambda seed: True, "choose a whole number"),
+)
+
+
+def _converted(given: Any, kind: type[float]) -> float | None:
+    """A whole number, or any that is real, as Python's own; None: it is none, or beyond what a float holds."""
+    if not isinstance(given, Integral if kind is int else Real):
+        return None
+    try:
+        return kind(given)
+    except OverflowError:
+        return None
 
 
 def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: int) -> IntArray:
