@@ -51,6 +51,7 @@ class DeviceLoop:
         arrays: list[HostArray] = [self._row_ids, self._stop_ids, self._sampling, *counters]
         twins = [decoder.memory.twin(array) for array in arrays]
         self._sends = [send for _, send in twins]
+        # kept: the state has no more than their addresses
         row_ids, stop_ids, sampling, steps, finished = self._arrays = [twin for twin, _ in twins]
         self._tokens = self._device.mirror((max_steps, rows), np.int64)
         self._state = SkdTurnaround(

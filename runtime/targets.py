@@ -23,7 +23,7 @@ from skipdecode.engines.ort import OrtEngine, check_library, prepare_cuda, use_t
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.kv_buffer import plan_slots
 from skipdecode.manifest import MANIFEST, Manifest, Target
-from skipdecode.memory import DeviceMemory, HostMemory
+from skipdecode.memory import DeviceMemory, HostMemory, Memory
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
@@ -77,8 +77,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
     use_threads(threads)
     with loading(bundle):
         engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace))
-        embed, segments, head = _load(manifest, bundle, target, engine, threads=usable_cores())
-    return Engines(embed=embed, segments=segments, head=head, memory=HostMemory())
+        return _load(manifest, bundle, target, HostMemory(), engine, threads=usable_cores())
 
 
 def load_device_engines(
@@ -95,9 +94,8 @@ def load_device_engines(
         CapacityError: memory does not hold them all.
     """
     engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
-    memory = DeviceMemory(device, manifest.dtype)
-    embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=usable_cores())
-    return Engines(embed=embed, segments=segments, head=head, memory=memory, turn_around=turn_around)
+    loaded = _load_on_device(manifest, bundle, target, device, engine, threads=usable_cores())
+    return dataclasses.replace(loaded, turn_around=turn_around)
 
 
 def _checked(
@@ -162,24 +160,19 @@ def plan_engines(
     Args:
         engine: loads one of the target's files.
     """
-    memory = DeviceMemory(device, manifest.dtype)
-    embed, segments, head = _load_on_device(manifest, bundle, target, memory, engine, threads=1)
-    return Engines(
-        embed=embed, segments=segments, head=head, memory=memory, slots=plan_slots(manifest, target),
-        most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around,
-    )  # fmt: skip
-
-
-Loaded = tuple[Engine, tuple[Segment, ...], Engine]  # embedding, segments, head
+    loaded = _load_on_device(manifest, bundle, target, device, engine, threads=1)
+    slots = plan_slots(manifest, target)
+    return dataclasses.replace(loaded, slots=slots, most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around)
 
 
 def _load_on_device(
-    manifest: Manifest, bundle: Path, target: Target, memory: DeviceMemory, engine: Callable[[Path], Engine], *, threads: int
-) -> Loaded:
+    manifest: Manifest, bundle: Path, target: Target, device: Device, engine: Callable[[Path], Engine], *, threads: int
+) -> Engines:
     """As `_load`, with what embedding and head share on the device once."""
-    embed, segments, head = _load(manifest, bundle, target, engine, threads=threads)
+    memory = DeviceMemory(device, manifest.dtype)
+    loaded = _load(manifest, bundle, target, memory, engine, threads=threads)
     if target.tied_weight is None:
-        return embed, segments, head
+        return loaded
     rows = names.tied_rows(manifest.model.vocab_size)
     try:
         stored = np.memmap(bundle / target.tied_weight, dtype=np.uint16, mode="r").reshape(rows, -1)
@@ -188,10 +181,13 @@ def _load_on_device(
     weight = memory.floats(stored.shape)
     memory.device.send(weight.pointer, stored)
     shared = {names.TIED_WEIGHT: weight}
-    return Sharing(engine=embed, weights=shared), segments, Sharing(engine=head, weights=shared)
+    embed, head = (Sharing(engine=each, weights=shared) for each in (loaded.embed, loaded.head))
+    return dataclasses.replace(loaded, embed=embed, head=head)
 
 
-def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], Engine], *, threads: int) -> Loaded:
+def _load(
+    manifest: Manifest, bundle: Path, target: Target, memory: Memory, engine: Callable[[Path], Engine], *, threads: int
+) -> Engines:
     """Each of a target's files, by `engine`."""
     paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
@@ -199,4 +195,5 @@ def _load(manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Pa
             embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
         raise CapacityError("does not fit in memory", "free some memory", where=str(bundle)) from error
-    return embed, tuple(Segment(*pair) for pair in zip(manifest.segments, segments, strict=True)), head
+    climbed = tuple(Segment(*pair) for pair in zip(manifest.segments, segments, strict=True))
+    return Engines(embed=embed, segments=climbed, head=head, memory=memory)

@@ -190,6 +190,22 @@ def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(load: Load) -> N
     assert generator._kept_loop is kept
 
 
+def test_whose_rows_they_are_may_end_them_between_two_steps_and_the_others_go_on(load: Load) -> None:
+    """Steps that are under way by then have tokens of the ended row, which nobody gets."""
+    generator = load(True)
+    whole, rows = _ids(load(False).generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)), [Row(prompt_ids=p) for p in PROMPTS]
+    steps = []
+    for step in generator.stream(rows, max_new_tokens=NEW, sampling=Sampling(), ignore_eos=True):
+        steps.append(step.token_ids)
+        if len(steps) == 2:
+            rows[1].finish_reason = "a stop string"
+        if len(steps) == 5:
+            rows[0].finish_reason = rows[2].finish_reason = "the client has left"
+    assert [row.token_ids for row in rows] == [whole[0][:5], whole[1][:2], whole[2][:5]]
+    assert [step[1] is None for step in steps] == [False] * 2 + [True] * 3
+    assert _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)) == whole, "the next run is whole"
+
+
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
 def test_a_stream_ends_with_a_word_when_another_has_taken_its_buffers(load: Load) -> None:
     generator = load(True)
