@@ -264,7 +264,7 @@ def load(
         trace: collects what all its runs spend their time on; `Trace.write` ends it.
 
     Raises:
-        BundleError: missing, damaged, or of another format version.
+        BundleError: missing, damaged, or of another format version; or replaced meanwhile: load it again.
         TargetError: no such target, or engines of another library version, CPU or GPU.
         CapacityError: a chunk of no tokens, threads beyond the machine's cores, or memory that does not hold the engines.
     """

@@ -136,12 +136,7 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
     for target in result["targets"]:
         for variant in target.get("parity") or ():
             if not variant["holds"]:
-                judged = variant["judged_by"] if math.isfinite(variant["relative_error"]) else "relative_error"
-                of = "the logits, in the median step" if judged == "median_error" else "the largest logit"
-                yield (
-                    f"does not hold: {target['name']} {variant['name']} differs from the reference by "
-                    f"{variant[judged]:.2g} of {of} (at most {variant['bound']:g})"
-                )
+                yield f"does not hold: {target['name']} {variant['name']} {_fault(variant)}"
         for row in target.get("plans") or ():
             if not row["holds"]:
                 yield (
@@ -151,6 +146,16 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
     for row in result["slo"]:
         if not row["holds"]:
             yield f"does not hold: {row['slo']} on {row['target']}: measured {row['measured']}"
+
+
+def _fault(variant: dict[str, Any]) -> str:
+    """What is wrong with a variant that the reference does not confirm."""
+    error = variant[variant["judged_by"]]
+    if not math.isfinite(variant["relative_error"]):
+        return "gives logits that are no numbers"
+    if not math.isfinite(error):  # see parity's `median_error`
+        return "gives all tokens the same logit"
+    return f"differs from the reference by {error:.2g} of {variant['bound_of']} (at most {variant['bound']:g})"
 
 
 def _require(module: str, option: str | None) -> None:

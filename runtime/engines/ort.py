@@ -170,7 +170,9 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
     """Why there is no session; ONNX Runtime says it in words alone."""
     said, where = str(error), str(path)
     if not is_utf8(path):
-        return BundleError("is not UTF-8, the only encoding that ONNX Runtime takes", "rename the folder", where=where)
+        return BundleError(
+            "is not UTF-8, the only encoding that ONNX Runtime's Python package takes", "rename the folder", where=where
+        )
     if "thread pool" in said:
         return _too_late()
     if _NO_MEMORY.search(said):

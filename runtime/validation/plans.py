@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from skipdecode import bindings as names
+from skipdecode import manifest as manifests
 from skipdecode.device import HostDevice
 from skipdecode.engines import Segment, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
+from skipdecode.errors import BundleError
 from skipdecode.generate import Generator
 from skipdecode.kv_buffer import constant_state, key_state, keys_read
-from skipdecode.manifest import GRAPHS
 from skipdecode.memory import Array, DeviceMemory
 from skipdecode.model import Model
 
@@ -34,12 +35,22 @@ def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
 
     Raises:
         TargetError: polygraphy is not installed.
+        BundleError: the bundle's place has been taken by another, whose graphs are not those of the plans that are loaded.
     """
-    manifest, engines, memory = generator.manifest, generator.engines, generator.engines.memory
-    graphs = generator.path / GRAPHS
-    if not graphs.is_dir() or generator.target.weights != "fp16":  # slim, or quantised; ONNX Runtime has no bf16 on a CPU
+    manifest = generator.manifest
+    slim = all(variant.graph is None for variant in manifest.variants)
+    if slim or generator.target.weights != "fp16":  # quantised, or bf16, which ONNX Runtime has not on a CPU
         return None
+    with manifests.one_bundle(generator.path):
+        if manifests.read(generator.path) != manifest:
+            raise BundleError("was replaced after it was loaded", "validate it again", where=str(generator.path))
+        return _measure(generator)
+
+
+def _measure(generator: Generator) -> list[dict[str, Any]]:
+    manifest, engines, memory = generator.manifest, generator.engines, generator.engines.memory
     assert isinstance(memory, DeviceMemory) and engines.slots is not None
+    graphs = generator.path / manifests.GRAPHS
     use_threads(None)
     device = HostDevice()
     on_cpu = DeviceMemory(device, manifest.dtype)

@@ -20,11 +20,12 @@ from skipdecode.schedule import Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
 from skipdecode.validation.workload import read_jsonl
 
+DEFAULT_TOKENIZER = "13a"  # sacrebleu's own
 _RESAMPLES = 1000
 
-# letters of scripts that put no space between words: Han; with Thai, Lao, Burmese, Khmer and kana
+# letters of scripts that put no space between words: Han; with Thai, Lao, Burmese, Khmer and kana, also half as wide
 _HAN = re.compile("[\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
-_UNSPACED = re.compile(f"{_HAN.pattern}|[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff]")
+_UNSPACED = re.compile(f"{_HAN.pattern}|[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\uff66-\uff9f]")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -139,7 +140,7 @@ def _bleu_tokenizer(examples: Sequence[Example]) -> str:
     words = [word for example in examples for reference in example.references for word in _words(reference)]
     unspaced = [word for word in words if _UNSPACED.match(word)]
     if 2 * len(unspaced) <= len(words):
-        return "13a"
+        return DEFAULT_TOKENIZER
     han = sum(_HAN.match(word) is not None for word in unspaced)
     return "zh" if 10 * han >= 9 * len(unspaced) else "char"  # zh leaves a run of kana or Thai whole
 

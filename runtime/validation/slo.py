@@ -101,9 +101,8 @@ def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
     """
     judged = []
     for slo in slos:
-        found = list(_values(slo.name, target))
-        worst, count = (max if slo.operator.startswith("<") else min)(found, key=lambda each: each[0])
-        worst, count = next(((value, n) for value, n in found if math.isnan(value)), (worst, count))
+        sign = 1 if slo.operator.startswith("<") else -1
+        worst, count = max(_values(slo.name, target), key=lambda each: math.inf if math.isnan(each[0]) else sign * each[0])
         measured = slo.told(worst) + (f" (of {count})" if slo.name.startswith(("p90", "p99")) else "")
         judged.append({"slo": str(slo), "value": worst, "measured": measured, "holds": slo.holds(worst)})
     return judged

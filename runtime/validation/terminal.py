@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from skipdecode.validation.quality import DEFAULT_TOKENIZER
 from skipdecode.validation.samples import Summary
 
 _NO_END = 100_000  # columns: where rich breaks lines after 80, a search of a log finds no phrase that it broke
@@ -71,11 +72,10 @@ def _parity(target: dict[str, Any]) -> Table:
     for row in target["parity"]:
         errors = [error for layer in row["kv"] for name, error in layer.items() if name != "layer"]
         first = row["first_token_that_differs"]
-        bound = f"{row['bound']:g} of {'largest' if row['judged_by'] == 'relative_error' else 'median step'}"
         table.add_row(
             row["name"], f"{row['max_logit_error']:.2e}", f"{row['mean_logit_error']:.2e}", f"{row['relative_error']:.1e}",
-            f"{row['median_error']:.1e}", bound, "none" if first is None else str(first), f"{max(errors, default=0.0):.1e}",
-            "holds" if row["holds"] else "DOES NOT HOLD",
+            f"{row['median_error']:.1e}", f"{row['bound']:g} of {row['bound_of']}", "none" if first is None else str(first),
+            f"{max(errors, default=0.0):.1e}", "holds" if row["holds"] else "DOES NOT HOLD",
         )  # fmt: skip
     return table
 
@@ -123,7 +123,9 @@ def _workloads(target: dict[str, Any]) -> Table:
 
 
 def _quality(target: dict[str, Any]) -> Table:
-    table = _table(f"{target['name']}: quality [95 % interval]", "schedule", "fewer layers", "mean layers", "BLEU", "ROUGE-L",
+    tokenizer = target["quality"][0]["bleu_tokenizer"]
+    bleu = "BLEU" if tokenizer == DEFAULT_TOKENIZER else f"BLEU ({tokenizer})"
+    table = _table(f"{target['name']}: quality [95 % interval]", "schedule", "fewer layers", "mean layers", bleu, "ROUGE-L",
                    "BLEU lost against full depth")  # fmt: skip
     for row in target["quality"]:
         table.add_row(

@@ -60,18 +60,20 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
 
     Raises:
         SkipDecodeError: bad input, before anything long starts.
+        BundleError: also a bundle that is replaced by another before all of it is read.
     """
-    manifest = manifests.read(request.bundle)
-    try:
-        generators, resident = _load(request, manifest)
-    except BundleError as error:  # what the hashes show of it is more than what stopped the library that read it
-        return _damaged(request, manifest, error, progress)
-    loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
-    request = _filled(request, manifest, min(map(most_context, loaded)))
-    _check(request, manifest, loaded[0])
-    machine = {**machine_facts(_LIBRARIES), "gpu": _gpu(loaded)}
-    journal = Journal(_identity(request, machine))
-    integrity = _integrity(manifest, request.bundle, progress)  # not from the journal: nothing keeps files from changing
+    with manifests.one_bundle(request.bundle):  # each target's load reads it anew, and after them hashes and journal do
+        manifest = manifests.read(request.bundle)
+        try:
+            generators, resident = _load(request, manifest)
+        except BundleError as error:  # what the hashes show of it is more than what stopped the library that read it
+            return _damaged(request, manifest, error, progress)
+        loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
+        request = _filled(request, manifest, min(map(most_context, loaded)))
+        _check(request, manifest, loaded[0])
+        machine = {**machine_facts(_LIBRARIES), "gpu": _gpu(loaded)}
+        journal = Journal(_identity(request, machine))
+        integrity = _integrity(manifest, request.bundle, progress)  # not from the journal: nothing keeps files from changing
     result = _head(request, manifest, machine, integrity, journal.resumed)
     result["targets"] = [
         _measure_target(name, generator, resident.get(name, 0), request, journal, progress)

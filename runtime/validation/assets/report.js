@@ -159,8 +159,12 @@ function roofline(target) {
     `The dashed line is the measured memory bandwidth, ${number(target.read_gb_per_s, 1)} GB/s: no step can lie below it unless its weights stay in the processor's caches.`, drawing);
 }
 
+// with what split the texts into words, where that is not sacrebleu's default: only BLEU of the same compares
+const bleuName = ([{bleu_tokenizer: tokenizer}]) => tokenizer === "13a" ? "BLEU" : `BLEU (${tokenizer})`;
+
 function quality(target) {
-  const rows = target.quality.flatMap((row) => [["BLEU", row.bleu], ["ROUGE-L", row.rouge_l]].map(([metric, value]) =>
+  const bleu = bleuName(target.quality);
+  const rows = target.quality.flatMap((row) => [[bleu, row.bleu], ["ROUGE-L", row.rouge_l]].map(([metric, value]) =>
     ({metric, name: row.name, speedup: row.schedule_speedup, own: row.own, ...value})));
   const drawing = plot({
     width: WIDE, height: 300, marginRight: 60,
@@ -177,7 +181,7 @@ function quality(target) {
     `${data.settings.examples} examples, greedy; bars are 95 % bootstrap intervals. Orange is the bundle's own schedule.`, drawing, {wide: true});
   const rowsOf = target.quality.map((row) => [row.name, `${number(row.schedule_speedup)}x`, number(row.mean_layers), interval(row.bleu),
     interval(row.rouge_l), row.bleu_loss ? interval(row.bleu_loss) : ""]);
-  return [body, table(["schedule", "fewer layers", "mean layers a step", "BLEU", "ROUGE-L", "BLEU lost against full depth"], rowsOf)];
+  return [body, table(["schedule", "fewer layers", "mean layers a step", bleu, "ROUGE-L", "BLEU lost against full depth"], rowsOf)];
 }
 
 function memory(target) {
@@ -208,7 +212,7 @@ function parity(target) {
   const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // a variant whose layers keep nothing
   return table(["variant", "largest logit error", "mean", "of the largest logit", "median step", "at most", "first token that differs", "largest KV error", ""],
     target.parity.map((row) => [row.name, exponential(row.max_logit_error), exponential(row.mean_logit_error),
-      exponential(row.relative_error), exponential(row.median_error), `${row.bound} of the ${row.judged_by === "relative_error" ? "largest" : "median step"}`,
+      exponential(row.relative_error), exponential(row.median_error), `${row.bound} of ${row.bound_of}`,
       row.first_token_that_differs ?? "none", exponential(worst(row)), verdict(row.holds)]));
 }
 
@@ -236,7 +240,7 @@ function figures(target) {
     load.own.token_ms && [number(load.own.token_ms.p99), `ms, p99 of ${load.own.token_ms.n} tokens`],
     [number(load.own.ttft_ms.median, 1), "ms to the first token"],
     target.parity && [exponential(target.parity.some((row) => row.relative_error == null) ? null : d3.max(target.parity, (row) => row.relative_error)), "largest error against the reference, of the largest logit"],
-    own && [number(own.bleu.value, 1), `BLEU with the schedule; ${number(target.quality[0].bleu.value, 1)} at full depth`],
+    own && [number(own.bleu.value, 1), `${bleuName(target.quality)} with the schedule; ${number(target.quality[0].bleu.value, 1)} at full depth`],
   ];
   return element("div", {class: "figures"}, ...entries.filter(Boolean).map(([value, text]) => element("div", {}, element("b", {}, value), element("span", {class: "soft"}, text))));
 }

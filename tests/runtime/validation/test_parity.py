@@ -52,6 +52,7 @@ def test_exact_weights_are_held_to_a_thousandth_and_others_to_a_bound_of_the_med
     rows = parity.measure_parity(generator, "")
     assert [row["name"] for row in rows] == [*(variant.name for variant in manifest.variants), f"v{LAYERS}, 45 tokens"]
     assert all(row["holds"] is holds for row in rows)
+    assert {row["bound_of"] for row in rows} == {"the largest logit" if weights == "fp32" else "the median step's logits"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from skipdecode.cli import validate
+from skipdecode.errors import BundleError
 from skipdecode.schedule import Anchor
 from skipdecode.validation import validate as validation
 from skipdecode.validation.plans import measure_plans
@@ -72,9 +74,19 @@ def test_a_plan_that_differs_is_named_and_exit_is_1(
     assert capsys.readouterr().err.splitlines() == ([] if holds else [line])
 
 
-def test_a_slim_bundle_has_nothing_to_compare_with(
+def test_a_slim_bundle_has_nothing_to_compare_with(gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = device.load(gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", None, monkeypatch)
+    variants = tuple(dataclasses.replace(variant, graph=None) for variant in generator.manifest.variants)
+    generator.manifest = dataclasses.replace(generator.manifest, variants=variants)
+    assert measure_plans(generator) is None
+
+
+def test_plans_are_not_compared_with_the_graphs_of_a_bundle_that_took_their_own_ones_place(
     gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    generator = device.load(gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", None, monkeypatch)
-    generator.path = tmp_path
-    assert measure_plans(generator) is None
+    bundle = shutil.copytree(gpu_bundle(Anchor.GENERATED), tmp_path / "bundle")
+    generator = device.load(bundle, "tensorrt-rtx", None, monkeypatch)
+    bundle.rename(tmp_path / "old")
+    shutil.copytree(gpu_bundle(Anchor.ABSOLUTE), bundle)
+    with pytest.raises(BundleError, match=r"bundle: was replaced after it was loaded; validate it again$"):
+        measure_plans(generator)

@@ -100,6 +100,7 @@ def test_the_page_says_what_does_not_hold_and_compares_with_the_baseline(browser
     text = browser.execute_script("return document.body.innerText")
     for words in ("does not hold", "bleu>=101", "Against the baseline", "Is it right?", "v24", "first token that differs"):
         assert words in text, words
+    assert "0.001 of the largest logit" in text
     assert "Differs: cores: 99, now" in text
     assert re.search(r"p99_token_ms<=0\.001\s+cpu\s+\d+\.\d+ \(of \d+\)\s+does not hold", text)
     assert re.search(r"p99 of \d+ tokens", text)
@@ -122,6 +123,22 @@ def test_what_was_not_measured_is_said_and_the_rest_is_drawn(browser: webdriver.
     assert set(_charts(browser)) == CHARTS - {"quality", "positions"}
     text = browser.execute_script("return document.body.innerText")
     assert "add --eval FILE.jsonl" in text and "add --reference MODEL" in text
+
+
+def test_bleu_says_what_split_the_texts_where_it_is_not_sacrebleus_default(
+    browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, examples = tmp_path / "report.html", tmp_path / "eval.jsonl"
+    sizes = ["--batch", "1", "--context", "8", "--new-tokens", "4"]
+    for reference, name in (("カフェです。", "BLEU (char)"), ("A mill.", "BLEU")):
+        examples.write_text(json.dumps({"prompt": "name[The Mill] =>", "references": [reference]}))
+        assert main([str(trained), *sizes, "--eval", str(examples), "--report", str(path)]) == 0
+        assert f"mean layers  {name}  " in re.sub(" {2,}", "  ", capsys.readouterr().out)
+        browser.get(path.as_uri())
+        assert browser.get_log("browser") == []
+        text = browser.execute_script("return document.body.innerText")
+        assert re.search(rf"mean layers a step\s+{re.escape(name)}\s+ROUGE-L", text)
+        assert f"{name} with the schedule" in text
 
 
 def test_a_first_batch_of_one_token_is_drawn_beside_longer_ones(browser: webdriver.Chrome, trained: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from skipdecode import generate
 from skipdecode.cli import validate as command
 from skipdecode.cli.validate import main
 from skipdecode.validation import parity
@@ -46,6 +48,7 @@ def test_everything_at_once_gives_tables_json_and_exit_0(
     assert main([str(trained), *QUICK, *options, "--new-tokens", "20"]) == 0
     page = capsys.readouterr().out
     assert "all holds" in page and "against the reference" in page and "BLEU lost" in page
+    assert "0.001 of the largest logit" in page
     assert report.stat().st_size > 400_000
 
     monkeypatch.setattr(parity, "_ask", answer_here)
@@ -81,15 +84,62 @@ def test_a_variant_that_differs_from_the_reference_is_named_and_exit_is_1(
     found: list[bool], status: int, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judged = {"relative_error": 0.25, "median_error": 0.125, "bound": 0.1}
-    by = ("relative_error", "median_error")
-    rows = [{**judged, "name": f"v{index}", "holds": holds, "judged_by": by[index]} for index, holds in enumerate(found)]
+    by = (
+        {"judged_by": "relative_error", "bound_of": "the largest logit"},
+        {"judged_by": "median_error", "bound_of": "the median step's logits"},
+    )
+    rows = [{**judged, **by[index], "name": f"v{index}", "holds": holds} for index, holds in enumerate(found)]
     for name in ("check_reference", "measure_cell", "measure_workload", "_gb_per_s"):
         monkeypatch.setattr(validation, name, lambda *_: None)
     monkeypatch.setattr(validation, "measure_parity", lambda *_: rows)
     assert main([str(trained), *QUICK, "--reference", "any", "--quiet"]) == status
-    errors = ("0.25 of the largest logit", "0.12 of the logits, in the median step")
+    errors = ("0.25 of the largest logit", "0.12 of the median step's logits")
     told = [f"cpu v{index} differs from the reference by {errors[index]}" for index, holds in enumerate(found) if not holds]
     assert capsys.readouterr().err.splitlines() == [f"does not hold: {line} (at most 0.1)" for line in told]
+
+
+@pytest.mark.parametrize(
+    ("relative", "median", "told"),
+    [
+        (math.inf, math.nan, "gives logits that are no numbers"),
+        (math.nan, 0.1, "gives logits that are no numbers"),
+        (0.9, math.inf, "gives all tokens the same logit"),
+    ],
+)
+def test_errors_that_are_no_numbers_are_compared_with_no_bound(
+    relative: float, median: float, told: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = {"relative_error": relative, "median_error": median}
+    row = {"name": "v4", **errors, "holds": False, "judged_by": "median_error", "bound": 1.25, "bound_of": "the logits"}
+    for name in ("check_reference", "measure_cell", "measure_workload", "_gb_per_s"):
+        monkeypatch.setattr(validation, name, lambda *_: None)
+    monkeypatch.setattr(validation, "measure_parity", lambda *_: [row])
+    assert main([str(trained), *QUICK, "--reference", "any", "--quiet"]) == 1
+    assert capsys.readouterr().err == f"does not hold: cpu v4 {told}\n"
+
+
+@pytest.mark.parametrize("when", ["before it is loaded", "while it is loaded", "before it is hashed"])
+def test_a_bundle_that_is_replaced_before_all_of_it_is_read_is_refused(
+    when: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the other bundle is measured under this one's name, or called damaged."""
+    bundle = shutil.copytree(zoo.bundle("opt"), tmp_path / "engines")
+    module, name = {
+        "before it is loaded": (validation, "_load"),
+        "while it is loaded": (generate, "load_engines"),
+        "before it is hashed": (validation, "_integrity"),
+    }[when]
+    step = getattr(module, name)
+
+    def replaced(*given: Any) -> Any:
+        bundle.rename(tmp_path / "old")
+        shutil.copytree(zoo.bundle("llama"), bundle)
+        return step(*given)
+
+    monkeypatch.setattr(module, name, replaced)
+    monkeypatch.setattr(validation, "_measure_target", lambda *_: pytest.fail("began to measure"))
+    assert main([str(bundle), *QUICK]) == 2
+    assert capsys.readouterr() == ("", f"{bundle}: was replaced while it was loaded; load it again\n")
 
 
 def test_a_file_that_changed_does_not_hold(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
