@@ -10,21 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_figures import Cells
+from summary import Point
 from worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Systems that take turns at a point."""
+class Stage(Point):
+    """A point, and the systems that take turns at it."""
 
-    batch: int  # rows
-    context: int  # valid positions of each
     systems: tuple[str, ...]
 
     @property
     def point(self) -> str:
         """As it is written: 8x128."""
-        return f"{self.batch}x{self.context}"
+        return str(self)
 
 
 def stages(points: Sequence[str], systems: Sequence[str], takes_part: Callable[[str, str], bool]) -> list[Stage]:

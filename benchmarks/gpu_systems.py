@@ -66,11 +66,11 @@ class Ours:
         return load_device_engines(self.manifest, bundle, target, HostDevice(), host_turn_around())
 
     def cell(self, batch: int, context: int) -> dict[str, Any]:
-        """Prompts of `context` tokens, then `BLOCK` steps of each variant on top, again and again: ms of each, medians' source.
+        """Prompts of `context` tokens, then blocks of `BLOCK` steps of each variant on top, again and again.
 
-        A step is what a run does: the captured graph of embedding, segments, head and turn-around. The host enqueues a block
-        and waits for its end; `host_us` is what enqueuing a step takes it. The first prompts and blocks are not told: engines
-        allocate then, and graphs are captured.
+        Told are the ms a step of each block, of which gpu_figures takes medians. A step is what a run does: the captured graph of
+        embedding, segments, head and turn-around. The host enqueues a block and waits for its end; `host_us` is what enqueuing a
+        step takes it. The first prompts and blocks are not told: engines allocate then, and graphs are captured.
         """
         found = self._cell(batch, context)
         gc.collect()  # the KV buffer is given back before another system needs the room

@@ -83,19 +83,15 @@ class Transformers:
         return clock.run(out[0, ids.shape[1] :].tolist())
 
 
-class TorchCompile:
-    """transformers' model on a static cache, its decode step compiled by torch; the prompt's pass is eager."""
+class TorchCompile(Transformers):
+    """The same model on a static cache, its decode step compiled by torch; the prompt's pass is eager."""
 
     def __init__(self, checkpoint: Path, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, StaticCache
-        from transformers.utils import logging
+        from transformers import StaticCache
 
-        logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        self._torch, self._cache_of = torch, StaticCache
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        self._step = torch.compile(self._model.forward, dynamic=False)
+        super().__init__(checkpoint, threads)
+        self._cache_of = StaticCache
+        self._step = self._torch.compile(self._model.forward, dynamic=False)
         self._caches: dict[tuple[int, int], Any] = {}  # by rows and positions
 
     def generate(self, prompts: Prompts, tokens: int) -> Run:

@@ -26,10 +26,10 @@ from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.quality import Example, answer, score
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "e2e"))
-from data import examples_of
+EXAMPLE = Path(__file__).parents[1] / "examples" / "e2e"
+sys.path.insert(0, str(EXAMPLE))
+from data import examples_of  # noqa: E402
 
-EXAMPLE = Path(sys.path[0])
 KINDS = (  # weights, method, inputs that share one scale
     ("none", "rtn", 32), ("int8", "rtn", 32), ("int8", "k-quant", 32), ("int8", "rtn", 128),
     ("int4", "rtn", 32), ("int4", "k-quant", 32), ("int4", "rtn", 64), ("int4", "rtn", 128), ("int4", "k-quant", 128),
