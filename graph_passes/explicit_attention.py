@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.conventions import constant, required, static_dim
-from skipdecode.graph_passes.queries_as_tokens import LEAST_HEADS, is_long, queries_a_token
+from skipdecode.graph_passes.queries_as_tokens import LEAST_HEADS, heads_as_tokens, is_long
 from skipdecode.graph_passes.take_over import take_over
 
 _HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
@@ -58,7 +58,7 @@ def _has_kernel(node: ir.Node, slots: int) -> bool:
     plain = len(node.outputs) == 1 and not node.attributes.get_float("softcap", 0.0)
     heads, size = (static_dim(required(node), axis) for axis in (1, 3))
     sizes = size in _HEAD_SIZES and heads >= LEAST_HEADS
-    return plain and sizes and (not is_long(node, slots) or queries_a_token(node) > 1)
+    return plain and sizes and (not is_long(node, slots) or heads_as_tokens(node) > 1)
 
 
 class _Explicit:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import constant, required, static_dim
+from skipdecode.graph_passes.conventions import constant, producer, required, static_dim
 
 # of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the number of key heads
 LEAST_HEADS = 4
@@ -21,7 +21,8 @@ _MOST = 24576  # slots and a head's numbers, for the kernel of one token: 8 more
 
 
 class QueriesAsTokensPass(ir.passes.InPlacePass):
-    """Leaves attention that the kernel of one token takes, and what `explicit_attention` writes out.
+    """Leaves attention that the kernel of one token takes. ExplicitAttentionPass has run before: what no kernel takes, whatever
+    the slots (a cap, say, or further outputs), is not told apart here.
 
     Args:
         slots: of each layer's KV buffer in this graph.
@@ -33,19 +34,24 @@ class QueriesAsTokensPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         long = [node for node in model.graph if node.op_type == "Attention" and is_long(node, self.slots)]
-        found = [(node, count) for node in long if (count := queries_a_token(node)) > 1]
+        found = [(node, count) for node in long if (count := heads_as_tokens(node)) > 1]
         for node, count in found:
             _rewrite(model.graph, node, count)
         return ir.passes.PassResult(model, bool(found))
 
 
 def is_long(node: ir.Node, slots: int) -> bool:
-    """Whether the kernel of one token does not take these slots."""
-    return slots + static_dim(required(node), 3) > _MOST
+    """Whether a step's token has the kernel of one, which does not take these slots."""
+    return slots + static_dim(required(node), 3) > _MOST and not _has_heads_as_tokens(node)
 
 
-def queries_a_token(node: ir.Node) -> int:
-    """How many of a head's queries may become its tokens; 1: none."""
+def _has_heads_as_tokens(node: ir.Node) -> bool:
+    masks = producer(required(node, 3))
+    return masks is not None and masks.op_type == "Concat" and len({*masks.inputs}) == 1
+
+
+def heads_as_tokens(node: ir.Node) -> int:
+    """How many heads that share keys become tokens of one; 1: none do."""
     if static_dim(required(node, 3), 1) != 1:  # a mask for each head
         return 1
     heads, kv_heads = (static_dim(required(node, index), 1) for index in range(2))
@@ -56,8 +62,15 @@ def queries_a_token(node: ir.Node) -> int:
 def _rewrite(graph: ir.Graph, node: ir.Node, count: int) -> None:
     tape, query, mask = Tape(), required(node), required(node, 3)
     heads, size = (static_dim(query, axis) for axis in (1, 3))
-    tokens = tape.op("Reshape", [query, constant(tape, 0, heads // count, -1, size)])
-    masks = tape.op("Concat", [mask] * count, {"axis": 2})
-    rows = tape.op("Attention", [tokens, *node.inputs[1:3], masks], node.attributes)
+    tokens = tape.op("Reshape", [query, constant(tape, 0, heads // count, -1, size)], output=_more_tokens(query, heads // count))
+    masks = tape.op("Concat", [mask] * count, {"axis": 2}, output=_more_tokens(mask, 1))
+    attended = _more_tokens(node.outputs[0], heads // count)
+    rows = tape.op("Attention", [tokens, *node.inputs[1:3], masks], node.attributes, output=attended)
     made = tape.op("Reshape", [rows, constant(tape, 0, heads, -1, static_dim(required(node, 2), 3))])
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [made])
+
+
+def _more_tokens(like: ir.Value, heads: int) -> ir.Value:
+    """What is to be made of `like` [B,N,S,..]: [B,heads,..,..], of more tokens."""
+    assert like.shape is not None
+    return ir.Value(shape=ir.Shape([like.shape[0], heads, None, like.shape[3]]), type=like.type)
