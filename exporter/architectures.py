@@ -40,7 +40,7 @@ HYBRIDS = {
 }
 # those whose layers may differ in the heads of their keys, or read the keys and values of others
 OWN_HEADS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
-# older than transformers' interface for attention (see own_attention)
+# older than transformers' interface for attention (see own_attention), or with a stored table to rotate by (CodeGen, GPT-J)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # those whose final norm, which has no weights, is also between embedding and layers
 NORM_ON_BOTH_ENDS = ("nanochat",)

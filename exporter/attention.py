@@ -44,12 +44,18 @@ def onnx_attention(
     if score_bias is not None:
         attention_mask = torch.where(attention_mask, score_bias.to(query.dtype), float("-inf"))
     inputs = (query, key, value, attention_mask)
-    if s_aux is None:
-        out = torch.onnx.ops.symbolic("Attention", inputs, attrs, dtype=query.dtype, shape=query.shape, version=OPSET)
-    else:
-        out = _beside_sinks(inputs, attrs, s_aux)
+    out = operator("Attention", *inputs, **attrs) if s_aux is None else _beside_sinks(inputs, attrs, s_aux)
     rows = out.transpose(1, 2)
     return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # as transformers' own: some `view` it
+
+
+def operator(name: str, *inputs: torch.Tensor, shape: tuple[int, ...] | None = None, **attributes: Any) -> torch.Tensor:
+    """One ONNX operator in a trace, whose output is of the dtype of its first input, and of its shape unless `shape` is given."""
+    first = inputs[0]
+    made: torch.Tensor = torch.onnx.ops.symbolic(
+        name, inputs, attributes, dtype=first.dtype, shape=first.shape if shape is None else shape, version=OPSET
+    )
+    return made
 
 
 def widened(value: torch.Tensor, size: int) -> torch.Tensor:
@@ -86,16 +92,10 @@ class ScatterCache:
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from the slot of each row's first position on."""
         first = self.position_ids[:, 0]
-        self.present_key, self.present_value = _scatter(self.present_key, key, first), _scatter(self.present_value, value, first)
+        self.present_key = operator("TensorScatter", self.present_key, key, first, axis=2)
+        self.present_value = operator("TensorScatter", self.present_value, value, first, axis=2)
         return self.present_key, self.present_value
 
     def get_seq_length(self, *_: Any) -> int:
         """Transformers asks; positions come from `position_ids` alone."""
         return 0
-
-
-def _scatter(buffer: torch.Tensor, update: torch.Tensor, write_indices: torch.Tensor) -> torch.Tensor:
-    scattered: torch.Tensor = torch.onnx.ops.symbolic(
-        "TensorScatter", (buffer, update, write_indices), {"axis": 2}, dtype=buffer.dtype, shape=buffer.shape, version=OPSET
-    )
-    return scattered

@@ -31,7 +31,7 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
     """
     if not is_utf8(request.out):
         raise BundleError(
-            "is not UTF-8, the only encoding that tokenizers and ONNX Runtime take",
+            "is not UTF-8, the only encoding that tokenizers and ONNX Runtime's Python package take",
             "choose another --out",
             where=str(request.out),
         )
@@ -44,6 +44,8 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
         raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
     if not 1 <= request.max_batch <= _MOST_ROWS:
         raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
+    if request.max_length is not None and request.max_length < 2:
+        raise TargetError(f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length")
     out, table = real_out(request.out), request.schedule.name.partition(":")[2]
     check_out(out, request.force)
     if table:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.config_json import check_permitted
+from skipdecode.exporter.config_json import check_permitted, first_line
 from skipdecode.exporter.conversions import converted
 from skipdecode.exporter.dequantize import dequantised
 from skipdecode.exporter.graphs import Skeleton
@@ -199,9 +199,8 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError, KeyError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
         raise ModelNotSupportedError(
-            f"cannot be read as plain tensors ({reason[:120]})",
+            f"cannot be read as plain tensors ({first_line(error).split('. ')[0][:120]})",
             "download it again, or, if you trust it, `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
             where=str(file),
         ) from error

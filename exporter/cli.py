@@ -39,8 +39,8 @@ def tell(manifest: Manifest, request: ExportRequest) -> None:
 def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     if manifest.schedule.cap(0) is not None:
         yield "without layer 0 an untuned model breaks; use --warmup-layers 1"
-    last = max(manifest.model.key_sources, default=-1)
-    if request.schedule.warmup_layers <= last == manifest.schedule.warmup_layers - 1:
+    sources = manifest.model.key_sources
+    if sources and request.schedule.warmup_layers <= (last := max(sources)) == manifest.schedule.warmup_layers - 1:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     schedule, longest = manifest.schedule, manifest.limits.max_length
     # the last token is not fed, nor, of a prompt of one, the two before position 0

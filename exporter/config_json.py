@@ -85,16 +85,21 @@ def place(config: Any) -> str:
     return getattr(config, "_name_or_path", "") or "model"
 
 
+def first_line(error: Exception) -> str:
+    """Of what an error says, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def reason(error: Exception) -> str:
     """Of a library's error the line that says most, and of the model's code the line that failed, which names the setting."""
     from huggingface_hub.errors import StrictDataclassError
 
-    text = error.args[0] if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) else str(error)
-    if isinstance(error, KeyError) and " " not in text:
-        text = f"'{text.strip(chr(39))}' is not found"
-    lines = (text.strip() or type(error).__name__).splitlines()
-    # of a setting's check the first line names the check, the last one the exception and what is wrong
-    line = lines[-1].partition(": ")[2] if isinstance(error, StrictDataclassError) else lines[0]
+    line = first_line(error)
+    if isinstance(error, StrictDataclassError):  # which names its check, then the exception and what is wrong
+        line = str(error).strip().splitlines()[-1].partition(": ")[2]
+    elif isinstance(error, KeyError):  # which quotes what it says
+        line = line.strip("'\"")
+        line = line if " " in line else f"'{line}' is not found"
     return line[:160] + _failing_line(error)
 
 

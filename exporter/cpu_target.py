@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from skipdecode import manifest
 from skipdecode.cpu import cpu_features
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import Report, move_to_file, remove_lowered, save_engine, weight_bytes
+from skipdecode.exporter.layout import Report, Write, move_to_file, remove_lowered, save_engine, write_lowered
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -38,13 +39,11 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
     quantization = job.quantization
     lowering = _lowering(job.limits.max_length)
     sizes: dict[str, int] = {}
+    through_ort = functools.partial(_compile, partial / manifest.GRAPHS / "lowered.onnx")  # beside the weights it refers to
 
-    def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
-        lowered = graph.clone()
-        ir.passes.Sequential(WidenPass(), *passes)(lowered)
+    def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase, write: Write = through_ort) -> str:
         path = f"{FOLDER}/{name}.onnx"
-        sizes[path] = weight_bytes(lowered.graph)
-        _compile(partial, lowered, path)
+        sizes[path] = write_lowered(graph, (WidenPass(), *passes), partial / path, write)
         return path
 
     (partial / FOLDER).mkdir(parents=True)
@@ -53,8 +52,10 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
         segments.append(compiled(graph, name, *lowering, *_quantizing(quantization)))
     report("compiling head for cpu", 1.0)
     head = compiled(graphs.head, "head", *lowering, *_quantizing(quantization and quantization.outer))
-    if quantization:
-        embed = _write_quantized_embed(partial, graphs.embed, quantization.outer)
+    if quantization:  # the graph is its engine: there is nothing to fold in it, and its table may be the head's
+        quantizing = QuantizeEmbeddingPass(quantization.outer), QuantizeWeightsPass(quantization.outer)
+        sharing = functools.partial(save_engine, shares=partial / FOLDER / "head.onnx")
+        embed = compiled(graphs.embed, "embed", *quantizing, write=sharing)
     elif job.request.slim or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
         embed = compiled(graphs.embed, "embed")
     else:  # the standard graph is its engine, so that its weights are not written twice
@@ -85,17 +86,8 @@ def _quantizing(how: Quantization | None) -> list[ir.passes.PassBase]:
     return [QuantizeWeightsPass(how), QuantizeExpertsPass(how), SkipNormPass()] if how else []
 
 
-def _compile(partial: Path, lowered: ir.Model, path: str) -> None:
-    source = partial / manifest.GRAPHS / "lowered.onnx"  # beside the weights that it refers to
+def _compile(source: Path, lowered: ir.Model, path: Path) -> None:
     move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
     ir.save(lowered, source)
-    compile_ort(source, partial / path)
+    compile_ort(source, path)
     remove_lowered(source)
-
-
-def _write_quantized_embed(partial: Path, graph: ir.Model, how: Quantization) -> str:
-    """Write the embedding's engine as it is: there is nothing to fold in it, and its table may be the head's."""
-    lowered, path = graph.clone(), f"{FOLDER}/embed.onnx"
-    ir.passes.Sequential(WidenPass(), QuantizeEmbeddingPass(how), QuantizeWeightsPass(how))(lowered)
-    save_engine(lowered, partial / path, shares=partial / FOLDER / "head.onnx")
-    return path

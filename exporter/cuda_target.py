@@ -14,7 +14,7 @@ import onnxruntime
 from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import Report, save_engine, save_tied, weight_bytes
+from skipdecode.exporter.layout import Report, save_engine, save_tied, write_lowered
 from skipdecode.graph_passes.cutlass_products import CutlassProductsPass
 from skipdecode.graph_passes.float_logits import FloatLogitsPass
 from skipdecode.graph_passes.float_operators import FloatOperatorsPass
@@ -50,11 +50,8 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
     sizes: dict[str, int] = {}
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
-        lowered = graph.clone()
-        ir.passes.Sequential(NarrowOperatorsPass(), *passes)(lowered)
         path = f"{FOLDER}/{name}.onnx"
-        sizes[path] = weight_bytes(lowered.graph)
-        save_engine(lowered, partial / path)
+        sizes[path] = write_lowered(graph, (NarrowOperatorsPass(), *passes), partial / path, save_engine)
         return path
 
     (partial / FOLDER).mkdir(parents=True)

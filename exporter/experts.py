@@ -1,14 +1,19 @@
 """What transformers calls instead of its own experts while a layer is traced: every expert, times its weight or 0.
 
 Standard ONNX has no operator for chosen experts alone; a target's lowering makes one of this (`lower_experts`).
+
+Llama 4's mixture does not go through transformers' interface for experts: they take each token times its score, and weigh alike;
+transformers gives every expert every token, times 0 where it was not chosen. `llama_4_mixture` stands for its `forward`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from skipdecode.graph_passes.conventions import OPSET
+from skipdecode.exporter.attention import operator
 
 EXPERTS_NAME = "skipdecode_onnx"
 
@@ -19,13 +24,14 @@ def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor
     return _weighed(products(module, hidden), hidden, chosen, weights)
 
 
-def halved_experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The same of Llama 4's: `gate_up_proj` [E,H,2I], gates beside ups, and `down_proj` [E,I,H]."""
-    tokens, width = hidden.shape
-    experts, _, doubled = module.gate_up_proj.shape
-    gate, up = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)).split(doubled // 2, dim=-1)
-    products = _matmul(torch.nn.functional.silu(gate) * up, module.down_proj, (experts, tokens, width))
-    return _weighed(products, hidden, chosen, weights)
+def llama_4_mixture(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B,S,H] -> rows [T,H] and the router's logits [T,E]; a token's one expert (`check_supported`) takes it times its score."""
+    hidden = hidden_states.reshape(-1, self.hidden_dim)
+    logits = torch.nn.functional.linear(hidden, self.router.weight)
+    best, chosen = torch.topk(logits, 1, dim=-1)
+    scaled = hidden * torch.sigmoid(best.float()).to(hidden.dtype)
+    weights = torch.softmax(best, dim=-1)  # 1 of one, by which a lowering sees that the logits alone choose
+    return self.shared_expert(hidden) + _weighed(_halved(self.experts, scaled), scaled, chosen, weights), logits
 
 
 def _weighed(products: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -36,10 +42,7 @@ def _weighed(products: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor,
     shares = none.scatter(1, chosen, weights)
     weighed, first = products * shares.T[:, :, None], torch.zeros(1, dtype=torch.int64)
     # the operator itself: of narrow floats torch's own would first be traced as a cast to fp32
-    total: torch.Tensor = torch.onnx.ops.symbolic(
-        "ReduceSum", (weighed, first), {"keepdims": 0}, dtype=hidden.dtype, shape=hidden.shape, version=OPSET
-    )
-    return total
+    return operator("ReduceSum", weighed, first, shape=hidden.shape, keepdims=0)
 
 
 def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -49,6 +52,14 @@ def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     both = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
     gate, up = both.split(doubled // 2, dim=-1)
     return _matmul(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
+
+
+def _halved(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Llama 4's: `gate_up_proj` [E,H,2I], gates beside ups, and `down_proj` [E,I,H]."""
+    tokens, width = hidden.shape
+    experts, _, doubled = module.gate_up_proj.shape
+    gate, up = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)).split(doubled // 2, dim=-1)
+    return _matmul(torch.nn.functional.silu(gate) * up, module.down_proj, (experts, tokens, width))
 
 
 def _squared(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -70,8 +81,7 @@ def _biased(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """One MatMul, which broadcasts; torch's own would first write `left` once an expert."""
-    product: torch.Tensor = torch.onnx.ops.symbolic("MatMul", (left, right), dtype=left.dtype, shape=shape, version=OPSET)
-    return product
+    return operator("MatMul", left, right, shape=shape)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)

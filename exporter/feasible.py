@@ -17,7 +17,7 @@ from skipdecode.exporter.config_json import place
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
-from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_decays, check_tensorrt, slots_of_plans
+from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slots_of_plans
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
 from skipdecode.graph_passes.quantization import BLOCK_SIZES
@@ -40,10 +40,6 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
         ModelNotSupportedError: nothing could be generated.
     """
     if request.max_length is not None:
-        if request.max_length < 2:
-            raise ModelNotSupportedError(
-                f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length"
-            )
         return request.max_length
     longest = getattr(config, "max_position_embeddings", None)
     if longest == 1:
@@ -85,7 +81,6 @@ def _check_builder(
                 "--workspace and --optimization-level are for TensorRT's builder", "add --target tensorrt-rtx, or leave them out"
             )
         return
-    check_decays(skeleton)
     check_tensorrt(skeleton, limits, schedule)
     for target in targets:
         if target.name == "tensorrt":

@@ -17,6 +17,7 @@ _TIED = "tied.bin"  # a target's folder: what embedding and head share there
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 
 Report = Callable[[str, float], None]  # (what is being done, fraction that is done)
+Write = Callable[[ir.Model, Path], None]  # of a lowered graph an engine to a file
 
 
 def weight_bytes(graph: ir.Graph) -> int:
@@ -32,6 +33,15 @@ def _read_bytes(weight: ir.Value) -> int:
     mixture = next((node for node in readers if node.op_type in ("MoE", "QMoE")), None)
     share = weight.meta.get(READ_SHARE, 1) if mixture is None else mixture.attributes["k"].as_int() / tensor.shape.numpy()[0]
     return round(tensor.nbytes * share)
+
+
+def write_lowered(graph: ir.Model, passes: Iterable[ir.passes.PassBase], path: Path, write: Write) -> int:
+    """Lower a copy of a standard graph and `write` its engine; returns the engine's `weight_bytes`."""
+    lowered = graph.clone()
+    ir.passes.Sequential(*passes)(lowered)
+    read_bytes = weight_bytes(lowered.graph)
+    write(lowered, path)
+    return read_bytes
 
 
 def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) -> None:

@@ -1,8 +1,9 @@
-"""Layers older than transformers' interface for attention: the same arithmetic, said through it.
+"""Layers whose attention cannot be traced as transformers has it: the same arithmetic, said through its interface for attention.
 
-Their classes multiply queries, keys and values by hand, each in its own way. Each function here stands for the `forward` of one
-of them while a layer is traced: its projections, its rotary embedding, the cache, then `onnx_attention`. So does one for Llama 4,
-which asks the cache for one length of all rows, and for Gemma 3n's whole layer.
+Most are older than that interface: their classes multiply queries, keys and values by hand, each in its own way. GPT-J and
+CodeGen rotate by rows of a stored table of all positions, Llama 4 asks the cache for one length of all rows. Each function here
+stands for the `forward` of one of them while a layer is traced: its projections, its rotary embedding, the cache, then
+`onnx_attention`. So do others for an indexer's choice, Llama 4's mixture, and Gemma 3n's MLP and whole layer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from skipdecode.exporter.altup import gemma_3n_layer, gemma_3n_mlp
-from skipdecode.exporter.attention import ScatterCache, onnx_attention
-from skipdecode.exporter.own_experts import llama_4_mixture
-from skipdecode.graph_passes.conventions import OPSET
+from skipdecode.exporter.attention import ScatterCache, onnx_attention, operator
+from skipdecode.exporter.experts import llama_4_mixture
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
@@ -54,9 +54,8 @@ def _with_neighbours_turned(
     angles = position_ids[:, :, None].float() * frequencies
     tables = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
     part = self.rotary_dim if self.rotary_dim < self.head_dim else 0  # 0: whole heads
-    attributes = {"interleaved": 1, "num_heads": query.shape[1], "rotary_embedding_dim": part}
     query, key = (
-        torch.onnx.ops.symbolic("RotaryEmbedding", (each, *tables), attributes, dtype=each.dtype, shape=each.shape, version=OPSET)
+        operator("RotaryEmbedding", each, *tables, interleaved=1, num_heads=each.shape[1], rotary_embedding_dim=part)
         for each in (query, key)
     )
     return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj)

@@ -81,11 +81,8 @@ def check_supported(config: Any, max_length: int) -> None:
         known.add("chunked_attention")
     if config.model_type in INDEXED:
         _check_each(config, ("index_topk",), needed=True)
-        if max_length > config.index_topk:
-            raise ModelNotSupportedError(
-                f"{config.model_type} attends to {config.index_topk} tokens that it chooses, --max-length is {max_length}",
-                f"export with --max-length {config.index_topk} or less, which are all",
-            )
+        chosen = config.index_topk
+        _check_length(max_length, chosen, f"{config.model_type} attends to {chosen} tokens that it chooses")
         known.add("indexed_attention")
     other = {*(layer_kinds(config) or ())} - known
     if other:
@@ -119,11 +116,8 @@ def _check_llama_4(config: Any, max_length: int) -> None:
     """Llama 4's layers that see the tokens of one chunk alone are exact within the first one; a token has one expert's rows."""
     size = config.attention_chunk_size
     _check_each(config, ("attention_chunk_size",))
-    if size is not None and max_length > size and "chunked_attention" in (layer_kinds(config) or ()):
-        raise ModelNotSupportedError(
-            f"{config.model_type} attends in chunks of {size} tokens, --max-length is {max_length}",
-            f"export with --max-length {size} or less",
-        )
+    if size is not None and "chunked_attention" in (layer_kinds(config) or ()):
+        _check_length(max_length, size, f"{config.model_type} attends in chunks of {size} tokens")
     if config.num_experts_per_tok != 1:
         raise unsupported(
             config, f"gives each of {config.num_experts_per_tok} experts a token other rows, which no operator does"
@@ -258,8 +252,9 @@ def _check_rotary(config: Any, max_length: int) -> None:
         original = getattr(config, name, None) or scaling.get(name)
         if not isinstance(original, int):
             raise _bad_setting(config, name, original)
-        if max_length > original:
-            raise ModelNotSupportedError(
-                f"{config.model_type} changes its rotary frequencies beyond {original} tokens, --max-length is {max_length}",
-                f"export with --max-length {original} or less",
-            )
+        _check_length(max_length, original, f"{config.model_type} changes its rotary frequencies beyond {original} tokens")
+
+
+def _check_length(max_length: int, most: int, why: str) -> None:
+    if max_length > most:
+        raise ModelNotSupportedError(f"{why}, --max-length is {max_length}", f"export with --max-length {most} or less")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,20 +60,14 @@ class _Engine:
     profiles: tuple[Profile, ...]
 
 
-def check_decays(skeleton: Skeleton) -> None:
-    """Raises TargetError where keys' numbers are forgotten each at its own rate: `explicit_linear_attention` has one a head."""
-    if any(forgets_by_channel(module) for layer in skeleton.parts.layers for module in layer.modules()):
-        message = f"{skeleton.config.model_type}'s linear attention has a decay for each number of a key, plans have one a head"
-        raise TargetError(message, "choose cpu or cuda", where="--target")
-
-
 def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule) -> None:
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
-        TargetError: a layer's KV buffer, a weight that cannot be split, or what a step looks up of a mixture's experts has more
-            elements than a tensor may.
+        TargetError: linear attention has a decay for each number of a key; a layer's KV buffer, a weight that cannot be split, or
+            what a step looks up of a mixture's experts has more elements than a tensor may.
     """
+    _check_decays(skeleton)
     for name, shape in skeleton.shapes.items():
         if math.prod(shape) > _MOST_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
             raise TargetError(f"{name} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
@@ -88,6 +82,13 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
             where="--max-length",
         )
     _check_look_up(skeleton, limits)
+
+
+def _check_decays(skeleton: Skeleton) -> None:
+    """Keys' numbers are not forgotten each at its own rate: `explicit_linear_attention` has one a head."""
+    if any(forgets_by_channel(module) for layer in skeleton.parts.layers for module in layer.modules()):
+        message = f"{skeleton.config.model_type}'s linear attention has a decay for each number of a key, plans have one a head"
+        raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
 def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
@@ -123,8 +124,15 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
     (partial / folder / KEYS).write_text(json.dumps(requests.keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
-    weights = job.quantization.name if job.quantization else graphs.weights
-    return _described(target, requests.gpus[0], weights, requests.sizes, tied_weight, tied_bytes)
+    embed, head = (f"{folder}/{name}.plan" for name in ("embed", "head"))
+    segments = {path: size for path, size in requests.sizes.items() if path not in (embed, head)}
+    trt = library(target.name)
+    return manifest.Target(
+        name=target.name, weights=job.quantization.name if job.quantization else graphs.weights,
+        library=trt.__name__, library_version=trt.__version__, machine=requests.gpus[0], cpu_features=(),
+        embed=embed, segments=tuple(segments), head=head, tied_weight=tied_weight,
+        segment_weight_bytes=tuple(segments.values()), head_weight_bytes=requests.sizes[head] + tied_bytes,
+    )  # fmt: skip
 
 
 def _gpus(target: TargetRequest) -> tuple[str, str]:
@@ -196,25 +204,6 @@ class _Requests:
             else:
                 ir.save(lowered, source)
                 yield request
-
-
-def _described(
-    target: TargetRequest,
-    machine: str,
-    weights: str,
-    sizes: Mapping[str, int],
-    tied_weight: str | None,
-    tied_bytes: int,
-) -> manifest.Target:
-    """What the manifest says of it; `sizes`: plan's file -> bytes of its weights."""
-    trt = library(target.name)
-    *segments, embed, head = sizes  # as `_engines` orders them
-    return manifest.Target(
-        name=target.name, weights=weights, library=trt.__name__,
-        library_version=trt.__version__, machine=machine, cpu_features=(),
-        embed=embed, segments=tuple(segments), head=head, tied_weight=tied_weight,
-        segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
-    )  # fmt: skip
 
 
 def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.config_json import read_bytes, read_settings
+from skipdecode.exporter.config_json import first_line, read_bytes, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _convert(folder: Path, path: Path) -> None:
                 "its tokenizer cannot be converted", "`pip install sentencepiece protobuf`", where=str(folder)
             ) from error
         raise ModelNotSupportedError(
-            f"its tokenizer cannot be converted ({_first_line(error)})",
+            f"its tokenizer cannot be converted ({first_line(error)[:160]})",
             "put a tokenizer.json there", where=str(folder),
         ) from error  # fmt: skip
 
@@ -98,7 +98,7 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
     except Exception as error:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
         logger.warning(
             "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
-            path.name, _first_line(error),
+            path.name, first_line(error)[:160],
         )  # fmt: skip
         return None
     here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -131,10 +131,6 @@ def _compare(samples: list[dict[str, Any]], theirs: Any) -> None:
 def _few(ids: list[int], start: int) -> str:
     shown = map(str, ids[start : start + 4])
     return f"[{'.., ' if start else ''}{', '.join(shown)}{', ..' if len(ids) > start + 4 else ''}]"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def _opened(path: Path, folder: Path) -> tokenizers.Tokenizer:

@@ -109,15 +109,15 @@ def _check_finite(given: torch.Tensor, tensor: torch.Tensor, name: str, where: s
         raise ModelNotSupportedError(what, "download the checkpoint again, or repair it", where=where)
 
 
-def random_source(seed: int = 0) -> TensorSource:
+def random_source() -> TensorSource:
     """Weights of a known architecture without its checkpoint, for latency work: normal, 0.02; norms' scales 1.
 
-    A tensor depends on the seed and its name alone. A generator draws on one thread (4 to 7 s for a GB of fp16), so each block of
+    A tensor depends on its name alone. A generator draws on one thread (4 to 7 s for a GB of fp16), so each block of
     a tensor has one of its own, and cores share the blocks.
     """
 
     def draw(name: str, index: int, block: torch.Tensor) -> None:
-        digest = hashlib.sha256(f"{seed} {name} {index}".encode()).digest()
+        digest = hashlib.sha256(f"{name} {index}".encode()).digest()
         block.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little")))
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -30,10 +30,6 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
 Range = tuple[int, int, int]  # least, most likely, most
-# Set where the library has them. Without it, TensorRT-RTX may allocate while it runs, which a CUDA graph cannot catch.
-_FLAGS = ("REQUIRE_USER_ALLOCATION",)
-# A step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work.
-_MAX_AUX_STREAMS = 0
 _REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
 _ELSEWHERE = "export for cuda, which needs no builder"
 _STANDSTILL_S = 120  # without a moment of processor time, after which a builder is taken to wait for what never comes
@@ -218,10 +214,10 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
             builder_optimization_level=request.options.optimization_level, profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
             tf32=False,  # fp32 is for what sums up many tokens
         )  # fmt: skip
-    for flag in _FLAGS:
-        if hasattr(trt.BuilderFlag, flag):
-            config.set_flag(getattr(trt.BuilderFlag, flag))
-    config.max_aux_streams = _MAX_AUX_STREAMS
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        # without it TensorRT-RTX may allocate while it runs, which a CUDA graph cannot catch
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    config.max_aux_streams = 0  # a step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work
     if request.capabilities:
         config.num_compute_capabilities = len(request.capabilities)
         for index, name in enumerate(request.capabilities):

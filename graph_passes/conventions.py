@@ -1,5 +1,5 @@
 """What the passes agree on: whose operators are not standard, which floats are narrow, which operators are norms or keep
-states, which initializers are weights; how constants are added, values cast, inputs and sizes read."""
+states, which initializers are weights; how constants are added, values cast, inputs, producers and sizes read."""
 
 from __future__ import annotations
 
@@ -52,9 +52,14 @@ def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
     return node
 
 
+def producer(value: ir.Value | None) -> ir.Node | None:
+    """The node that makes a value; None: none does, or there is no value."""
+    return value.producer() if value is not None else None
+
+
 def uncast(value: ir.Value | None) -> ir.Value | None:
     """What stands before casts."""
-    node = value.producer() if value is not None else None
+    node = producer(value)
     return uncast(node.inputs[0]) if node is not None and node.op_type == "Cast" else value
 
 
@@ -68,6 +73,11 @@ def required(node: ir.Node, index: int = 0) -> ir.Value:
 def optional(node: ir.Node, index: int) -> ir.Value | None:
     """An input that may be left out, at the end or in between."""
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+def inputs_by_name(graph: ir.Graph | ir.Function) -> dict[str | None, ir.Value]:
+    """The graph's inputs."""
+    return {value.name: value for value in graph.inputs}
 
 
 def scales_numbers(norm: ir.Node) -> bool:

@@ -31,7 +31,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import add_constant, constant, optional, required, static_dim
+from skipdecode.graph_passes.conventions import add_constant, constant, inputs_by_name, optional, required, static_dim
 
 logger = logging.getLogger(__name__)
 _WORTH = 262_144  # numbers of a query times positions from which the matrix kernel is the quicker one in a step
@@ -99,7 +99,7 @@ def _few(node: ir.Node) -> int:
 
 def _many(graph: ir.Graph, first: ir.Node, few: int) -> ir.Value:
     """Whether there is one new token a row, and more than `few` positions: bool [1], made before the `first` attention."""
-    total = next(value for value in graph.inputs if value.name == bindings.TOTAL_SEQUENCE_LENGTH)
+    total = inputs_by_name(graph)[bindings.TOTAL_SEQUENCE_LENGTH]
     tape = Tape()
     limit = tape.op("Constant", [], {"value": ir.tensor(np.array([few], np.int32))})
     new_tokens = tape.op("Shape", [first.inputs[0]], {"start": 1, "end": 2})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from skipdecode.graph_passes.conventions import producer
 from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 
@@ -37,10 +38,10 @@ def _other_summand(node: ir.Node) -> ir.Value | None:
 
 
 def _sums_nothing(value: ir.Value | None) -> bool:
-    producer = value.producer() if value is not None else None
-    if producer is not None and producer.op_type == "Reshape":
-        return _sums_nothing(producer.inputs[0])
-    if producer is None or producer.op_type != "MatMul" or producer.inputs[0] is None:
+    node = producer(value)
+    if node is not None and node.op_type == "Reshape":
+        return _sums_nothing(node.inputs[0])
+    if node is None or node.op_type != "MatMul" or node.inputs[0] is None:
         return False
-    shape = producer.inputs[0].shape
+    shape = node.inputs[0].shape
     return shape is not None and shape[-1] == 0

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import TO_THE_END, is_parameter, rule_constant, static_dim
+from skipdecode.graph_passes.conventions import TO_THE_END, inputs_by_name, is_parameter, rule_constant, static_dim
 from skipdecode.graph_passes.lower_experts import (
     BiasedExperts,
     Experts,
@@ -115,7 +115,7 @@ def _mixture(
 ) -> Any:
     node, kind = x.producer(), experts.up.dtype
     assert node is not None and node.graph is not None and kind is not None
-    hidden = next(value for value in node.graph.inputs if value.name == bindings.HIDDEN)  # [B,S,..], whose tokens x has
+    hidden = inputs_by_name(node.graph)[bindings.HIDDEN]  # [B,S,..], whose tokens x has
     for parameter in (experts.up, experts.down, experts.up_bias, experts.down_bias):
         if parameter is not None:
             parameter.meta[READ_SHARE] = static_dim(chosen, 1) / static_dim(parameter, 0)

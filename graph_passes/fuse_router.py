@@ -16,7 +16,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, static_dim, uncast
+from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, producer, static_dim, uncast
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
 
@@ -87,8 +87,7 @@ def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Valu
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """What makes a value, where that is such an operator on the last axis."""
-    value = uncast(value)  # a narrow graph computes softmax and sums in fp32, as the operator does
-    node = value.producer() if value is not None else None
+    node = producer(uncast(value))  # a narrow graph computes softmax and sums in fp32, as the operator does
     if node is None or node.op_type != op_type:
         return None
     return node if op_type not in ("Softmax", "TopK") or node.attributes.get_int("axis", default=-1) in (-1, 1) else None

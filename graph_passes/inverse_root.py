@@ -10,22 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript import rewriter
+from onnxscript.rewriter.pattern import RewriteRuleClassBase
+
+from skipdecode.graph_passes.rewritten import rewritten
 
 
 class InverseRootPass(ir.passes.InPlacePass):
     """Applies wherever the exponent is the constant -1/2."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, rewriter.RewritePass([_RULE])(model).modified)
+        return ir.passes.PassResult(model, rewritten(model, _InverseRoot.rule()))
 
 
-def _power(op: Any, x: Any) -> Any:
-    return op.Pow(x, -0.5)
+class _InverseRoot(RewriteRuleClassBase):  # type: ignore[misc]
+    def pattern(self, op: Any, x: Any) -> Any:
+        return op.Pow(x, -0.5)
 
-
-def _root(op: Any, x: Any) -> Any:
-    return op.Reciprocal(op.Sqrt(x))
-
-
-_RULE = rewriter.pattern.RewriteRule(_power, _root)
+    def rewrite(self, op: Any, x: ir.Value) -> Any:
+        return op.Reciprocal(op.Sqrt(x))

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, required, static_dim
+from skipdecode.graph_passes.conventions import MS_DOMAIN, inputs_by_name, integers, required, static_dim
 from skipdecode.graph_passes.rotary_table import rotary_table
 from skipdecode.graph_passes.slot_biases import last_slots, slot_biases
 from skipdecode.graph_passes.take_over import take_over
@@ -175,7 +175,7 @@ def _window(visible: ir.Value) -> int | None:
 
 def _length_input(graph: ir.Graph, name: str, size: str | int) -> ir.Value:
     """The graph's int32 input of this name [size], added once."""
-    known = next((value for value in graph.inputs if value.name == name), None)
+    known = inputs_by_name(graph).get(name)
     if known is not None:
         return known
     added = ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(ir.DataType.INT32))

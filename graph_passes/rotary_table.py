@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import add_constant, static_dim
+from skipdecode.graph_passes.conventions import add_constant, producer, static_dim
 
 
 def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> list[ir.Value] | None:
@@ -27,7 +27,7 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
     (cos, factor), (sin, other) = (_unscaled(first.inputs[index]) for index in (1, 2))
     if cos is None or sin is None or (cos.op_type, sin.op_type) != ("Cos", "Sin") or cos.inputs[0] is not sin.inputs[0]:
         return None
-    angles = _producer(cos.inputs[0]) if factor == other else None
+    angles = producer(cos.inputs[0]) if factor == other else None
     frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
     if frequencies is None or angles is None or angles.op_type != "Mul":
         return None
@@ -64,16 +64,12 @@ def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Node | None, float]:
     """What makes `value`, were it not for a cast (tables are computed in fp32 in narrow graphs too) and a factor (yarn's)."""
-    node, factor = _producer(value), 1.0
+    node, factor = producer(value), 1.0
     while node is not None and node.op_type in ("Cast", "Mul"):
         if node.op_type == "Mul":
             number = node.inputs[1].const_value if node.inputs[1] is not None else None
             if number is None or number.size != 1:
                 return None, factor
             factor *= float(number.numpy().item())
-        node = _producer(node.inputs[0])
+        node = producer(node.inputs[0])
     return node, factor
-
-
-def _producer(value: ir.Value | None) -> ir.Node | None:
-    return value.producer() if value is not None else None

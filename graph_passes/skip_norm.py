@@ -17,7 +17,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, scales_numbers
+from skipdecode.graph_passes.conventions import MS_DOMAIN, producer, scales_numbers
 from skipdecode.graph_passes.projection import without_bias
 from skipdecode.graph_passes.take_over import can_take_over, take_over
 
@@ -31,7 +31,7 @@ class SkipNormPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
         for node in list(model.graph):
-            add = node.inputs[0].producer() if node.op_type in _SKIPPING and node.inputs[0] is not None else None
+            add = producer(node.inputs[0]) if node.op_type in _SKIPPING else None
             if add is not None and add.op_type == "Add" and _fits(node, add):
                 _fuse(model.graph, node, add)
                 count += 1

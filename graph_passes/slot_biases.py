@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import NARROW, required, uncast
+from skipdecode.graph_passes.conventions import NARROW, inputs_by_name, producer, required, uncast
 
 _LAST_SLOTS = "last_slots"
 
@@ -74,7 +74,7 @@ def _known(graph: ir.Graph, name: str) -> ir.Value | None:
 
 def _positions(graph: ir.Graph) -> ir.Value:
     """[B,S]"""
-    return next(value for value in graph.inputs if value.name == bindings.POSITION_IDS)
+    return inputs_by_name(graph)[bindings.POSITION_IDS]
 
 
 def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]]:
@@ -89,7 +89,6 @@ def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np
 
 def _made_by(value: ir.Value | None, op_type: str) -> ir.Node:
     """What makes `value`, were it not for casts."""
-    source = uncast(value)
-    node = source.producer() if source is not None else None
+    node = producer(uncast(value))
     assert node is not None and node.op_type == op_type, f"{value and value.name} is not made by {op_type}"
     return node

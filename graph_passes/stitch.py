@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import is_parameter
+from skipdecode.graph_passes.conventions import inputs_by_name, is_parameter
 
 LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a constant
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
@@ -35,7 +35,7 @@ def instantiate(template: ir.Model, layer: int, keys_of: int | None, prefix: str
 
 
 def _tell_index(graph: ir.Graph, layer: int) -> None:
-    asked = next((value for value in graph.inputs if value.name == LAYER_INDEX), None)
+    asked = inputs_by_name(graph).get(LAYER_INDEX)
     if asked is not None:
         graph.inputs.remove(asked)
         asked.const_value = ir.tensor(np.array([layer], dtype=np.int64), name=LAYER_INDEX)

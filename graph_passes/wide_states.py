@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.bindings import PAST
-from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast
+from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast, producer
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
 _TURNS = ("Squeeze", "Transpose")  # a Mamba's state, to how it is kept
@@ -50,7 +50,7 @@ def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
     found = False
     for value in node.inputs:
         found |= value is not None and _is_state(value)
-        before = value.producer() if value is not None else None
+        before = producer(value)
         if before is None or before.op_type in _PRODUCTS:
             continue
         if before in wide or _add_between(before, wide):

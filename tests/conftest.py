@@ -1,7 +1,9 @@
-"""What all tests share: the zoo, what they export from it traced once, one thread for torch, and rarer collections."""
+"""What all tests share: the zoo, what they export from it traced once, one thread for torch, rarer collections, and what is
+compiled once: the turn-around's host version, and a stand-in for the GPU's driver."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import hashlib
@@ -19,6 +21,8 @@ from torch._export import utils as export_utils
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from skipdecode.exporter import dry_run, graphs
+from skipdecode.plugins import turnaround
+from tests.standin import driver
 from tests.zoo import Zoo
 
 
@@ -121,3 +125,15 @@ def conformance_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     folder = tmp_path_factory.mktemp("conformance")
     return functools.cache(lambda name: make(name, zoo, folder / name))
+
+
+@pytest.fixture(scope="session")
+def turnaround_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The turn-around's host version."""
+    return turnaround.build(tmp_path_factory.mktemp("host") / "turnaround.so", device=False)
+
+
+@pytest.fixture(scope="session")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a libcuda.so.1 that stands in for NVIDIA's driver."""
+    return driver.build(tmp_path_factory.mktemp("driver"))

@@ -18,7 +18,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conformance.record import OPTIONS, clear_prompts, run
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 BUILD = Path(__file__).parents[2] / "build" / "cpp"
 LIBRARIES = BUILD / "deps" / "lib"
@@ -101,8 +101,7 @@ def hybrid_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[A
     folder = tmp_path_factory.mktemp("hybrid")
     for anchor, name in zip(Anchor, ("falcon_h1", "qwen3_5_text"), strict=True):
         checkpoint = shutil.copytree(zoo.checkpoint(name), folder / name)
-        config = json.loads((checkpoint / "config.json").read_text())
-        (checkpoint / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * LONG}))
+        edit_config(checkpoint, max_position_embeddings=2 * LONG)
         schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10, anchor=anchor)
         export(
             ExportRequest(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from skipdecode.exporter.export import ExportRequest
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import MAX_LENGTH
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 SCHEDULE = ScheduleRequest(name="step", max_layers=6, min_layers=3, span=4, max_variants=2)
 
@@ -22,6 +21,5 @@ def plan_request(zoo: Zoo, name: str, out: Path, **changes: object) -> ExportReq
 def longer_checkpoint(zoo: Zoo, name: str, folder: Path) -> Path:
     """A checkpoint of the zoo, with positions for long runs."""
     checkpoint = shutil.copytree(zoo.checkpoint(name), folder / "longer")
-    config = json.loads((checkpoint / "config.json").read_text()) | {"max_position_embeddings": 2**21}
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    edit_config(checkpoint, max_position_embeddings=2**21)
     return checkpoint

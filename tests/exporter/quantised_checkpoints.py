@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from skipdecode.exporter.weights import TensorSource
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.models import MAX_LENGTH
+from tests.zoo import edit_config
 
 Store = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # a matrix to what a file has of it, by what the names end in
 WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says of weights, and of rows where the layout needs it
@@ -83,8 +83,7 @@ def assert_refused(
 def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: Store) -> Path:
     """A checkpoint whose matrices, but for embedding and head, lie as `store` puts them."""
     shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": settings}))
+    edit_config(folder, dtype="bfloat16", quantization_config=settings)
     state = load_file(folder / "model.safetensors")
     for name in [name for name, tensor in state.items() if ("_proj" in name or ".fc" in name) and tensor.ndim == 2]:
         state |= {name.removesuffix("weight") + end: part for end, part in store(state.pop(name)).items()}

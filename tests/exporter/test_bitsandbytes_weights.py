@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from skipdecode.exporter import bitsandbytes_weights
 from skipdecode.graph_passes.kept_levels import kept_levels
 from tests.exporter.quantised_checkpoints import assert_reads, assert_refused, assert_runs, source
-from tests.graph_passes.test_kept_levels import error, restored
+from tests.graph_passes.running import relative_error
+from tests.graph_passes.test_kept_levels import restored
 from tests.zoo import Zoo
 
 KEY = "model.layers.1.self_attn.k_proj.weight"  # [32,64] in the tests' Llama
@@ -88,7 +89,7 @@ def test_int8_keeps_the_levels_of_llm_int8(quantised: Quantised) -> None:
     folder, _ = quantised("llama", "LLM.int8()")
     matrix = source(folder)(KEY, (32, 64)).numpy()
     found = kept_levels(matrix, bits=8, block=32)
-    assert found is not None and found.rows.all() and error(restored(found), matrix) < 1e-6
+    assert found is not None and found.rows.all() and relative_error(restored(found), matrix) < 1e-6
 
 
 def test_an_older_config_does_not_name_the_method(quantised: Quantised, tmp_path: Path) -> None:

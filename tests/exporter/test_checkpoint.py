@@ -19,15 +19,11 @@ from skipdecode.exporter.config_json import allowing_empty_weights
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
+from tests.exporter.quantised_checkpoints import source
 from tests.models import CONFIGS, LAYERS, RELATIVES, VARIATIONS
 from tests.zoo import Zoo
 
 State = dict[str, torch.Tensor]
-
-
-def _source(folder: Path) -> TensorSource:
-    """Of a folder whose configuration is a supported model's, or has one as its text part."""
-    return CheckpointSource(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
@@ -50,17 +46,17 @@ def _in_either_form(model: Any, folder: Path) -> Iterator[tuple[Path, TensorSour
     for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
         file = _folder(model.config, folder / name) / name
         save(dict(model.state_dict()), file)
-        yield file, _source(file.parent)
+        yield file, source(file.parent)
 
 
 def _read_all(folder: Path, config: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is warned of once every parameter is read."""
     skeleton = build_skeleton(config)
-    source = CheckpointSource(folder, skeleton)
+    read = CheckpointSource(folder, skeleton)
     for name, shape in skeleton.shapes.items():
-        source(name, shape)
+        read(name, shape)
     caplog.clear()
-    source.warn_of_unread()
+    read.warn_of_unread()
     return caplog.messages
 
 
@@ -144,25 +140,25 @@ def test_a_checkpoint_is_read_in_every_form_that_hugging_face_writes(name: str, 
     else:  # what OPT's and GPT-2's checkpoints on the hub are called by
         renamed = {key.removeprefix(f"{model.base_model_prefix}."): value for key, value in state.items()}
         torch.save(renamed, folder / "pytorch_model.bin")
-    source = _source(folder)
+    read = source(folder)
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(source(key, tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
+        torch.testing.assert_close(read(key, tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
 
 
 def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
     """Or the peak of an export would be the whole checkpoint."""
-    for file, source in _in_either_form(zoo.model("llama"), tmp_path):
-        held = source("model.norm.weight", (64,))
+    for file, read in _in_either_form(zoo.model("llama"), tmp_path):
+        held = read("model.norm.weight", (64,))
         assert str(file) in Path("/proc/self/maps").read_text()
         del held
         assert str(file) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_file_that_vanishes_while_it_is_read_is_the_checkpoints_fault(zoo: Zoo, tmp_path: Path) -> None:
-    for file, source in _in_either_form(zoo.model("llama"), tmp_path):
+    for file, read in _in_either_form(zoo.model("llama"), tmp_path):
         file.unlink()
         with pytest.raises(ModelNotSupportedError, match="cannot be read"):
-            source("model.norm.weight", (64,))
+            read("model.norm.weight", (64,))
 
 
 def test_the_head_may_stand_for_the_embedding_that_is_tied_to_it(zoo: Zoo, tmp_path: Path) -> None:
@@ -170,10 +166,10 @@ def test_the_head_may_stand_for_the_embedding_that_is_tied_to_it(zoo: Zoo, tmp_p
     folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
     head = state["lm_head.weight"].clone()
     save_file({key: value for key, value in state.items() if key != "model.embed_tokens.weight"}, folder / "model.safetensors")
-    torch.testing.assert_close(_source(folder)("model.embed_tokens.weight", tuple(head.shape)), head, rtol=0, atol=0)
+    torch.testing.assert_close(source(folder)("model.embed_tokens.weight", tuple(head.shape)), head, rtol=0, atol=0)
     save_file({**state, "lm_head.weight": head + 1}, folder / "model.safetensors")
     with pytest.raises(ModelNotSupportedError, match=r"differs from model\.embed_tokens\.weight.*tie_word_embeddings"):
-        _source(folder)("model.embed_tokens.weight", tuple(head.shape))
+        source(folder)("model.embed_tokens.weight", tuple(head.shape))
 
 
 def test_quantised_weights_without_their_scales_are_refused(zoo: Zoo, tmp_path: Path) -> None:
@@ -182,7 +178,7 @@ def test_quantised_weights_without_their_scales_are_refused(zoo: Zoo, tmp_path: 
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**state, name: state[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
     with pytest.raises(ModelNotSupportedError, match="float8_e4m3fn; give an unquantised"):
-        _source(folder)(name, tuple(state[name].shape))
+        source(folder)(name, tuple(state[name].shape))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ def test_an_index_that_lists_no_files_is_named(text: str, tmp_path: Path) -> Non
     folder = _folder(CONFIGS["llama"](), tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelNotSupportedError, match=r"index\.json: is not a shard index; download the checkpoint again"):
-        _source(folder)
+        source(folder)
 
 
 def test_a_tensor_that_two_shards_hold_is_the_same_in_both(zoo: Zoo, tmp_path: Path) -> None:
@@ -212,10 +208,10 @@ def test_a_tensor_that_two_shards_hold_is_the_same_in_both(zoo: Zoo, tmp_path: P
     name, last = "model.embed_tokens.weight", folder / "model-00002-of-00002.safetensors"
     rest = load_file(last)
     save_file({**rest, name: state[name]}, last)
-    torch.testing.assert_close(_source(folder)(name, tuple(state[name].shape)), state[name], rtol=0, atol=0)
+    torch.testing.assert_close(source(folder)(name, tuple(state[name].shape)), state[name], rtol=0, atol=0)
     save_file({**rest, name: state[name] + 1}, last)
     with pytest.raises(ModelNotSupportedError, match=r"00002\.safetensors: model\.embed.* differs from the one in .*00001"):
-        _source(folder)(name, tuple(state[name].shape))
+        source(folder)(name, tuple(state[name].shape))
 
 
 class _Hostile:
@@ -242,15 +238,15 @@ def test_a_bin_that_is_not_plain_tensors_is_refused_and_runs_nothing(zoo: Zoo, t
     ):
         weights.write_bytes(content)
         with pytest.raises(ModelNotSupportedError, match=says) as caught:
-            _source(folder)
+            source(folder)
         assert "\n" not in str(caught.value)
     torch.save(state, weights, _use_new_zipfile_serialization=False)  # as before torch 1.6
     with pytest.raises(ModelNotSupportedError, match="cannot be read as plain tensors"):
-        _source(folder)
+        source(folder)
     name, some = next((name, tensor) for name, tensor in state.items() if tensor.ndim == 2)
     others = ({3: some}, {name: some.to_sparse()}, {name: some.to("meta")})
     for content in ({"state_dict": state}, *({**state, **other} for other in others)):
         torch.save(content, weights)
         with pytest.raises(ModelNotSupportedError, match="no flat list of tensors"):
-            _source(folder)
+            source(folder)
     assert not trace.exists()

@@ -19,14 +19,9 @@ from skipdecode.exporter.model_names import load_config
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
 from tests.unprivileged import UNPRIVILEGED
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
-
-
-def _edit(folder: Path, changes: dict[str, Any]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(
     name: str, changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     (CONFIGS | RELATIVES)[name]().save_pretrained(tmp_path / "model")
-    _edit(tmp_path / "model", changes)
+    edit_config(tmp_path / "model", **changes)
     with pytest.raises(ModelNotSupportedError, match=says) as caught:
         export(ExportRequest(model=str(tmp_path / "model"), out=tmp_path / "out", random_weights=True))
     line = str(caught.value)
@@ -134,7 +129,7 @@ def test_a_file_that_may_not_be_read_is_named_for_that_and_not_as_damaged(zoo: Z
 
 def test_a_model_whose_config_json_asks_for_tuples_is_exported_as_any_other(zoo: Zoo, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
-    _edit(folder, {"return_dict": False})
+    edit_config(folder, return_dict=False)
     linear = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)
     made = export(ExportRequest(model=str(folder), out=tmp_path / "out", schedule=linear, max_batch=4, max_length=MAX_LENGTH))
     theirs = manifests.read(zoo.bundle("llama"))

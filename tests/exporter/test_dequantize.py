@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +34,7 @@ from tests.exporter.quantised_checkpoints import (
     rewritten,
     source,
 )
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 KEY = "model.layers.1.self_attn.k_proj"  # [32,64] in the tests' Llama
 
@@ -95,9 +94,8 @@ DOWN = "model.layers.2.mlp.experts.down_proj"
 def in_mxfp4(zoo: Zoo, tmp_path: Path) -> Path:
     """gpt-oss' checkpoint as OpenAI writes it: bf16, the experts' matrices as blocks of 32 numbers of 4 bits and exponents."""
     folder = shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "in_mxfp4")
-    config = json.loads((folder / "config.json").read_text())
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": quantised}))
+    edit_config(folder, dtype="bfloat16", quantization_config=quantised)
     state = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     torch.manual_seed(0)
     for name in [name for name in state if name.endswith("_proj") and ".experts." in name]:
@@ -232,8 +230,8 @@ def test_what_others_write_is_read_as_the_numbers_that_it_stands_for(name: str, 
 def test_gpt2s_turned_matrices_are_unpacked_turned(zoo: Zoo, tmp_path: Path) -> None:
     """A square one would fit either way."""
     folder = shutil.copytree(zoo.checkpoint("gpt2"), tmp_path / "packed")
-    config, state = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 8}}))
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 8})
+    state = load_file(folder / "model.safetensors")
     stem, numbers = "transformer.h.1.attn.c_proj.", list[torch.Tensor]()
     square = state.pop(f"{stem}weight")
     assert square.shape[0] == square.shape[1]

@@ -44,7 +44,13 @@ def test_a_plan_of_another_making_has_another_key(changes: dict[str, object]) ->
 
 
 @pytest.mark.parametrize(
-    "setting", ["tf32=False", '"REQUIRE_USER_ALLOCATION"', "_MAX_AUX_STREAMS = 0", "ProfilingVerbosity.DETAILED"]
+    "setting",
+    [
+        "tf32=False",
+        "config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)",
+        "config.max_aux_streams = 0",
+        "ProfilingVerbosity.DETAILED",
+    ],
 )
 def test_a_plan_built_with_another_setting_has_another_key(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those from before REQUIRE_USER_ALLOCATION cannot be captured."""

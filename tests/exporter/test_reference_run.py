@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.reference_run import _load, _states
 from skipdecode.schedule import full_depth
 from tests.models import LAYERS, RELATIVES
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,6 @@ def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) ->
 def test_settings_that_are_for_another_machine_or_for_nothing_do_not_matter(
     settings: dict[str, object], zoo: Zoo, tmp_path: Path
 ) -> None:
-    config = shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
+    edit_config(shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True), **settings)
     for name, weight in _load(tmp_path, torch.float32).state_dict().items():
         torch.testing.assert_close(weight, zoo.model("llama").state_dict()[name], rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,16 +15,11 @@ from skipdecode.exporter import cpu_target
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import MAX_LENGTH
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 
 def _copy(zoo: Zoo, tmp_path: Path) -> Path:
     return Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
-
-
-def _edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def _refused(model: Path | str, out: Path, kind: type[SkipDecodeError], says: str, **changes: object) -> None:
@@ -49,7 +43,7 @@ def test_what_cannot_be_exported_faithfully_is_refused_before_anything_is_writte
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}, "positions|rotary"),
     ):
         shutil.copyfile(zoo.checkpoint("llama") / "config.json", folder / "config.json")
-        _edit_config(folder, **changes)
+        edit_config(folder, **changes)
         _refused(folder, out, ModelNotSupportedError, says)
 
 
@@ -75,7 +69,7 @@ def test_a_broken_checkpoint_is_one_line_and_leaves_nothing(zoo: Zoo, tmp_path: 
 
 
 def test_a_model_of_one_position_is_refused_where_no_length_is_asked_for(zoo: Zoo, tmp_path: Path) -> None:
-    _edit_config(folder := _copy(zoo, tmp_path), max_position_embeddings=1)
+    edit_config(folder := _copy(zoo, tmp_path), max_position_embeddings=1)
     says = "max_position_embeddings is 1, which leaves no token to generate"
     _refused(folder, tmp_path / "outs" / "bundle", ModelNotSupportedError, says, max_length=None)
 
@@ -93,7 +87,7 @@ def test_a_model_of_one_position_is_refused_where_no_length_is_asked_for(zoo: Zo
         ({"quantize_method": "k-quant"}, TargetError, "--quantize-method: no weight is quantised"),
         ({"max_batch": 0}, TargetError, r"choose 1\.\.2147483647"),
         ({"max_batch": 10**23}, TargetError, "--max-batch: 10{23} is out of range"),
-        ({"max_length": 1}, ModelNotSupportedError, "choose 2 or more"),
+        ({"max_length": 1}, TargetError, "--max-length: 1 leaves no token to generate; choose 2 or more"),
         ({"max_length": 65}, ModelNotSupportedError, "the model has 64 positions"),
         ({"schedule": ScheduleRequest(name="wibble")}, SkipDecodeError, "choose one of"),
     ],
@@ -117,7 +111,7 @@ def test_what_experts_cannot_be_compiled_for_is_refused(zoo: Zoo, tmp_path: Path
 
 def test_a_mixture_that_cudas_kernels_do_not_compute_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     shutil.copytree(zoo.checkpoint("mixtral"), tmp_path / "model")
-    _edit_config(tmp_path / "model", intermediate_size=100)
+    edit_config(tmp_path / "model", intermediate_size=100)
     says = "width of the experts 100 is no multiple of 8, as cuda needs it; choose cpu"
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, targets=("cpu", "cuda"))
 
@@ -129,7 +123,7 @@ def test_experts_with_another_activation_than_cudas_kernels_have_are_refused(zoo
 
 def test_the_width_of_experts_whose_matrices_lie_the_other_way_round_is_seen(zoo: Zoo, tmp_path: Path) -> None:
     shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "model")
-    _edit_config(tmp_path / "model", intermediate_size=100)
+    edit_config(tmp_path / "model", intermediate_size=100)
     says = "width of the experts 100 is no multiple of 32, .*; leave out --quantize"
     _refused(tmp_path / "model", tmp_path / "outs" / "bundle", TargetError, says, quantize="int4")
 
@@ -145,7 +139,7 @@ def test_a_full_disk_leaves_nothing_half_written(zoo: Zoo, tmp_path: Path, monke
 
 
 def test_a_folder_whose_name_is_no_utf_8_is_refused_by_that_name(zoo: Zoo, tmp_path: Path) -> None:
-    """ONNX Runtime takes no such path; what failed first was the tokenizer, which was told to be repaired."""
+    """ONNX Runtime's Python package takes no such path; what failed first was the tokenizer, which was told to be repaired."""
     odd = tmp_path / os.fsdecode(b"caf\xe9")
     _refused(zoo.checkpoint("llama"), odd / "bundle", BundleError, "bundle: is not UTF-8, .*; choose another --out")
     model = shutil.copytree(zoo.checkpoint("llama"), odd / "model")

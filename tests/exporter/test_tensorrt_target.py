@@ -32,6 +32,7 @@ from tests.models import MAX_LENGTH, RELATIVES
 from tests.zoo import Zoo
 
 TARGET = "targets/tensorrt-rtx"
+NO_LAYERS = SimpleNamespace(layers=())
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
 
 def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to() -> None:
     keys = Keys(num_heads=2, head_size=16)
-    skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes={"model.norm.weight": (32,)})
+    skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes={"model.norm.weight": (32,)}, parts=NO_LAYERS)
     for length in (2000, 671):
         with pytest.raises(TargetError, match="choose --max-length 640 or less, or fewer --max-batch rows"):
             tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=length, max_batch=10**5), full_depth(6))
@@ -246,7 +247,8 @@ def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to
 def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be_split_is_not() -> None:
     """Command R+ has the one, Gemma 4's E2B the other."""
     limits, embedding = manifests.Limits(max_length=64, max_batch=1), {"model.embed_tokens.weight": (256000, 12288)}
-    skeleton: Any = SimpleNamespace(keys=Keys(num_heads=2, head_size=16), state_layers=(), shapes=embedding)
+    keys = Keys(num_heads=2, head_size=16)
+    skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes=embedding, parts=NO_LAYERS)
     with pytest.raises(TargetError, match=r"--target: model\.embed_tokens\.weight has more than .*; choose cpu or cuda"):
         tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
     skeleton.shapes = {"model.layers.3.mlp.experts.gate_up_proj": (256, 4096, 7168)}  # DeepSeek-V3's
@@ -261,8 +263,14 @@ def test_decays_of_single_numbers_are_refused(name: str) -> None:
     with pytest.raises(
         TargetError, match=rf"--target: {name}'s linear attention has a decay for each number .*; choose cpu or cuda"
     ):
-        tensorrt_target.check_decays(build_skeleton(RELATIVES[name]()))
-    tensorrt_target.check_decays(build_skeleton(RELATIVES["qwen3_5_text"]()))
+        _check_tensorrt(RELATIVES[name]())
+    _check_tensorrt(RELATIVES["qwen3_5_text"]())
+
+
+def _check_tensorrt(config: Any) -> None:
+    skeleton = build_skeleton(config)
+    limits = manifests.Limits(max_length=64, max_batch=1)
+    tensorrt_target.check_tensorrt(skeleton, limits, full_depth(config.num_hidden_layers))
 
 
 def test_more_scores_than_a_tensor_may_have_are_refused_where_attention_is_written_out(zoo: Zoo, tmp_path: Path) -> None:

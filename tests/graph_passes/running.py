@@ -1,4 +1,4 @@
-"""Runs a small graph, before and after a pass."""
+"""Runs a small graph, before and after a pass, and compares."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from skipdecode.engines.ort import use_threads
+from skipdecode.graph_passes.quantization import Quantization
+from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -41,3 +43,28 @@ def with_parameters(text: str, arrays: dict[str, Array]) -> ir.Model:
         value.const_value = ir.tensor(array, name=value.name)
         model.graph.register_initializer(value)
     return model
+
+
+def attention_feeds(kv_heads: int) -> dict[str, Array]:
+    """Of GroupQueryAttention: two rows of one token, of width 32, with 4 and 2 of 8 slots behind them; heads of 16."""
+    rng = np.random.default_rng(1)
+    past = {name: rng.standard_normal((2, kv_heads, 8, 16)).astype(np.float32) for name in ("past_key", "past_value")}
+    x = rng.standard_normal((2, 1, 32)).astype(np.float32)
+    return {"x": x, **past, "seqlens_k": np.array([4, 2], np.int32), "total": np.array([5], np.int32)}
+
+
+def quantised(weight: Array, how: Quantization) -> Array:
+    """What the operator multiplies by in place of a matrix [N,K]."""
+    outputs, inputs = weight.shape
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+    g (float[B,{inputs}] x, float[{outputs},{inputs}] weight) => (float[B,{outputs}] y)
+    {{ turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }}"""
+    model = with_parameters(text, {"weight": weight})
+    QuantizeWeightsPass(how)(model)
+    model.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
+    (found,) = run_model(model, {"x": np.eye(inputs, dtype=np.float32)})
+    return found.T
+
+
+def relative_error(found: Array, expected: Array) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skipdecode.graph_passes.kept_levels import Floats, Levels, kept_levels
 from skipdecode.graph_passes.quantization import METHODS, Quantization
-from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
-from tests.graph_passes.running import run_model
-from tests.graph_passes.test_clean_trace import with_weight
+from tests.graph_passes.running import quantised, relative_error
 
 ROWS, INPUTS = 40, 256
 
@@ -43,10 +40,6 @@ def restored(found: Levels | None) -> Floats:
     return weight.reshape(len(weight), -1)
 
 
-def error(found: Floats, expected: Floats) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-
-
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize(
     ("bits", "symmetric", "scale"),
@@ -61,7 +54,7 @@ def error(found: Floats, expected: Floats) -> float:
 def test_levels_come_back_as_they_were(bits: int, symmetric: bool, scale: type, block: int) -> None:
     weight = stored(bits, 128, symmetric=symmetric, scale=scale)
     found = kept_levels(weight, max(bits, 4), block)
-    assert error(restored(found), weight) < 1e-6
+    assert relative_error(restored(found), weight) < 1e-6
     assert found is not None and (found.zeros == 1 << (max(bits, 4) - 1)).all() == (symmetric or bits == 2)
 
 
@@ -69,14 +62,14 @@ def test_levels_of_4_bits_need_no_zero_point_among_those_of_8() -> None:
     weight = stored(4, 128, symmetric=False)
     found = kept_levels(weight, 8, 32)
     assert found is not None and (found.zeros == 128).all()
-    assert error(restored(found), weight) < 1e-6
+    assert relative_error(restored(found), weight) < 1e-6
 
 
 def test_the_numbers_of_mxfp4_are_levels_of_8_bits_and_not_of_4() -> None:
     rng = np.random.default_rng(0)
     numbers = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6], (ROWS, INPUTS // 32, 32)) * rng.choice([-1, 1], (ROWS, INPUTS // 32, 32))
     weight = (numbers * 2.0 ** rng.integers(-6, -2, (ROWS, INPUTS // 32, 1))).astype(np.float32).reshape(ROWS, INPUTS)
-    assert error(restored(kept_levels(weight, 8, 32)), weight) == 0
+    assert relative_error(restored(kept_levels(weight, 8, 32)), weight) == 0
     assert kept_levels(weight, 4, 32) is None
 
 
@@ -84,7 +77,7 @@ def test_the_numbers_of_mxfp4_are_levels_of_8_bits_and_not_of_4() -> None:
 def test_levels_that_were_stored_in_a_narrow_dtype_come_back_within_its_rounding(dtype: type, rounding: float) -> None:
     weight = stored(4, 128, symmetric=False)
     narrow = weight.astype(dtype).astype(np.float32)
-    assert error(restored(kept_levels(narrow, 4, 32)), weight) < rounding
+    assert relative_error(restored(kept_levels(narrow, 4, 32)), weight) < rounding
 
 
 def _far_from_zero() -> Floats:
@@ -131,7 +124,7 @@ def test_a_few_blocks_on_no_levels_are_rounded_to_nearest_and_the_others_kept() 
     found = restored(kept_levels(weight, 4, 32))
     assert np.abs(found[3, 32:64] - drawn).max() <= np.abs(drawn).max() / 7 / 2 * 1.001
     found[3, 32:64] = weight[3, 32:64]
-    assert error(found, weight) < 1e-6
+    assert relative_error(found, weight) < 1e-6
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -142,15 +135,16 @@ def test_of_matrices_that_were_joined_those_keep_their_levels_that_have_them(met
     value = np.random.default_rng(0).standard_normal((ROWS // 4, INPUTS)).astype(np.float32) * 0.02
     found = kept_levels(np.concatenate([query, value]), 4, 32)
     assert found is not None and found.rows.tolist() == ROWS * [True] + len(value) * [False]
-    joined, alone = _multiplied(np.concatenate([query, value]), method), _multiplied(value, method)
-    assert error(joined[:ROWS], query) < 1e-6
+    how = Quantization(bits=4, method=method)
+    joined, alone = quantised(np.concatenate([query, value]), how), quantised(value, how)
+    assert relative_error(joined[:ROWS], query) < 1e-6
     np.testing.assert_array_equal(joined[ROWS:], alone)
 
 
 def test_zeros_stay_zeros() -> None:
     weight = stored(4, 128, symmetric=True)
     weight[::3] = 0
-    assert error(restored(kept_levels(weight, 4, 32)), weight) < 1e-6
+    assert relative_error(restored(kept_levels(weight, 4, 32)), weight) < 1e-6
     assert not restored(kept_levels(np.zeros((8, 64), np.float32), 4, 32)).any()
 
 
@@ -160,23 +154,11 @@ def test_zeros_stay_zeros() -> None:
 )  # fmt: skip
 def test_whatever_is_stored_comes_back(seed: int, bits: int, group: int, symmetric: bool, scale: type) -> None:
     weight = stored(bits, group, symmetric=symmetric, seed=seed, scale=scale)
-    assert error(restored(kept_levels(weight, bits, 32)), weight) < (1e-6 if bits == 4 else 1e-3)
+    assert relative_error(restored(kept_levels(weight, bits, 32)), weight) < (1e-6 if bits == 4 else 1e-3)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_operator_multiplies_the_checkpoints_own_levels(method: str, symmetric: bool) -> None:
     weight = stored(4, 128, symmetric=symmetric)
-    assert error(_multiplied(weight, method), weight) < 1e-6
-
-
-def _multiplied(weight: Floats, method: str) -> Floats:
-    """What the operator has of a matrix in 4 bits."""
-    text = f"""<ir_version: 10, opset_import: ["" : 24]>
-    g (float[B,{INPUTS}] x) => (float[B,{len(weight)}] y)
-    {{ turned = Transpose <perm = [1, 0]> (weight)  y = MatMul (x, turned) }}"""
-    model = with_weight(text, "layer.fc.weight", weight)
-    QuantizeWeightsPass(Quantization(bits=4, method=method))(model)
-    model.graph[0].attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)  # exact activations
-    (columns,) = run_model(model, {"x": np.eye(INPUTS, dtype=np.float32)})
-    return columns.T
+    assert relative_error(quantised(weight, Quantization(bits=4, method=method)), weight) < 1e-6

@@ -7,9 +7,9 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
-from tests.graph_passes.running import run_model, with_parameters
+from tests.graph_passes.running import attention_feeds, run_model, with_parameters
 
-SLOTS = 8  # 2 heads of 16
+# 2 heads of 16
 HEAD = """<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
 layer (float[B,S,32] x, float[B,2,C,16] past_key, float[B,2,C,16] past_value, int32[B] seqlens_k, int32[1] total,
        float[96,32] w, float[96] b)
@@ -54,21 +54,14 @@ def _model(body: str) -> ir.Model:
     return model
 
 
-def _feeds() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    past = {name: rng.standard_normal((2, 2, SLOTS, 16)).astype(np.float32) for name in ("past_key", "past_value")}
-    x = rng.standard_normal((2, 1, 32)).astype(np.float32)
-    return {"x": x, **past, "seqlens_k": np.array([4, 2], np.int32), "total": np.array([5], np.int32)}
-
-
 @pytest.mark.parametrize("body", [A_HEAD_AT_A_TIME, VALUES_FIRST, SIDE_BY_SIDE], ids=["heads", "values first", "side by side"])
 def test_the_attention_takes_the_products_rows_themselves_and_gives_the_same(body: str) -> None:
     model = _model(body)
-    before = run_model(model, _feeds())
+    before = run_model(model, attention_feeds(2))
     assert OrderQKVPass()(model).modified
     assert [node.op_type for node in model.graph] == ["Transpose", "MatMul", "Add", "GroupQueryAttention"]
     assert [value is None for value in model.graph[-1].inputs[:3]] == [False, True, True]
-    for expected, found in zip(before, run_model(model, _feeds()), strict=True):
+    for expected, found in zip(before, run_model(model, attention_feeds(2)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert not OrderQKVPass()(model).modified
 
@@ -78,7 +71,7 @@ def test_a_split_of_rows_in_order_goes_whatever_they_are_made_of() -> None:
     model = ir.from_onnx_text(HEAD.replace("BODY", SIDE_BY_SIDE))
     next(node.outputs[0] for node in model.graph if node.op_type == "Add").shape = ir.Shape(["B", "S", 96])
     rng = np.random.default_rng(0)
-    feeds = {**_feeds(), "w": rng.standard_normal((96, 32), np.float32), "b": rng.standard_normal(96, np.float32)}
+    feeds = {**attention_feeds(2), "w": rng.standard_normal((96, 32), np.float32), "b": rng.standard_normal(96, np.float32)}
     before = run_model(model, feeds)
     assert OrderQKVPass()(model).modified
     assert "Split" not in [node.op_type for node in model.graph]

@@ -7,9 +7,9 @@ import onnx_ir as ir
 import pytest
 
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
-from tests.graph_passes.running import run_model
+from tests.graph_passes.running import attention_feeds, run_model
 
-WIDTH, SLOTS = 32, 8  # 2 query heads and 1 key/value head of 16
+# 2 query heads and 1 key/value head of 16
 HEAD = """<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
 layer (float[B,S,32] x, float[B,1,C,16] past_key, float[B,1,C,16] past_value, int32[B] seqlens_k, int32[1] total,
        float[32,32] wq, float[16,32] wk, float[16,32] wv, float[32] bq, float[16] bk, float[16] bv)
@@ -51,21 +51,14 @@ def _model(body: str) -> ir.Model:
     return model
 
 
-def _feeds() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    past = {name: rng.standard_normal((2, 1, SLOTS, 16)).astype(np.float32) for name in ("past_key", "past_value")}
-    x = rng.standard_normal((2, 1, WIDTH)).astype(np.float32)
-    return {"x": x, **past, "seqlens_k": np.array([4, 2], np.int32), "total": np.array([5], np.int32)}
-
-
 @pytest.mark.parametrize(("body", "operators"), [(PLAIN, ["Transpose", "MatMul"]), (BIASED, ["Transpose", "MatMul", "Add"])])
 def test_one_product_feeds_the_attention_which_gives_the_same(body: str, operators: list[str]) -> None:
     model = _model(body)
-    before = run_model(model, _feeds())
+    before = run_model(model, attention_feeds(1))
     assert PackQKVPass()(model).modified
     assert [node.op_type for node in model.graph] == [*operators, "GroupQueryAttention"]
     assert [value is None for value in model.graph[-1].inputs[:3]] == [False, True, True]
-    for expected, found in zip(before, run_model(model, _feeds()), strict=True):
+    for expected, found in zip(before, run_model(model, attention_feeds(1)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert not PackQKVPass()(model).modified
 

@@ -11,7 +11,7 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.split_experts import SplitExpertsPass
-from tests.graph_passes.running import Array, run_model
+from tests.graph_passes.running import relative_error, run_model
 from tests.graph_passes.test_lower_experts import EXPERTS, GELU, GRAPH, TOKENS, WEIGHTS, feeds, mixture
 
 
@@ -63,7 +63,7 @@ def test_quantised_they_give_what_all_of_them_gave_on_the_same_levels(bits: int)
     assert sum(node.op_type == "MatMulNBits" for node in after.graph) == 2 * EXPERTS
     given = feeds((0.7, 0.3), 32)
     (expected,), (found,) = run_model(before, given), run_model(after, given)
-    assert _error(found, expected) < 0.02
+    assert relative_error(found, expected) < 0.02
 
 
 def _wide(bits: int = 4) -> tuple[ir.Model, ir.Model]:
@@ -79,10 +79,6 @@ def _wide(bits: int = 4) -> tuple[ir.Model, ir.Model]:
             matrices = (-numbers / (8 * most)).astype(np.float32)
             model.graph.initializers[f"layer.{name}"].const_value = ir.tensor(matrices, name=f"layer.{name}")
     return made[0], made[1]
-
-
-def _error(found: Array, expected: Array) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def test_a_tensor_that_is_cast_as_it_is_read_is_read_once_for_all_experts() -> None:

@@ -20,11 +20,6 @@ from skipdecode.turn_around import KERNEL, SkdSampling, SkdTurnaround
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return turnaround.build(tmp_path_factory.mktemp("host") / "turnaround.so", device=False)
-
-
 class Batch:
     """A batch's state in numpy arrays, and the structure that points to them."""
 
@@ -73,22 +68,24 @@ def _logits(rng: np.random.Generator, rows: int, vocabulary: int) -> Iterator[Ar
     ids=str,
 )
 @pytest.mark.parametrize("vocabulary", [1, 99, 2048, 50272])
-def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int, host: ctypes.CDLL) -> None:
+def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int, turnaround_library: ctypes.CDLL) -> None:
     rng, rows = np.random.default_rng(vocabulary), 3
     batch = Batch(rows, vocabulary, kept_steps=4)
     for step, logits in enumerate(_logits(rng, rows, vocabulary)):
         expected = choose_tokens(logits, sampling, batch.row_ids, step)
-        assert batch.turn(host, sampling, logits).tolist() == expected.tolist(), step
+        assert batch.turn(turnaround_library, sampling, logits).tolist() == expected.tolist(), step
         assert batch.tokens[step].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_of_logits_that_are_no_numbers_it_takes_the_first_whatever_the_sampling(bad: float, host: ctypes.CDLL) -> None:
+def test_of_logits_that_are_no_numbers_it_takes_the_first_whatever_the_sampling(
+    bad: float, turnaround_library: ctypes.CDLL
+) -> None:
     logits = np.full((1, 9), 0.5, np.float32)
     logits[0, 8] = bad
     sampling = Sampling(do_sample=True, top_k=3, top_p=0.9)
     assert choose_tokens(logits, sampling, np.zeros(1, np.int64), 0).tolist() == [8]
-    assert Batch(1, 9, kept_steps=1).turn(host, sampling, logits).tolist() == [8]
+    assert Batch(1, 9, kept_steps=1).turn(turnaround_library, sampling, logits).tolist() == [8]
 
 
 def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
@@ -102,22 +99,22 @@ def test_of_greedy_sampling_nothing_else_is_read_and_numpys_truth_is_one() -> No
     assert SkdSampling.of(Sampling(do_sample=np.bool_(True))).do_sample == 1  # type: ignore[arg-type]
 
 
-def test_it_makes_the_next_steps_inputs(host: ctypes.CDLL) -> None:
+def test_it_makes_the_next_steps_inputs(turnaround_library: ctypes.CDLL) -> None:
     batch = Batch(2, 5, kept_steps=3)
-    batch.turn(host, Sampling(), np.eye(2, 5, 3, dtype=np.float32))
+    batch.turn(turnaround_library, Sampling(), np.eye(2, 5, 3, dtype=np.float32))
     assert (batch.input_ids.tolist(), batch.position_ids.tolist(), batch.seqlens_k.tolist()) == ([3, 4], [7, 7], [1, 1])
     assert batch.steps.tolist() == [1, 1] and batch.tokens.T.tolist() == [[3, -1, -1], [4, -1, -1]]
 
 
-def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(host: ctypes.CDLL) -> None:
+def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(turnaround_library: ctypes.CDLL) -> None:
     batch = Batch(2, 6, kept_steps=3, stop_ids=(2, 5))
     for likeliest in ([1, 5], [3, 4], [2, 0]):
-        batch.turn(host, Sampling(), np.eye(6, dtype=np.float32)[likeliest])
+        batch.turn(turnaround_library, Sampling(), np.eye(6, dtype=np.float32)[likeliest])
     assert batch.tokens.T.tolist() == [[1, 3, 2], [5, 5, 5]]
     assert batch.finished.tolist() == [1, 1] and batch.position_ids.tolist() == [9, 9]
 
 
-def test_each_row_is_sampled_as_its_own_settings_and_steps_say(host: ctypes.CDLL) -> None:
+def test_each_row_is_sampled_as_its_own_settings_and_steps_say(turnaround_library: ctypes.CDLL) -> None:
     each = [Sampling(), Sampling(do_sample=True, seed=3), Sampling(do_sample=True, temperature=2.0, top_k=9, top_p=0.9, seed=4)]
     logits = np.random.default_rng(0).normal(0, 2, (3, 200)).astype(np.float32)
     batch = Batch(3, 200, kept_steps=1)
@@ -126,14 +123,14 @@ def test_each_row_is_sampled_as_its_own_settings_and_steps_say(host: ctypes.CDLL
         int(choose_tokens(logits[row : row + 1], each[row], batch.row_ids[row : row + 1], step)[0])
         for row, step in enumerate(steps)
     ]
-    assert batch.turn(host, each, logits).tolist() == expected
+    assert batch.turn(turnaround_library, each, logits).tolist() == expected
     assert batch.steps.tolist() == [8, 1, 3] and batch.tokens.tolist() == [expected]
 
 
-def test_the_last_steps_that_there_is_room_for_are_kept(host: ctypes.CDLL) -> None:
+def test_the_last_steps_that_there_is_room_for_are_kept(turnaround_library: ctypes.CDLL) -> None:
     batch = Batch(1, 6, kept_steps=2)
     for likeliest in (1, 2, 3, 4, 5):
-        batch.turn(host, Sampling(), np.eye(1, 6, likeliest, dtype=np.float32))
+        batch.turn(turnaround_library, Sampling(), np.eye(1, 6, likeliest, dtype=np.float32))
     assert batch.steps.tolist() == [5] and batch.tokens.T.tolist() == [[5, 4]]
 
 

@@ -1,8 +1,7 @@
-"""Bundles for GPUs, and what takes a GPU's place."""
+"""Bundles for GPUs."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,11 @@ from pathlib import Path
 import pytest
 
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.plugins import turnaround
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import LAYERS, MAX_LENGTH
 from tests.standin import package
 from tests.zoo import Zoo
-
-
-@pytest.fixture(scope="session")
-def turnaround_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The turn-around's host version."""
-    return turnaround.build(tmp_path_factory.mktemp("host") / "turnaround.so", device=False)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from skipdecode import manifest as manifests
 from skipdecode.device_loop import AHEAD
 from skipdecode.schedule import Anchor
 from tests.runtime import device
-from tests.standin import driver as standin
 from tests.standin import package
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +30,9 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a libcuda.so.1."""
-    return standin.build(tmp_path_factory.mktemp("driver"))
-
-
-def _run(driver: Path, bundle: Path, requests: list[dict[str, Any]], *options: str) -> subprocess.CompletedProcess[str]:
+def _run(libcuda: Path, bundle: Path, requests: list[dict[str, Any]], *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.standin.run", str(bundle), *options]
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver)}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libcuda)}
     return subprocess.run(
         command, input=json.dumps(requests), capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
@@ -47,11 +40,11 @@ def _run(driver: Path, bundle: Path, requests: list[dict[str, Any]], *options: s
 
 @pytest.mark.parametrize("anchor", Anchor, ids=str)
 def test_generations_are_those_of_the_loop_on_the_host(
-    anchor: Anchor, driver: Path, gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch
+    anchor: Anchor, libcuda: Path, gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among them repeated requests (graphs), other rows, another schedule."""
     requests = [*REQUESTS, *REQUESTS[:2], *REQUESTS[:2]]
-    done = _run(driver, gpu_bundle(anchor), requests)
+    done = _run(libcuda, gpu_bundle(anchor), requests)
     assert done.returncode == 0, done.stderr
     host = device.load(gpu_bundle(anchor), "tensorrt-rtx", None, monkeypatch)
     answers = json.loads(done.stdout)
@@ -64,9 +57,9 @@ def test_generations_are_those_of_the_loop_on_the_host(
 
 
 def test_steps_of_the_package_tensorrts_plans_are_graphs_too(
-    driver: Path, tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    libcuda: Path, tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = _run(driver, tensorrt_bundle, REQUESTS[:1] * 2)
+    done = _run(libcuda, tensorrt_bundle, REQUESTS[:1] * 2)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     expected = device.load(tensorrt_bundle, "tensorrt", None, monkeypatch).generate(**REQUESTS[0])
@@ -76,17 +69,17 @@ def test_steps_of_the_package_tensorrts_plans_are_graphs_too(
 
 
 def test_a_gpu_that_reads_the_hosts_pages_itself_gets_what_they_held_when_it_was_asked(
-    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
-    at_once, late = (_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS, *options) for options in ((), ("host_pages",)))
+    at_once, late = (_run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS, *options) for options in ((), ("host_pages",)))
     assert late.returncode == 0, late.stderr
     assert json.loads(late.stdout)["generations"] == json.loads(at_once.stdout)["generations"]
 
 
 def test_a_library_that_does_not_start_here_is_one_line(
-    driver: Path, tensorrt_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    libcuda: Path, tensorrt_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libcuda))
     command = [Path(sys.executable).parent / "skip-run", tensorrt_bundle, "--target", "tensorrt", "--token-ids", "5,6"]
     environment = package.bindings(package.VERSIONS[-1], tmp_path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -95,34 +88,34 @@ def test_a_library_that_does_not_start_here_is_one_line(
 
 
 def test_a_process_that_is_killed_has_kept_the_kernels_that_its_runs_compiled(
-    driver: Path, gpu_bundle: Callable[[Anchor], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     bundle, folder = gpu_bundle(Anchor.GENERATED), tmp_path / "skipdecode" / "kernels"
-    assert _run(driver, bundle, REQUESTS[:1], "killed").returncode == -signal.SIGKILL
+    assert _run(libcuda, bundle, REQUESTS[:1], "killed").returncode == -signal.SIGKILL
     (kept,) = folder.iterdir()
     segments = len(manifests.read(bundle).segments)
     assert len({word.split(b":")[0] for word in kept.read_bytes().split()[2:]}) == segments + 2, "and embedding and head"
     written = kept.stat().st_ino
-    assert _run(driver, bundle, REQUESTS[:2], "killed").returncode == -signal.SIGKILL
+    assert _run(libcuda, bundle, REQUESTS[:2], "killed").returncode == -signal.SIGKILL
     assert [each.stat().st_ino for each in folder.iterdir()] == [written], "nothing new"
     known, longer = kept.read_bytes(), {"prompts": [[7] * 12], "max_new_tokens": 2, "ignore_eos": True}
-    assert _run(driver, bundle, [REQUESTS[2], longer, REQUESTS[2]], "killed").returncode == -signal.SIGKILL
+    assert _run(libcuda, bundle, [REQUESTS[2], longer, REQUESTS[2]], "killed").returncode == -signal.SIGKILL
     assert {*kept.read_bytes().split()} > {*known.split()}, "those of a prompt of another length"
 
 
-def test_without_graphs_the_steps_calls_are_made_one_by_one(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
+def test_without_graphs_the_steps_calls_are_made_one_by_one(libcuda: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
     with_graphs, without = (
-        json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2, *options).stdout) for options in ((), ("plain",))
+        json.loads(_run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2, *options).stdout) for options in ((), ("plain",))
     )
     assert with_graphs["generations"] == without["generations"] and without["replayed"] == 0
 
 
 def test_before_the_first_graph_another_context_runs_a_kernel_where_there_is_memory_for_it(
-    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
     settled, graphs, unsettled = (
-        json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * times, *options).stdout)
+        json.loads(_run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * times, *options).stdout)
         for times, options in ((3, ()), (1, ()), (3, ("without_contexts",)))
     )
     assert settled["elsewhere"] == 1 and settled["replayed"] > graphs["replayed"]
@@ -140,47 +133,49 @@ def test_before_the_first_graph_another_context_runs_a_kernel_where_there_is_mem
     ],
 )
 def test_a_step_that_a_graph_cannot_repeat_is_not_made_one(
-    what: str, says: str, driver: Path, gpu_bundle: Callable[[Anchor], Path]
+    what: str, says: str, libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
-    expected = json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2).stdout)
-    done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2, what)
+    expected = json.loads(_run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2).stdout)
+    done = _run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS[:1] * 2, what)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     assert answers["generations"] == expected["generations"] and answers["replayed"] == 0
     assert re.fullmatch(f"decode steps go on without CUDA graphs: {says}\n", done.stderr), done.stderr
 
 
-def test_a_loop_that_makes_way_for_another_leaves_nothing_behind(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
+def test_a_loop_that_makes_way_for_another_leaves_nothing_behind(libcuda: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
     """Two shapes by turns, each twice, so that there are graphs: no buffer, no pinned memory, no graph."""
     requests = [{**REQUESTS[0], "prompts": PROMPTS[:rows]} for rows in (2, 2, 3, 3)] * 4
-    answers = json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), requests).stdout)
+    answers = json.loads(_run(libcuda, gpu_bundle(Anchor.GENERATED), requests).stdout)
     taken = answers["taken"][4:]  # engines have their own memory by then
     assert answers["replayed"] > 0
     assert taken == taken[:4] * 3
 
 
 def test_batches_of_fewer_rows_take_no_more_memory_than_before_larger_ones_came(
-    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
     requests = [{**REQUESTS[0], "prompts": PROMPTS[:rows]} for rows in (1, 2, 3, 1)]
-    first, second, third, last = json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), requests).stdout)["taken"]
+    first, second, third, last = json.loads(_run(libcuda, gpu_bundle(Anchor.GENERATED), requests).stdout)["taken"]
     of_a_row = third - second
     assert of_a_row > 0 and last - first < of_a_row / 2, "more is what a plan keeps of a shape, with no row's keys in it"
 
 
 def test_bundles_that_are_loaded_one_after_another_use_the_same_stream_events_and_kernel(
-    driver: Path, gpu_bundle: Callable[[Anchor], Path]
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
     requests = REQUESTS[:2] * 3
     answers, once = (
-        json.loads(_run(driver, gpu_bundle(Anchor.GENERATED), requests, *options).stdout) for options in (("anew",), ())
+        json.loads(_run(libcuda, gpu_bundle(Anchor.GENERATED), requests, *options).stdout) for options in (("anew",), ())
     )
     assert answers["generations"] == once["generations"]
     assert answers["objects"] == [once["objects"][0]] * len(requests)
 
 
-def test_a_driver_that_is_older_than_the_kernels_language_is_one_line(driver: Path, gpu_bundle: Callable[[Anchor], Path]) -> None:
-    done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], "old")
+def test_a_driver_that_is_older_than_the_kernels_language_is_one_line(
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    done = _run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], "old")
     assert (done.returncode, done.stderr) == (2, "the NVIDIA driver is older than CUDA 13; install driver 580 or a later one\n")
 
 
@@ -192,8 +187,8 @@ def test_a_driver_that_is_older_than_the_kernels_language_is_one_line(driver: Pa
     ],
 )
 def test_where_there_is_no_room_it_says_how_much_was_asked_for(
-    what: str, says: str, driver: Path, gpu_bundle: Callable[[Anchor], Path]
+    what: str, says: str, libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:
-    done = _run(driver, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], what)
+    done = _run(libcuda, gpu_bundle(Anchor.GENERATED), REQUESTS[:1], what)
     assert done.returncode == 2
     assert re.fullmatch(f"{says}\n", done.stderr), done.stderr
