@@ -271,11 +271,11 @@ def rotary_with(config: Any, rotary: torch.nn.Module | None, base: float | None)
     if base is not None:
         config = copy.copy(config)
         config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
-    own: torch.nn.Module = settled(type(rotary)(config))
+    own: torch.nn.Module = settle(type(rotary)(config))
     return own
 
 
-def settled(rotary: Any) -> Any:
+def settle(rotary: Any) -> Any:
     """The rotary module with the frequencies that it starts with, which no run outgrows (`check_supported`).
 
     With `dynamic` and `longrope` it would ask each time how long the run is, which cannot be traced.

@@ -14,9 +14,10 @@ from skipdecode.cpu import cpu_features
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, Write, move_to_file, remove_lowered, save_engine, write_lowered
+from skipdecode.graph_passes.choose_attention_kernel import ChooseAttentionKernelPass
 from skipdecode.graph_passes.compile_ort import compile_ort
-from skipdecode.graph_passes.decode_attention import DecodeAttentionPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
+from skipdecode.graph_passes.fuse_skip_norm import FuseSkipNormPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
@@ -27,9 +28,8 @@ from skipdecode.graph_passes.quantize_embedding import QuantizeEmbeddingPass
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.scan_channels import ScanChannelsPass
-from skipdecode.graph_passes.skip_norm import SkipNormPass
 from skipdecode.graph_passes.split_experts import SplitExpertsPass
-from skipdecode.graph_passes.widen import WidenPass
+from skipdecode.graph_passes.widen_graph import WidenGraphPass
 
 FOLDER = "targets/cpu"
 
@@ -43,7 +43,7 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase, write: Write = through_ort) -> str:
         path = f"{FOLDER}/{name}.onnx"
-        sizes[path] = write_lowered(graph, (WidenPass(), *passes), partial / path, write)
+        sizes[path] = write_lowered(graph, (WidenGraphPass(), *passes), partial / path, write)
         return path
 
     (partial / FOLDER).mkdir(parents=True)
@@ -78,12 +78,12 @@ def _lowering(max_length: int) -> list[ir.passes.PassBase]:
         FuseRouterPass(),
         OrderQKVPass(),
         PackQKVPass(),
-        DecodeAttentionPass(max_length=max_length),
+        ChooseAttentionKernelPass(max_length=max_length),
     ]
 
 
 def _quantizing(how: Quantization | None) -> list[ir.passes.PassBase]:
-    return [QuantizeWeightsPass(how), QuantizeExpertsPass(how), SkipNormPass()] if how else []
+    return [QuantizeWeightsPass(how), QuantizeExpertsPass(how), FuseSkipNormPass()] if how else []
 
 
 def _compile(source: Path, lowered: ir.Model, path: Path) -> None:

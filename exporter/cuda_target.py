@@ -15,25 +15,25 @@ from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report, save_engine, save_tied, write_lowered
-from skipdecode.graph_passes.cutlass_products import CutlassProductsPass
-from skipdecode.graph_passes.float_logits import FloatLogitsPass
-from skipdecode.graph_passes.float_operators import FloatOperatorsPass
+from skipdecode.graph_passes.fit_products_to_cutlass import FitProductsToCutlassPass
+from skipdecode.graph_passes.fuse_narrow_rotary import FuseNarrowRotaryPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
+from skipdecode.graph_passes.fuse_skip_norm import FuseSkipNormPass
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.lower_linear_attention import LowerLinearAttentionPass
 from skipdecode.graph_passes.narrow_operators import NarrowOperatorsPass
-from skipdecode.graph_passes.narrow_rotary import NarrowRotaryPass
-from skipdecode.graph_passes.one_scale import OneScalePass
 from skipdecode.graph_passes.order_qkv import OrderQKVPass
 from skipdecode.graph_passes.pack_qkv import PackQKVPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_experts import QuantizeExpertsPass
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
-from skipdecode.graph_passes.skip_norm import SkipNormPass
+from skipdecode.graph_passes.replace_maximum import ReplaceMaximumPass
+from skipdecode.graph_passes.share_tied_weight import ShareTiedWeightPass
 from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
-from skipdecode.graph_passes.tied_weight import TiedWeightPass
-from skipdecode.graph_passes.top_maximum import TopMaximumPass
+from skipdecode.graph_passes.split_norm_scales import SplitNormScalesPass
+from skipdecode.graph_passes.widen_logits import WidenLogitsPass
+from skipdecode.graph_passes.widen_operators import WidenOperatorsPass
 
 FOLDER = "targets/cuda"
 
@@ -45,7 +45,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
     """
     quantization = job.quantization
     tied = None if quantization else graphs.tied
-    tying = [TiedWeightPass(tied)] if tied else []
+    tying = [ShareTiedWeightPass(tied)] if tied else []
     lowering = _lowering(job.limits.max_length, quantization)
     sizes: dict[str, int] = {}
 
@@ -60,7 +60,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
         segments.append(compiled(graph, name, *lowering))
     report("compiling head for cuda", 1.0)
     outer = _quantizing(quantization.outer) if quantization else []
-    head = compiled(graphs.head, "head", *tying, *outer, FloatLogitsPass())
+    head = compiled(graphs.head, "head", *tying, *outer, WidenLogitsPass())
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)
     return manifest.Target(
         name="cuda", weights=quantization.name if quantization else graphs.weights,
@@ -73,21 +73,21 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
     quantizing = [*_quantizing(quantization), QuantizeExpertsPass(quantization)] if quantization else []
     return [
-        NarrowRotaryPass(),
+        FuseNarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
         LowerLinearAttentionPass(),
         SliceUnevenSplitsPass(),
-        TopMaximumPass(),
+        ReplaceMaximumPass(),
         LowerExpertsPass(),
         FuseRouterPass(),
-        FloatOperatorsPass(),
+        WidenOperatorsPass(),
         OrderQKVPass(),
         PackQKVPass(),
-        SkipNormPass(),
-        OneScalePass(),
+        FuseSkipNormPass(),
+        SplitNormScalesPass(),
         *quantizing,
     ]
 
 
 def _quantizing(how: Quantization) -> list[ir.passes.PassBase]:
-    return [QuantizeWeightsPass(how), CutlassProductsPass()]
+    return [QuantizeWeightsPass(how), FitProductsToCutlassPass()]

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import decoder_parts, settled
+from skipdecode.exporter.architectures import decoder_parts, settle
 from skipdecode.exporter.config_json import place, taking_config
 
 _TOKENS = 2  # every run has as many, and a model may have no more positions
@@ -22,7 +22,7 @@ def check_runs(config: Any) -> None:
     """Let transformers run the model on tensors that are shapes alone: no memory, a few seconds for the deepest.
 
     What fails here would fail while a layer is traced, after all weights have been written, and could not be told from a fault
-    of the tracing: here nothing of ours is called but `settled`.
+    of the tracing: here nothing of ours is called but `settle`.
 
     Raises:
         ModelNotSupportedError: a configuration whose model transformers itself cannot run.
@@ -35,6 +35,6 @@ def check_runs(config: Any) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         rotary = decoder_parts(model).rotary
         if rotary is not None:
-            settled(rotary)
+            settle(rotary)
         with suppress(*_ASKS_FOR_NUMBERS):  # as far as shapes lead; no supported model's forward asks for more
             model(torch.zeros(1, _TOKENS, dtype=torch.int64), use_cache=False)

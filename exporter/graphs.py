@@ -26,7 +26,7 @@ from skipdecode.exporter.architectures import (
     layer_kind,
     rotary_base,
     rotary_with,
-    settled,
+    settle,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
 from skipdecode.exporter.config_json import allowing_empty_weights, place, taking_config
@@ -226,7 +226,7 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
         model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:
-        settled(parts.rotary)
+        settle(parts.rotary)
     names = {name: _path_of(model, getattr(parts.owner, name)) for name in parts.final_names}
     final = [getattr(parts.owner, name) for name in parts.final_names]
     final = [Merged(each) if isinstance(each, torch.nn.ModuleList) else each for each in final]

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
 from skipdecode import bindings
-from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.write_out_experts import READ_SHARE
 
 _TIED = "tied.bin"  # a target's folder: what embedding and head share there
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph

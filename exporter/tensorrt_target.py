@@ -22,26 +22,26 @@ from skipdecode.exporter.plan_builders import build_plans, num_builders
 from skipdecode.exporter.plan_cache import KEYS, TIMING_CACHE, content_key, keep_timings, known_plans, take_over
 from skipdecode.exporter.state_layers import forgets_by_channel
 from skipdecode.exporter.targets import TargetRequest
+from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
 from skipdecode.graph_passes.conventions import required, static_dim
-from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
-from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
-from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass, without_kernel
-from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
-from skipdecode.graph_passes.explicit_experts import ExplicitExpertsPass
-from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
-from skipdecode.graph_passes.float_logits import FloatLogitsPass
-from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
-from skipdecode.graph_passes.one_scale import OneScalePass
+from skipdecode.graph_passes.fix_slots import FixSlotsPass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
-from skipdecode.graph_passes.queries_as_tokens import QueriesAsTokensPass
+from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPass
+from skipdecode.graph_passes.quantize_plan_weights import QuantizePlanWeightsPass
+from skipdecode.graph_passes.share_tied_weight import ShareTiedWeightPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
+from skipdecode.graph_passes.split_norm_scales import SplitNormScalesPass
 from skipdecode.graph_passes.split_table import SplitTablePass
-from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
-from skipdecode.graph_passes.tied_weight import TiedWeightPass
+from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoTokensPass
+from skipdecode.graph_passes.widen_logits import WidenLogitsPass
+from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass, without_kernel
+from skipdecode.graph_passes.write_out_convolution import WriteOutConvolutionPass
+from skipdecode.graph_passes.write_out_experts import WriteOutExpertsPass
+from skipdecode.graph_passes.write_out_linear_attention import WriteOutLinearAttentionPass
 from skipdecode.kv_buffer import LEAST_SLOTS, static_slots
 from skipdecode.model import key_sizes
 from skipdecode.prefill import PREFILL_CHUNK
@@ -85,14 +85,14 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
 
 
 def _check_decays(skeleton: Skeleton) -> None:
-    """Keys' numbers are not forgotten each at its own rate: `explicit_linear_attention` has one a head."""
+    """Keys' numbers are not forgotten each at its own rate: `write_out_linear_attention` has one a head."""
     if any(forgets_by_channel(module) for layer in skeleton.parts.layers for module in layer.modules()):
         message = f"{skeleton.config.model_type}'s linear attention has a decay for each number of a key, plans have one a head"
         raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
 def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
-    """A step's rows look their experts up in one tensor [B,K,N,H], if only of a kernel's own numbering (`explicit_experts`)."""
+    """A step's rows look their experts up in one tensor [B,K,N,H], if only of a kernel's own numbering (`write_out_experts`)."""
     experts = [math.prod(shape[1:]) for name, shape in skeleton.shapes.items() if ".experts." in name and len(shape) == 3]
     if not experts:
         return
@@ -231,19 +231,19 @@ def _prompt_profile(tokens: int) -> Profile:
 def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantization | None) -> ir.Model:
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
     lowered, name = graph.clone(), graph.graph.name
-    passes: list[ir.passes.PassBase] = [StaticSlotsPass(slots=slots), ExplicitAttentionPass(slots=slots)]
-    passes += [QueriesAsTokensPass(slots=slots), NonUnitScalePass()]
+    passes: list[ir.passes.PassBase] = [FixSlotsPass(slots=slots), WriteOutAttentionPass(slots=slots)]
+    passes += [TurnQueriesIntoTokensPass(slots=slots), AvoidUnitScalePass()]
     passes += [
-        ExplicitConvolutionPass(),
-        ExplicitLinearAttentionPass(most_tokens=min(PREFILL_CHUNK, slots)),
+        WriteOutConvolutionPass(),
+        WriteOutLinearAttentionPass(most_tokens=min(PREFILL_CHUNK, slots)),
     ]
-    passes += [ExplicitExpertsPass(), OneScalePass(), DropUnusedInputsPass()]
-    passes += [TiedWeightPass(tied)] if tied else []
+    passes += [WriteOutExpertsPass(), SplitNormScalesPass(), DropUnusedInputsPass()]
+    passes += [ShareTiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]
     if quantization and name != "embed":
         how = quantization.outer if name == "head" else quantization
-        passes += [SliceGathersPass(), PackProductsPass(), DequantizeLinearPass(how), DequantizeExpertsPass(how)]
-    passes += [FloatLogitsPass()] if name == "head" else []
+        passes += [SliceGathersPass(), PackProductsPass(), QuantizePlanWeightsPass(how), QuantizePlanExpertsPass(how)]
+    passes += [WidenLogitsPass()] if name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered
 

@@ -13,23 +13,23 @@ from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules.common import _collapse_slices, _no_op
 from onnxscript.rewriter.rules.fusion import _layer_norm, _rotary_embedding
 
-from skipdecode.graph_passes.all_groups import AllGroupsPass
-from skipdecode.graph_passes.backward_rotary import BackwardRotaryPass
-from skipdecode.graph_passes.complex_rotary import ComplexRotaryPass
 from skipdecode.graph_passes.concat_parts import ConcatPartsPass
-from skipdecode.graph_passes.constant_reshape import ConstantReshapePass
 from skipdecode.graph_passes.conventions import is_parameter
-from skipdecode.graph_passes.each_head_norm import EachHeadNormPass
-from skipdecode.graph_passes.empty_products import EmptyProductsPass
-from skipdecode.graph_passes.halves_rotary import HalvesRotaryPass
-from skipdecode.graph_passes.interleaved_rotary import InterleavedRotaryPass
-from skipdecode.graph_passes.inverse_root import InverseRootPass
-from skipdecode.graph_passes.rms_norm import RMSNormPass
-from skipdecode.graph_passes.tokens_first_rotary import TokensFirstRotaryPass
-from skipdecode.graph_passes.unflatten import UnflattenPass
-from skipdecode.graph_passes.unit_norm import UnitNormPass
-from skipdecode.graph_passes.weight_first import WeightFirstPass
-from skipdecode.graph_passes.wide_states import WideStatesPass
+from skipdecode.graph_passes.drop_empty_products import DropEmptyProductsPass
+from skipdecode.graph_passes.drop_group_choice import DropGroupChoicePass
+from skipdecode.graph_passes.fix_reshapes import FixReshapesPass
+from skipdecode.graph_passes.fuse_backward_rotary import FuseBackwardRotaryPass
+from skipdecode.graph_passes.fuse_complex_rotary import FuseComplexRotaryPass
+from skipdecode.graph_passes.fuse_halves_rotary import FuseHalvesRotaryPass
+from skipdecode.graph_passes.fuse_head_norms import FuseHeadNormsPass
+from skipdecode.graph_passes.fuse_interleaved_rotary import FuseInterleavedRotaryPass
+from skipdecode.graph_passes.fuse_rms_norm import FuseRMSNormPass
+from skipdecode.graph_passes.fuse_tokens_first_rotary import FuseTokensFirstRotaryPass
+from skipdecode.graph_passes.fuse_unit_norm import FuseUnitNormPass
+from skipdecode.graph_passes.turn_weight_first_products import TurnWeightFirstProductsPass
+from skipdecode.graph_passes.unflatten_rows import UnflattenRowsPass
+from skipdecode.graph_passes.widen_states import WidenStatesPass
+from skipdecode.graph_passes.write_out_inverse_root import WriteOutInverseRootPass
 
 # without x + 0, which takes a norm's epsilon of 1e-8 for 0
 _TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_inference_rule, *_collapse_slices.rules.rules]
@@ -48,25 +48,25 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
             steps=2,
         ),
         common.CommonSubexpressionEliminationPass(),
-        InverseRootPass(),
+        WriteOutInverseRootPass(),
         rewriter.RewritePass(_layer_norm.LayerNormFusion.rule().commute()),
-        RMSNormPass(),
-        UnitNormPass(),
-        EachHeadNormPass(),
+        FuseRMSNormPass(),
+        FuseUnitNormPass(),
+        FuseHeadNormsPass(),
         rewriter.RewritePass([_rotary_embedding.RotaryEmbedding23Fusion.rule()]),
         ConcatPartsPass(),
-        TokensFirstRotaryPass(),
-        HalvesRotaryPass(),
-        BackwardRotaryPass(),
-        ComplexRotaryPass(),
-        InterleavedRotaryPass(),  # and parts of heads, whichever rule found them
-        AllGroupsPass(),
+        FuseTokensFirstRotaryPass(),
+        FuseHalvesRotaryPass(),
+        FuseBackwardRotaryPass(),
+        FuseComplexRotaryPass(),
+        FuseInterleavedRotaryPass(),  # and parts of heads, whichever rule found them
+        DropGroupChoicePass(),
         common.RemoveUnusedNodesPass(),
-        UnflattenPass(),
-        ConstantReshapePass(),
-        EmptyProductsPass(),
-        WeightFirstPass(),
-        WideStatesPass(),
+        UnflattenRowsPass(),
+        FixReshapesPass(),
+        DropEmptyProductsPass(),
+        TurnWeightFirstProductsPass(),
+        WidenStatesPass(),
         common.CommonSubexpressionEliminationPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.rewritten import rewritten
+from skipdecode.graph_passes.apply_rules import apply_rules
 
 _FRONT = [3, 1, 2, 0]  # swaps the first and the last axis
 
@@ -25,7 +25,7 @@ class ConcatPartsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [kind.rule(remove_nodes=False) for kind in (_TwoParts, _TwoNarrowParts)]  # constants have other readers
-        return ir.passes.PassResult(model, rewritten(model, *rules))
+        return ir.passes.PassResult(model, apply_rules(model, *rules))
 
 
 class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, producer, static_dim, uncast
 from skipdecode.graph_passes.take_over import take_over
-from skipdecode.graph_passes.unflatten import UnflattenPass, flattens
+from skipdecode.graph_passes.unflatten_rows import UnflattenRowsPass, flattens
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class FuseRouterPass(ir.passes.InPlacePass):
         fused = [_fuse(model.graph, node) for node in found]
         if any(fused):
             RemoveUnusedNodesPass()(model)
-            UnflattenPass()(model)
+            UnflattenRowsPass()(model)
         logger.info("fused %d of %d routers", sum(fused), len(fused))
         return ir.passes.PassResult(model, any(fused))
 

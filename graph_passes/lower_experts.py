@@ -21,9 +21,9 @@ import onnx_ir as ir
 from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
+from skipdecode.graph_passes.apply_rules import apply_rules
 from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, is_parameter, rule_constant
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.rewritten import rewritten
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _STEEP = 1e4  # x^2 Sigmoid(_STEEP x) differs from Relu(x)^2 by at most 5e-9, where |x| is about 1e-4
@@ -34,7 +34,7 @@ class LowerExpertsPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (Experts, TurnedExperts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)
-        modified = rewritten(model, *(kind.rule() for kind in kinds))
+        modified = apply_rules(model, *(kind.rule() for kind in kinds))
         if modified:
             model.graph.opset_imports[MS_DOMAIN] = 1
         return ir.passes.PassResult(model, modified)
@@ -77,7 +77,7 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class GeluExperts(Experts):
-    """Gemma 4's, which ONNX Runtime's operator has not: for `split_experts` and `explicit_experts`."""
+    """Gemma 4's, which ONNX Runtime's operator has not: for `split_experts` and `write_out_experts`."""
 
     def activated(self, op: Any, gate: Any) -> Any:
         return op.Gelu(gate, approximate="tanh")

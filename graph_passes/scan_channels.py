@@ -16,15 +16,15 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
+from skipdecode.graph_passes.apply_rules import apply_rules
 from skipdecode.graph_passes.conventions import constant, static_dim
-from skipdecode.graph_passes.rewritten import rewritten
 
 
 class ScanChannelsPass(ir.passes.InPlacePass):
     """Leaves other linear attention to `lower_linear_attention`."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, rewritten(model, _ScanChannels.rule()))
+        return ir.passes.PassResult(model, apply_rules(model, _ScanChannels.rule()))
 
 
 class _ScanChannels(RewriteRuleClassBase):  # type: ignore[misc]

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from skipdecode.graph_passes.apply_rules import apply_rules
 from skipdecode.graph_passes.conventions import rule_constant, static_dim
-from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.lower_experts import GeluExperts
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.rewritten import rewritten
+from skipdecode.graph_passes.write_out_experts import READ_SHARE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,7 +32,7 @@ class SplitExpertsPass(ir.passes.InPlacePass):
     """Takes gated experts with a GELU; leaves other mixtures to `lower_experts`."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return ir.passes.PassResult(model, rewritten(model, _ByExpert.rule()))
+        return ir.passes.PassResult(model, apply_rules(model, _ByExpert.rule()))
 
 
 class _ByExpert(GeluExperts):

@@ -13,8 +13,8 @@ import torch
 from skipdecode.decoder import Decoder
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.generate import Generator
-from skipdecode.graph_passes.dequantize_linear import levels_by_output
 from skipdecode.graph_passes.quantization import Quantization
+from skipdecode.graph_passes.quantize_plan_weights import levels_by_output
 from skipdecode.memory import DeviceMemory
 
 

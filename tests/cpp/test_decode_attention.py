@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.graph_passes import decode_attention
+from skipdecode.graph_passes import choose_attention_kernel
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_gives
 from tests.models import CONFIGS
@@ -24,7 +24,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_attention, "_WORTH", 40_960)
+        patch.setattr(choose_attention_kernel, "_WORTH", 40_960)
         export(ExportRequest(model=str(folder / "model"), out=folder / "bundle", schedule=schedule, max_batch=4, slim=True))
     return folder / "bundle"
 

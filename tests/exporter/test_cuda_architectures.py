@@ -21,9 +21,9 @@ from skipdecode.device import HostDevice
 from skipdecode.engines import ort as engines_ort
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.graph_passes.conventions import NORMS, scales_numbers
+from skipdecode.graph_passes.replace_maximum import ReplaceMaximumPass
 from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
-from skipdecode.graph_passes.top_maximum import TopMaximumPass
-from skipdecode.graph_passes.widen import WidenPass
+from skipdecode.graph_passes.widen_graph import WidenGraphPass
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.targets import load_device_engines
 from tests.agreement import assert_gives_the_references_logits, assert_mostly_gives_the_references_logits
@@ -96,7 +96,7 @@ def test_beside_a_cpu_the_same_graphs_are_computed_in_fp32(bundle: Callable[[str
     """Of both targets' bundle the standard graphs are narrow; that of one for a CPU alone are not."""
     for name in ("opt", "llama", *DENSE, *MIXTURES):
         for path in (bundle(name, "fp16", "none") / "graphs").glob("[!v]*.onnx"):
-            WidenPass()(ir.load(path))  # which checks that nothing is left narrow
+            WidenGraphPass()(ir.load(path))  # which checks that nothing is left narrow
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "cohere"])
@@ -117,7 +117,7 @@ def test_one_product_makes_query_key_and_value_though_a_checkpoint_has_them_head
 
 @pytest.mark.parametrize(
     ("name", "lowering"),
-    [("falcon_h1", SliceUnevenSplitsPass), ("deepseek_v3", SliceUnevenSplitsPass), ("phimoe", TopMaximumPass)],
+    [("falcon_h1", SliceUnevenSplitsPass), ("deepseek_v3", SliceUnevenSplitsPass), ("phimoe", ReplaceMaximumPass)],
 )
 def test_nothing_is_left_that_reads_the_hosts_memory_in_a_graph_or_asks_for_cudnn(
     name: str, lowering: type[ir.passes.InPlacePass], bundle: Callable[[str, str, str], Path]

@@ -52,7 +52,7 @@ def _assert_runs_without_numbers(made: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_forward_pass_that_needs_numbers_is_left_to_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "settled", lambda rotary: rotary)
+    monkeypatch.setattr(dry_run, "settle", lambda rotary: rotary)
     check_runs(_config("llama", {"rope_type": "dynamic", "factor": 2.0}))
     assert torch.zeros(1).item() == 0  # no fake tensors from here on
 

@@ -10,7 +10,7 @@ import pytest
 
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.exporter.layout import move_to_file, remove_lowered, save_engine, save_tied, weight_bytes
-from skipdecode.graph_passes.explicit_experts import READ_SHARE
+from skipdecode.graph_passes.write_out_experts import READ_SHARE
 from tests.graph_passes.running import Array, with_parameters
 
 HEADER = '<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]> g'

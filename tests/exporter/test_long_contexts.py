@@ -10,7 +10,7 @@ import transformers
 
 import skipdecode
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.graph_passes import decode_attention
+from skipdecode.graph_passes import choose_attention_kernel
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
 from tests.models import CONFIGS, LAYERS
@@ -30,7 +30,7 @@ def test_long_prompts_give_the_references_logits_alone_and_in_a_ragged_batch(
     name: str, chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Query, key and value in one matrix; a norm between; a cap on scores, for which there is one kernel."""
-    monkeypatch.setattr(decode_attention, "_WORTH", WORTH)
+    monkeypatch.setattr(choose_attention_kernel, "_WORTH", WORTH)
     config = CONFIGS[name]()
     config.num_key_value_heads, config.max_position_embeddings = 1, POSITIONS
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

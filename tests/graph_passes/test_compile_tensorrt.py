@@ -22,23 +22,23 @@ from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.weights import write_weights
 from skipdecode.graph_passes import compile_tensorrt
+from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile
-from skipdecode.graph_passes.dequantize_experts import DequantizeExpertsPass
-from skipdecode.graph_passes.dequantize_linear import DequantizeLinearPass
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
-from skipdecode.graph_passes.explicit_attention import ExplicitAttentionPass
-from skipdecode.graph_passes.explicit_convolution import ExplicitConvolutionPass
-from skipdecode.graph_passes.explicit_experts import ExplicitExpertsPass
-from skipdecode.graph_passes.explicit_linear_attention import ExplicitLinearAttentionPass
-from skipdecode.graph_passes.non_unit_scale import NonUnitScalePass
+from skipdecode.graph_passes.fix_slots import FixSlotsPass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
-from skipdecode.graph_passes.queries_as_tokens import QueriesAsTokensPass
+from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPass
+from skipdecode.graph_passes.quantize_plan_weights import QuantizePlanWeightsPass
+from skipdecode.graph_passes.share_tied_weight import ShareTiedWeightPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_table import SplitTablePass
-from skipdecode.graph_passes.static_slots import StaticSlotsPass
 from skipdecode.graph_passes.stitch import stitch
-from skipdecode.graph_passes.tied_weight import TiedWeightPass
+from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoTokensPass
+from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass
+from skipdecode.graph_passes.write_out_convolution import WriteOutConvolutionPass
+from skipdecode.graph_passes.write_out_experts import WriteOutExpertsPass
+from skipdecode.graph_passes.write_out_linear_attention import WriteOutLinearAttentionPass
 from tests.graph_passes.engine_layers import EngineLayer, built_layers
 from tests.models import CONFIGS
 from tests.zoo import Zoo
@@ -54,8 +54,8 @@ Part = Callable[..., ir.Model]
 
 
 def lowering(slots: int) -> tuple[ir.passes.PassBase, ...]:
-    attention = ExplicitAttentionPass(slots=slots), QueriesAsTokensPass(slots=slots)
-    return StaticSlotsPass(slots=slots), *attention, NonUnitScalePass(), DropUnusedInputsPass()
+    attention = WriteOutAttentionPass(slots=slots), TurnQueriesIntoTokensPass(slots=slots)
+    return FixSlotsPass(slots=slots), *attention, AvoidUnitScalePass(), DropUnusedInputsPass()
 
 
 LOWERING = lowering(SLOTS)
@@ -134,7 +134,7 @@ def test_a_step_over_many_slots_has_the_kernel_of_a_prompt(slots: int, kernels: 
 def test_the_kernel_of_one_token_takes_no_more_slots(part: Part, tmp_path: Path) -> None:
     slots = 24576 - 8
     with pytest.raises(TargetError, match="Attention operation was not supported by a dedicated kernel"):
-        build(part("llama_long"), tmp_path, StaticSlotsPass(slots=slots), NonUnitScalePass(), DropUnusedInputsPass())
+        build(part("llama_long"), tmp_path, FixSlotsPass(slots=slots), AvoidUnitScalePass(), DropUnusedInputsPass())
 
 
 @pytest.mark.parametrize("segment", [(1, 3, 4), (2, 5), (3, 4), (5,)], ids=str)
@@ -170,7 +170,7 @@ def written_out(layers: tuple[EngineLayer, ...]) -> list[str]:
 def test_quantised_matrices_are_multiplied_as_they_are_stored(
     name: str, dtype: torch.dtype, how: Quantization, part: Part, tmp_path: Path
 ) -> None:
-    quantising = (SliceGathersPass(), PackProductsPass(), DequantizeLinearPass(how))
+    quantising = (SliceGathersPass(), PackProductsPass(), QuantizePlanWeightsPass(how))
     layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, *quantising)
     assert_updates_in_place(layers)
     assert written_out(layers) == []
@@ -200,8 +200,8 @@ def test_a_step_of_linear_attention_inverts_nothing(
 ) -> None:
     """A step has one token, whose inverse is 1: what is left are products with the state, and of one query and key."""
     written_out = (
-        ExplicitConvolutionPass(),
-        ExplicitLinearAttentionPass(most_tokens=PREFILL.tokens[2]),
+        WriteOutConvolutionPass(),
+        WriteOutLinearAttentionPass(most_tokens=PREFILL.tokens[2]),
     )
     layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, *written_out)
     of_states = [layer.name for layer in layers if layer.name.startswith("node_MatMul")]
@@ -216,8 +216,8 @@ def test_a_step_of_linear_attention_inverts_nothing(
 def test_a_step_of_a_mixture_looks_its_experts_up_where_it_multiplies_by_them(
     name: str, how: Quantization | None, part: Part, tmp_path: Path
 ) -> None:
-    quantising = (DequantizeLinearPass(how), DequantizeExpertsPass(how)) if how else ()
-    layers = build(part(name), tmp_path, *LOWERING, ExplicitExpertsPass(), *quantising)
+    quantising = (QuantizePlanWeightsPass(how), QuantizePlanExpertsPass(how)) if how else ()
+    layers = build(part(name), tmp_path, *LOWERING, WriteOutExpertsPass(), *quantising)
     in_a_step = [layer.name for layer in layers if layer.name.endswith("_myl0") or "_myl0_" in layer.name]
     assert sum("Gath" in each and "MulSum" in each for each in in_a_step) == 2, "up and gate; down"
     assert written_out(layers) == [each for each in written_out(layers) if "_myl1_" in each], "in prompts alone"
@@ -236,7 +236,7 @@ def test_a_tied_weight_is_read_where_it_lies(part: Part, tmp_path: Path) -> None
     """Of a weight with 99 rows, an odd number, TensorRT-RTX 1.7.1 makes a padded copy in each step (a kernel `MoveConc`)."""
     readers = {}
     for what in ("embed", "head"):
-        layers = build(part("qwen2", what), tmp_path, DropUnusedInputsPass(), TiedWeightPass("model.embed_tokens.weight"))
+        layers = build(part("qwen2", what), tmp_path, DropUnusedInputsPass(), ShareTiedWeightPass("model.embed_tokens.weight"))
         readers[what] = [layer.name for layer in layers if TIED_WEIGHT in layer.inputs]
     assert [len(found) for found in readers.values()] == [1, 1], readers
     assert "Gath" in readers["embed"][0] and "Gemm" in readers["head"][0]
@@ -249,8 +249,8 @@ def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
 
 
 def test_a_scale_of_one_would_copy_the_key_buffer_in_each_step(part: Part, tmp_path: Path) -> None:
-    layers = build(part("opt"), tmp_path, StaticSlotsPass(slots=SLOTS))
-    assert copies_of_whole_buffers(layers), "then NonUnitScalePass is no longer needed"
+    layers = build(part("opt"), tmp_path, FixSlotsPass(slots=SLOTS))
+    assert copies_of_whole_buffers(layers), "then AvoidUnitScalePass is no longer needed"
 
 
 def test_what_the_builder_may_spend_is_told_to_it() -> None:
@@ -303,7 +303,7 @@ def test_a_buffer_that_is_not_updated_in_place_is_an_error(kind: str, part: Part
 def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: Path) -> None:
     graph = part(CAPPED)
     with pytest.raises(TargetError, match=r"parser refused it: .*[Ss]oftcap"):
-        build(graph, tmp_path, StaticSlotsPass(slots=SLOTS))
+        build(graph, tmp_path, FixSlotsPass(slots=SLOTS))
 
 
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:

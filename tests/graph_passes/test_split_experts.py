@@ -6,11 +6,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.explicit_experts import READ_SHARE
 from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.split_experts import SplitExpertsPass
+from skipdecode.graph_passes.write_out_experts import READ_SHARE
 from tests.graph_passes.running import relative_error, run_model
 from tests.graph_passes.test_lower_experts import EXPERTS, GELU, GRAPH, TOKENS, WEIGHTS, feeds, mixture
 

@@ -1,0 +1,47 @@
+"""What is summed over nothing, left out: shared experts where there are none (DeepSeek-V3's kind with `n_shared_experts` 0).
+
+    y + Reshape(MatMul(x [..,0], weight [0,N]))      ->      y
+
+Their weights have no numbers, so that a checkpoint may leave them out, and onnx-ir reads none of a file.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from skipdecode.graph_passes.conventions import producer
+from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
+
+
+class DropEmptyProductsPass(ir.passes.InPlacePass):
+    """Declines where the sum has another shape than the other summand: a bias."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        changed = False
+        for node in list(model.graph):
+            other = _other_summand(node)
+            if other is not None and same_shape(other, node.outputs[0]) and can_take_over(node.outputs[0], other):
+                take_over(node.outputs[0], other)
+                changed = True
+        if changed:
+            RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, changed)
+
+
+def _other_summand(node: ir.Node) -> ir.Value | None:
+    """Of a sum with zeros what is not zeros."""
+    if node.op_type != "Add" or node.domain != "":
+        return None
+    left, right = node.inputs
+    return right if _sums_nothing(left) else left if _sums_nothing(right) else None
+
+
+def _sums_nothing(value: ir.Value | None) -> bool:
+    node = producer(value)
+    if node is not None and node.op_type == "Reshape":
+        return _sums_nothing(node.inputs[0])
+    if node is None or node.op_type != "MatMul" or node.inputs[0] is None:
+        return False
+    shape = node.inputs[0].shape
+    return shape is not None and shape[-1] == 0

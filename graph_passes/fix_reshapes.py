@@ -1,0 +1,70 @@
+"""Reshapes whose target is worked out at run time, written with constants: 0 copies a dimension, -1 is what is left.
+
+    Reshape(x [B,S,64], Concat(Shape(x)[0], Shape(x)[1], 4, 16)) -> Reshape(x, [0, 0, 4, 16])
+    Reshape(x) to the shape that x has                           -> x
+    Reshape(x [B*S,64], Concat(B, S, 64)), hidden being [B,S,64] -> Reshape(x, Shape(hidden))
+
+Each layer loses a handful of tiny operators, which cost as much as they compute nothing (2 us each on a CPU), and which ONNX
+Runtime's CUDA provider leaves to the CPU.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from skipdecode.graph_passes.conventions import integers
+from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
+
+
+class FixReshapesPass(ir.passes.InPlacePass):
+    """Declines where more than one dimension is neither known nor the input's own at the same place, nor an input so shaped."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        changed = False
+        for node in list(model.graph):
+            source, old = node.inputs[0] if node.inputs else None, node.outputs[0]
+            if source is not None and node.op_type == "Reshape" and same_shape(source, old) and can_take_over(old, source):
+                take_over(old, source)
+            elif _worked_out(node) and (target := _target(model.graph, node)) is not None:
+                model.graph.insert_before(node, target)
+                node.replace_input_with(1, target.outputs[0])
+                node.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
+            else:
+                continue
+            changed = True
+        if changed:
+            RemoveUnusedNodesPass()(model)
+        return ir.passes.PassResult(model, changed)
+
+
+def _worked_out(node: ir.Node) -> bool:
+    """Whether it is a Reshape whose target other operators make."""
+    if node.op_type != "Reshape" or node.domain != "" or node.inputs[0] is None or node.inputs[1] is None:
+        return False
+    producer = node.inputs[1].producer()
+    return producer is not None and producer.op_type not in ("Constant", "Shape") and node.inputs[1].const_value is None
+
+
+def _target(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+    """What tells a Reshape's shape: constants, or an input of the graph that has it."""
+    sizes = _constant_sizes(node)
+    if sizes is not None:
+        return integers(*sizes)
+    alike = next((value for value in graph.inputs if same_shape(node.outputs[0], value)), None)
+    return None if alike is None else ir.node("Shape", [alike])
+
+
+def _constant_sizes(node: ir.Node) -> list[int] | None:
+    source, made = node.inputs[0].shape if node.inputs[0] is not None else None, node.outputs[0].shape
+    if source is None or made is None:
+        return None
+    sizes = [_size(source, made, axis) for axis in range(len(made))]
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _size(source: ir.Shape, made: ir.Shape, axis: int) -> int:
+    size = made[axis]
+    if isinstance(size, int):
+        return size
+    return 0 if axis < len(source) and size.value is not None and source[axis] == size else -1

@@ -1,0 +1,108 @@
+"""A rotary embedding of a narrow graph as one operator: its tables are cast from fp32, which hides it from clean_trace.
+
+    x * Cast(Cos(f)) + rotate_half(x) * Cast(Sin(f))
+    -> RotaryEmbedding(x, Cast(Cos(f)), Cast(Sin(f)))
+    Cast(Cast(x) * Cos(f) + Cast(rotate_half(x)) * Sin(f))      (OLMo turns in fp32, whatever its dtype; of pairs ERNIE, Cohere)
+    -> the same
+
+So are the tables of pairs of neighbours. What is turned in fp32 is narrow again after it: by narrow tables it is rounded as most
+models' is, and goes into the attention's kernel. On CUDA a step of 6 layers is 141 kernels fewer (OLMo), 198 fewer (ERNIE 4.5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter.rules.fusion import _rotary_embedding
+
+from skipdecode.graph_passes.fuse_interleaved_rotary import InterleavedFusion, entries_twice, fuse_rotary, turn
+from skipdecode.graph_passes.fuse_tokens_first_rotary import TokensFirstFusion
+from skipdecode.graph_passes.tokens_first import HEADS_FIRST
+
+
+class FuseNarrowRotaryPass(ir.passes.InPlacePass):
+    """onnxscript's own fusion, with the casts in its pattern; also where only a part of each head is rotated."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        kinds = (
+            _NarrowRotaryFusion,
+            _NarrowTokensFirst,
+            _WideRotaryFusion,
+            _NarrowTablesTwice,
+            _WideTablesTwice,
+            _WideAnglesTwice,
+        )
+        return fuse_rotary(model, *(kind.rule() for kind in kinds))
+
+
+class _NarrowRotaryFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc]
+    def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+        return _with_halves_turned(op, x, freqs, start1, end1, start2, end2, one1, one2)
+
+    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
+        return _rotary(op, x, freqs, interleaved=0)
+
+
+class _NarrowTokensFirst(TokensFirstFusion):
+    """Gemma 4's."""
+
+    def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+        return op.Transpose(_with_halves_turned(op, x, freqs, start1, end1, start2, end2, one1, one2), perm=HEADS_FIRST)
+
+    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
+        heads = op.Transpose(x, perm=HEADS_FIRST)
+        return op.RotaryEmbedding(heads, *_tables(op, freqs, x), interleaved=0, num_heads=x.shape[2])  # type: ignore[index]
+
+
+class _WideRotaryFusion(_NarrowRotaryFusion):
+    def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+        angles = op.Concat(freqs, freqs, axis=-1)
+        cos, sin = op.Unsqueeze(op.Cos(angles), one1), op.Unsqueeze(op.Sin(angles), one2)
+        half = op.Cast(_rotary_embedding._rotate_half_pattern(op, x, start1, end1, start2, end2))
+        return op.Cast(op.Cast(x) * cos + half * sin)
+
+
+class _Neighbours(InterleavedFusion):
+    def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
+        return _rotary(op, x, freqs, interleaved=1)
+
+
+class _NarrowTablesTwice(_Neighbours):
+    def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, turned: Any) -> Any:
+        angles = op.Concat(freqs, freqs, axis=-1)
+        cos = entries_twice(op, op.Cast(op.Cos(angles)), half_1, shape_1)
+        return x * cos + turn(op, x, turned) * entries_twice(op, op.Cast(op.Sin(angles)), half_2, shape_2)
+
+
+class _WideTablesTwice(_Neighbours):
+    def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, turned: Any) -> Any:
+        angles = op.Concat(freqs, freqs, axis=-1)
+        cos, sin = entries_twice(op, op.Cos(angles), half_1, shape_1), entries_twice(op, op.Sin(angles), half_2, shape_2)
+        return op.Cast(op.Cast(x) * cos + op.Cast(turn(op, x, turned)) * sin)
+
+
+class _WideAnglesTwice(_Neighbours):
+    """Cohere's, whose tables are narrow nevertheless."""
+
+    def pattern(self, op: Any, x: Any, freqs: Any, shape: Any, turned: Any) -> Any:
+        angles = op.Reshape(op.Expand(op.Unsqueeze(freqs, [3]), [1, 1, 1, 2]), shape)
+        cos, sin = (op.Cast(op.Unsqueeze(op.Cast(table), [1])) for table in (op.Cos(angles), op.Sin(angles)))
+        wide = op.Cast(x)
+        return op.Cast(wide * cos + turn(op, wide, turned) * sin)
+
+
+def _with_halves_turned(op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+    """The pattern of pairs across the halves, by tables that were cast."""
+    angles = op.Concat(freqs, freqs, axis=-1)
+    cos, sin = op.Unsqueeze(op.Cast(op.Cos(angles)), one1), op.Unsqueeze(op.Cast(op.Sin(angles)), one2)
+    return x * cos + _rotary_embedding._rotate_half_pattern(op, x, start1, end1, start2, end2) * sin
+
+
+def _rotary(op: Any, x: ir.Value, freqs: Any, interleaved: int) -> Any:
+    return op.RotaryEmbedding(x, *_tables(op, freqs, x), interleaved=interleaved, num_heads=x.shape[1])  # type: ignore[index]
+
+
+def _tables(op: Any, freqs: Any, x: ir.Value) -> tuple[Any, Any]:
+    """Cosines and sines in the type of `x`."""
+    return op.Cast(op.Cos(freqs), to=x.dtype), op.Cast(op.Sin(freqs), to=x.dtype)

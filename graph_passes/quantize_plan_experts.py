@@ -1,0 +1,90 @@
+"""The experts' matrices as levels, for TensorRT, of which a step reads those that it chooses.
+
+    W [E,N,K]  ->  Reshape(Cast(DequantizeLinear(levels [E*N,K], scales fp32)), [E,N,K])
+
+Levels and scales as `quantize_plan_weights` has them. TensorRT-RTX 1.7.1 makes one kernel of this, the look-up by which a step
+chooses, its product and its sum (`write_out_experts`). For a prompt it writes the matrix out, once a pass. With scales of 16 bits
+and no Cast it would not, but keep levels of 4 bits twice, in two orders.
+
+What levels lack whose zero is not in their middle is added to each block.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import add_constant, constant, is_parameter
+from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.quantization import Parts, Quantization
+from skipdecode.graph_passes.quantize_plan_weights import Array, levels_by_output, signed_pairs, what_is_missing
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizePlanExpertsPass(ir.passes.InPlacePass):
+    """Takes parameters [E,N,K] that are looked up; declines, in 4 bits, those whose K is no multiple of the block."""
+
+    def __init__(self, how: Quantization) -> None:
+        super().__init__()
+        self.how = how
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [value for value in model.graph.initializers.values() if self._applies(value)]
+        for value in found:
+            _replace(model.graph, value, self.how)
+        logger.info("quantised %d matrices of experts to %d bits", len(found), self.how.bits)
+        return ir.passes.PassResult(model, bool(found))
+
+    def _applies(self, value: ir.Value) -> bool:
+        if value.const_value is None or not is_parameter(value) or len(value.const_value.shape) != 3:
+            return False
+        inputs = value.const_value.shape.numpy()[2]
+        looked_up = any(node.op_type == "Gather" for node in value.consumers())
+        return looked_up and (self.how.bits == 8 or inputs % self.how.block_size == 0)
+
+
+def _replace(graph: ir.Graph, parameter: ir.Value, how: Quantization) -> None:
+    tensor, tape, name = parameter.const_value, Tape(), str(parameter.name)
+    assert tensor is not None
+    experts, outputs, inputs = sizes = tensor.shape.numpy()
+
+    def store(what: str, numbers: Array | ir.PackedTensor[Any]) -> ir.Value:
+        tensor = numbers if isinstance(numbers, ir.PackedTensor) else ir.tensor(numbers)
+        tensor.name = f"{name}.quantised.{what}"
+        stored = add_constant(graph, tensor)
+        stored.meta.update(parameter.meta)
+        return stored
+
+    matrices = (np.asarray(matrix, dtype=np.float32) for matrix in tensor.numpy())
+    if how.bits == 4:
+        each = [how.parts(matrix) for matrix in matrices]
+        packed = np.concatenate([signed_pairs(parts).reshape(-1) for parts in each])
+        shape = ir.Shape([experts * outputs, inputs])
+        levels = store("levels", ir.PackedTensor(packed, ir.DataType.INT4, shape=shape))
+        scales = store("scales", np.concatenate([parts["scales"].reshape(outputs, -1) for parts in each]))
+        floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 1, "block_size": how.block_size})
+        if any("zero_points" in parts for parts in each):
+            missing = store("missing", np.concatenate([_missing(parts) for parts in each])[..., None])
+            blocks = tape.op("Reshape", [floats, constant(tape, experts * outputs, -1, how.block_size)])
+            floats = tape.op("Reshape", [tape.op("Add", [blocks, missing]), constant(tape, experts * outputs, inputs)])
+    else:
+        by_expert = [levels_by_output(matrix, ir.DataType.FLOAT) for matrix in matrices]
+        levels = store("levels", np.concatenate([levels for levels, _ in by_expert]))
+        scales = store("scales", np.concatenate([scales for _, scales in by_expert]))
+        floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 0})
+    release_pages(tensor)
+    narrow = tape.op("Reshape", [tape.op("Cast", [floats], {"to": tensor.dtype}), constant(tape, *sizes)])
+    narrow.shape, narrow.type = ir.Shape(sizes), ir.TensorType(tensor.dtype)
+    graph.insert_before(next(iter(graph)), tape.nodes)
+    ir.convenience.replace_all_uses_with(parameter, narrow)
+    del graph.initializers[name]
+
+
+def _missing(parts: Parts) -> Array:
+    """`what_is_missing`, 0 where every zero is in the middle."""
+    return what_is_missing(parts) if "zero_points" in parts else np.zeros(parts["weight"].shape[:2], np.float32)

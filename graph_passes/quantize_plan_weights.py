@@ -1,0 +1,145 @@
+"""Weight-only quantisation in standard operators, whose levels TensorRT reads as they are stored.
+
+    MatMul(x, Transpose(W)) or MatMul(x, W) or Gemm(x, W, bias)  ->  MatMul(x, DequantizeLinear(levels, scales)) [+ bias]
+
+In 4 bits a scale belongs to a block of inputs, in 8 to an output: TensorRT-RTX 1.7.1 makes one kernel of either and its product,
+and writes a matrix in blocks of 8 bits out as floats first, in each step (its builder's list of kernels). Levels of 4 bits lie
+[N,K], as ONNX Runtime's quantiser gives them, and are turned; of 8 bits [K,N], as a plan would hold turned ones twice.
+
+TensorRT takes levels whose zero is in their middle. What others (k-quant's, AWQ's) lack is a product of its own, of each block's
+sum of inputs:
+
+    x (levels - zero) scale  =  x (levels - 8) scale + sum(x) (8 - zero) scale
+
+A step of two Llama layers is 36 kernels then instead of 22, and another number is read for each block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import add_constant, constant, required
+from skipdecode.graph_passes.kept_levels import Floats, kept_levels
+from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.quantization import Parts, Quantization
+from skipdecode.graph_passes.quantize_weights import as_rows, quantisable
+
+logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, np.dtype[Any]]
+Store = Callable[[str, Array], ir.Value]  # what they are, the numbers (uint8: pairs of 4 bits) -> an initializer
+_MIDDLE = 0x88  # of two levels of 4 bits; without it they are signed ones
+_ROWS_AT_A_TIME = 1024
+
+
+class QuantizePlanWeightsPass(ir.passes.InPlacePass):
+    """Declines what `quantisable` does; in 8 bits, whose scales are one an output, inputs may be of any number."""
+
+    def __init__(self, how: Quantization) -> None:
+        super().__init__()
+        self.how = how
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        count = 0
+        for node, parameter, transposed in quantisable(model.graph, self.how.block_size if self.how.bits == 4 else 1):
+            _replace(model.graph, node, parameter, transposed, self.how)
+            release_pages(parameter.const_value)
+            count += 1
+        if count:
+            RemoveUnusedNodesPass()(model)
+        logger.info("quantised %d matrices to %d bits", count, self.how.bits)
+        return ir.passes.PassResult(model, bool(count))
+
+
+def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: Quantization) -> None:
+    assert parameter.const_value is not None
+    weight, tape, rows, floats = as_rows(parameter, transposed), Tape(), required(node), parameter.const_value.dtype
+
+    def store(what: str, numbers: Array) -> ir.Value:
+        name = f"{parameter.name}.quantised.{what}"
+        if numbers.dtype == np.uint8:
+            packed, shape = numbers.reshape(-1), ir.Shape(weight.shape)
+            tensor: ir.TensorProtocol = ir.PackedTensor(packed, ir.DataType.INT4, shape=shape, name=name)
+        else:
+            tensor = ir.tensor(numbers.astype(floats.numpy()) if numbers.dtype == np.float32 else numbers, name=name)
+        return add_constant(graph, tensor)
+
+    if how.bits == 4:
+        product = _multiply_in_4_bits(tape, rows, how.parts(weight), how.block_size, store)
+    else:
+        product = _multiply_in_8_bits(tape, rows, weight, floats, store)
+    if node.op_type == "Gemm" and len(node.inputs) > 2:
+        product = tape.op("Add", [product, required(node, 2)])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [product])
+
+
+def _multiply_in_4_bits(tape: Tape, rows: ir.Value, parts: Parts, block: int, store: Store) -> ir.Value:
+    outputs, blocks, _ = parts["weight"].shape
+    scales = parts["scales"].reshape(outputs, blocks)
+    levels = store("levels", signed_pairs(parts))
+    matrix = tape.op("DequantizeLinear", [levels, store("scales", scales)], {"axis": 1, "block_size": block})
+    product = tape.op("MatMul", [rows, tape.op("Transpose", [matrix], {"perm": [1, 0]})])
+    if "zero_points" not in parts:
+        return product
+    missing = store("missing", np.ascontiguousarray(what_is_missing(parts).T))
+    corrections = tape.op("MatMul", [_block_sums(tape, rows, block), missing])
+    return tape.op("Add", [product, corrections])
+
+
+def signed_pairs(parts: Parts) -> Array:
+    """Levels of 4 bits, two a byte, less 8."""
+    return parts["weight"] ^ np.uint8(_MIDDLE)
+
+
+def what_is_missing(parts: Parts) -> Floats:
+    """(8 - zero) scale of each block [N, K / block], where a zero is not 8."""
+    outputs, blocks, _ = parts["weight"].shape
+    pairs = parts["zero_points"]
+    zeros = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(outputs, -1)[:, :blocks]
+    missing: Floats = (8 - zeros.astype(np.float32)) * parts["scales"].reshape(outputs, blocks)
+    return missing
+
+
+def _block_sums(tape: Tape, rows: ir.Value, block: int) -> ir.Value:
+    """Rows [..,K] to [..,K / block]."""
+    assert rows.shape is not None
+    blocks = tape.op("Reshape", [rows, constant(tape, *[0] * (len(rows.shape) - 1), -1, block)])
+    return tape.op("ReduceSum", [blocks, constant(tape, -1)], {"keepdims": 0})
+
+
+def _multiply_in_8_bits(tape: Tape, rows: ir.Value, weight: Floats, floats: ir.DataType, store: Store) -> ir.Value:
+    levels, scales = levels_by_output(weight, floats)
+    transposed = store("levels", np.ascontiguousarray(levels.T))
+    return tape.op("MatMul", [rows, tape.op("DequantizeLinear", [transposed, store("scales", scales)], {"axis": 1})])
+
+
+def levels_by_output(weight: Floats, stored: ir.DataType) -> tuple[Array, Floats]:
+    """A matrix [N,K] to int8 [N,K] and a scale an output [N], which `stored` holds exactly; rows on levels already keep them."""
+    outputs, inputs = weight.shape
+    levels, scales = np.empty(weight.shape, np.int8), np.empty(outputs, np.float32)
+    least = float(np.nextafter(stored.numpy().type(0), stored.numpy().type(1)))  # TensorRT refuses a scale of 0
+    for start in range(0, outputs, _ROWS_AT_A_TIME):
+        part = slice(start, start + _ROWS_AT_A_TIME)
+        largest = np.abs(weight[part]).max(axis=1)
+        scales[part] = np.where(largest == 0, 1, np.maximum(_rounded_up(largest / 127, stored), least))
+        levels[part] = np.rint(weight[part] / scales[part, None])
+    kept = kept_levels(weight, 8, inputs)
+    if kept is not None:
+        rows = kept.rows & (kept.zeros[:, 0] == 128)
+        levels[rows] = (kept.levels[rows, 0] ^ np.uint8(128)).view(np.int8)
+        scales[rows] = np.maximum(kept.scales[rows, 0], least)
+    return levels, scales
+
+
+def _rounded_up(numbers: Floats, stored: ir.DataType) -> Floats:
+    """As the dtype holds them, none smaller than it is."""
+    nearest = numbers.astype(stored.numpy())
+    above = np.nextafter(nearest, stored.numpy().type(np.inf))
+    rounded: Floats = np.where(nearest.astype(np.float32) < numbers, above, nearest).astype(np.float32)
+    return rounded

@@ -1,0 +1,44 @@
+"""The largest number of a row, and its place, by TopK.
+
+    ReduceMax(x, axes [-1], keepdims=1)      ->      TopK(x, 1)
+    ArgMax(x, axis=-1, keepdims=0)           ->      Squeeze(TopK(x, 1), [-1])
+
+ONNX Runtime's CUDA provider asks cuDNN for maxima, and for nothing else of a decoder; of bf16 it has no ArgMax.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode.graph_passes.conventions import integers, optional
+
+
+class ReplaceMaximumPass(ir.passes.InPlacePass):
+    """Leaves maxima over other axes."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type in ("ReduceMax", "ArgMax") and _of_rows(node)]
+        for node in found:
+            _take_first(model.graph, node)
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _of_rows(node: ir.Node) -> bool:
+    source, axes = node.inputs[0], optional(node, 1)
+    if source is None or source.shape is None:
+        return False
+    if node.op_type == "ArgMax":
+        of = [node.attributes.get_int("axis", default=0)]
+    else:
+        of = axes.const_value.numpy().tolist() if axes is not None and axes.const_value is not None else []
+    return of in ([-1], [len(source.shape) - 1])
+
+
+def _take_first(graph: ir.Graph, node: ir.Node) -> None:
+    one, last = integers(1), integers(-1)
+    top = ir.node("TopK", [node.inputs[0], one.outputs[0]], {"axis": -1}, num_outputs=2)
+    nodes, made = [one, top], top.outputs[0 if node.op_type == "ReduceMax" else 1]
+    if not node.attributes.get_int("keepdims", default=1):
+        nodes += [last, ir.node("Squeeze", [made, last.outputs[0]])]
+        made = nodes[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, [made])

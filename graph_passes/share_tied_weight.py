@@ -1,0 +1,58 @@
+"""A weight that embedding and head share, as an input of both: on a device they read one copy of it.
+
+    Gather(W, ids)                     ->      Gather(tied_weight, ids)
+    MatMul(x [B,1,E], Transpose(W))    ->      Unsqueeze(Gemm(Squeeze(x, 1), tied_weight, transB=1)[:, :V], 1)
+
+Gemm, because an input is transposed in each step where a weight of the engine's own is once, at load. The input has a multiple
+of 8 rows; where V is one, nothing is cut off.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode import bindings
+from skipdecode.graph_passes.conventions import add_constant
+
+
+class ShareTiedWeightPass(ir.passes.InPlacePass):
+    """Applies to a graph that has the parameter `name`, [V,E], and multiplies one position by it, if any."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        weight = graph.initializers.pop(self.name, None)
+        if weight is None:
+            return ir.passes.PassResult(model, False)
+        assert weight.const_value is not None
+        vocabulary, width = weight.const_value.shape.numpy()
+        shape = ir.Shape([bindings.tied_rows(vocabulary), width])
+        given = ir.Value(name=bindings.TIED_WEIGHT, shape=shape, type=weight.type)
+        graph.inputs.append(given)
+        ir.convenience.replace_all_uses_with(weight, given)
+        for turn in [node for node in given.consumers() if node.op_type == "Transpose"]:
+            for node in list(turn.outputs[0].consumers()):
+                _multiply(graph, node, given, vocabulary)
+            graph.remove(turn, safe=True)
+        return ir.passes.PassResult(model, True)
+
+
+def _multiply(graph: ir.Graph, node: ir.Node, weight: ir.Value, vocabulary: int) -> None:
+    """`node` is MatMul(x [B,1,E], the transposed weight)."""
+    rows, axes = node.inputs[0], _constant(graph, "axes", 1)
+    assert node.op_type == "MatMul" and rows is not None and rows.shape is not None and rows.shape[1] == 1
+    flat = ir.node("Squeeze", [rows, axes])
+    product = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1})
+    nodes = [flat, product]
+    if vocabulary != bindings.tied_rows(vocabulary):
+        bounds = [_constant(graph, "start", 0), _constant(graph, "end", vocabulary)]
+        nodes.append(ir.node("Slice", [product.outputs[0], *bounds, axes]))
+    nodes.append(ir.node("Unsqueeze", [nodes[-1].outputs[0], axes]))
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, node.outputs, nodes[-1].outputs)
+
+
+def _constant(graph: ir.Graph, name: str, number: int) -> ir.Value:
+    return add_constant(graph, ir.tensor([number], dtype=ir.DataType.INT64, name=f"{bindings.TIED_WEIGHT}.{name}"))

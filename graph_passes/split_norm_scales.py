@@ -1,0 +1,39 @@
+"""Norms of which each group or head has its own weights (Falcon-H1's Mamba, Cohere's query and key) with the weights behind them.
+
+    RMSNormalization(x [B,S,N,D], scale [N,D])             ->      RMSNormalization(x, ones [D]) * scale
+    LayerNormalization(x [B,S,N,D], scale [N,D], bias)     ->      LayerNormalization(x, ones [D]) * scale + bias
+
+Why: ONNX Runtime's CUDA kernels (1.31.1) broadcast a scale only where it has the rank of x and the axis is 2; of any other they
+take the first D numbers for every row, and say nothing (microsoft/onnxruntime#28971). The CPU's broadcast all. TensorRT's
+normalization layer is built with a scale of [1,1,N,D], but its documentation has 1 where an axis is not normalized. Narrow floats
+are rounded once more, between norm and product.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales_numbers
+
+
+class SplitNormScalesPass(ir.passes.InPlacePass):
+    """Leaves norms alone whose weights are D numbers. Runs behind what fuses norms."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if node.op_type in NORMS and not scales_numbers(node)]
+        for node in found:
+            _take_weights_out(model.graph, node)
+        return ir.passes.PassResult(model, bool(found))
+
+
+def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
+    rows, made = required(norm), norm.outputs[0]
+    assert norm.attributes.get_int("axis", -1) in (-1, len(rows.shape or ()) - 1)
+    tape = Tape()
+    value = by_ones(tape, norm, rows)
+    for kind, weights in zip(("Mul", "Add"), norm.inputs[1:], strict=False):
+        if weights is not None:
+            value.shape, value.type = made.shape, made.type
+            value = tape.op(kind, [value, weights])
+    ir.convenience.replace_nodes_and_values(graph, norm, [norm], tape.nodes, norm.outputs, [value])

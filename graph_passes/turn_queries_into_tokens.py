@@ -1,0 +1,76 @@
+"""Queries that share keys, as further tokens of one head, where there are more slots than the kernel of a single token takes.
+
+    Attention(query [B,NH,S,D], keys [B,KVH,C,D], values, mask [B,1,S,C])
+    -> Reshape(Attention(Reshape(query, [B,NH/n,n*S,D]), keys, values, Concat(n of mask)), [B,NH,S,D])
+
+Why: TensorRT-RTX 1.7.1's kernel of one token has slots and head size in 48 KiB. Its kernel of several tokens has no such limit,
+and serves a step whose heads are tokens. Before it the slots are copied, once for each head that is left: few are left. Written
+out (`write_out_attention`), 32 heads of 65,536 slots would take 4 GiB of scratch memory; this takes 1 GiB.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.tape import Tape
+
+from skipdecode.graph_passes.conventions import constant, producer, required, static_dim
+
+# of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the number of key heads
+LEAST_HEADS = 4
+_MOST = 24576  # slots and a head's numbers, for the kernel of one token: 8 more do not build, whatever the heads and the GPU
+
+
+class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
+    """Leaves attention that the kernel of one token takes. WriteOutAttentionPass has run before: what no kernel takes, whatever
+    the slots (a cap, say, or further outputs), is not told apart here.
+
+    Args:
+        slots: of each layer's KV buffer in this graph.
+    """
+
+    def __init__(self, *, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        long = [node for node in model.graph if node.op_type == "Attention" and is_long(node, self.slots)]
+        found = [(node, count) for node in long if (count := heads_as_tokens(node)) > 1]
+        for node, count in found:
+            _rewrite(model.graph, node, count)
+        return ir.passes.PassResult(model, bool(found))
+
+
+def is_long(node: ir.Node, slots: int) -> bool:
+    """Whether a step's token has the kernel of one, which does not take these slots."""
+    return slots + static_dim(required(node), 3) > _MOST and not _has_heads_as_tokens(node)
+
+
+def _has_heads_as_tokens(node: ir.Node) -> bool:
+    masks = producer(required(node, 3))
+    return masks is not None and masks.op_type == "Concat" and len({*masks.inputs}) == 1
+
+
+def heads_as_tokens(node: ir.Node) -> int:
+    """How many heads that share keys become tokens of one; 1: none do."""
+    if static_dim(required(node, 3), 1) != 1:  # a mask for each head
+        return 1
+    heads, kv_heads = (static_dim(required(node, index), 1) for index in range(2))
+    group = heads // kv_heads
+    return max(count for count in range(1, group + 1) if group % count == 0 and (count == 1 or heads // count >= LEAST_HEADS))
+
+
+def _rewrite(graph: ir.Graph, node: ir.Node, count: int) -> None:
+    tape, query, mask = Tape(), required(node), required(node, 3)
+    heads, size = (static_dim(query, axis) for axis in (1, 3))
+    tokens = tape.op("Reshape", [query, constant(tape, 0, heads // count, -1, size)], output=_more_tokens(query, heads // count))
+    masks = tape.op("Concat", [mask] * count, {"axis": 2}, output=_more_tokens(mask, 1))
+    attended = _more_tokens(node.outputs[0], heads // count)
+    rows = tape.op("Attention", [tokens, *node.inputs[1:3], masks], node.attributes, output=attended)
+    made = tape.op("Reshape", [rows, constant(tape, 0, heads, -1, static_dim(required(node, 2), 3))])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [made])
+
+
+def _more_tokens(like: ir.Value, heads: int) -> ir.Value:
+    """What is to be made of `like` [B,N,S,..]: [B,heads,..,..], of more tokens."""
+    assert like.shape is not None
+    return ir.Value(shape=ir.Shape([like.shape[0], heads, None, like.shape[3]]), type=like.type)

@@ -1,0 +1,99 @@
+"""Layers that keep states, computed in fp32 between their convolution and what follows their recurrence, the states too.
+
+    CausalConvWithState(x fp16, W, bias, past fp16) .. LinearAttention(.., past fp16) -> y fp16
+    -> CausalConvWithState(Cast(x), Cast(W), Cast(bias), past fp32) .. LinearAttention(.., past fp32) -> Cast(y)
+
+Why: a state sums up every token before, so each step's rounding stays in it (the configurations of Qwen3.5 and Nemotron-H ask
+for fp32, `mamba_ssm_dtype`), and ONNX Runtime's CUDA kernels take one type for all of an operator's inputs.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from skipdecode.bindings import PAST
+from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast, producer
+
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
+_TURNS = ("Squeeze", "Transpose")  # a Mamba's state, to how it is kept
+
+
+class WidenStatesPass(ir.passes.InPlacePass):
+    """Applies to narrow graphs: graph inputs and outputs that are states change their type."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        states = [node for node in model.graph if node.op_type in WITH_STATES and node.outputs[0].dtype in NARROW]
+        wide = {*states}
+        for node in states:
+            _add_between(node, wide)
+            _add_after(node.outputs[1], wide)
+        for node in [node for node in model.graph if node in wide]:
+            _widen(model.graph, node, wide)
+        return ir.passes.PassResult(model, bool(states))
+
+    def ensures(self, model: ir.Model) -> None:
+        for node in model.graph:
+            if node.op_type in WITH_STATES and {value.dtype for value in (*node.inputs, *node.outputs) if value} & {*NARROW}:
+                raise ir.passes.PostconditionError(f"{node.name} computes in a narrow type")
+
+
+def _add_after(state: ir.Value, wide: set[ir.Node]) -> None:
+    """Add to `wide` what leads from an operator's state to the graph's output."""
+    for reader, _ in state.uses():
+        if reader.op_type in _TURNS:
+            wide.add(reader)
+            _add_after(reader.outputs[0], wide)
+
+
+def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
+    """Add to `wide` what leads from a state, or from an operator with one, to `node`; returns whether anything does."""
+    found = False
+    for value in node.inputs:
+        found |= value is not None and _is_state(value)
+        before = producer(value)
+        if before is None or before.op_type in _PRODUCTS:
+            continue
+        if before in wide or _add_between(before, wide):
+            wide.add(before)
+            found = True
+    return found
+
+
+def _is_state(value: ir.Value) -> bool:
+    """Whether it is what the layer kept of the tokens before."""
+    return value.is_graph_input() and str(value.name).startswith(PAST)
+
+
+def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
+    for index, value in enumerate(node.inputs):
+        if value is None or value.dtype not in NARROW:
+            continue
+        if _is_state(value):
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        else:
+            widened = cast(value, ir.DataType.FLOAT)
+            graph.insert_before(node, widened)
+            node.replace_input_with(index, widened.outputs[0])
+    if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in NARROW:
+        node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+    for value in node.outputs:
+        if value.dtype in NARROW:
+            _make_wide(graph, node, value, wide)
+
+
+def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Node]) -> None:
+    """An output of a wide node: others read it as narrow as it was, but for what widens it anyway."""
+    narrow, value.type = value.dtype, ir.TensorType(ir.DataType.FLOAT)
+    assert narrow is not None
+    narrowed: ir.Node | None = None
+    for reader, index in [*value.uses()]:
+        if reader in wide:
+            continue
+        if reader.op_type == "Cast" and reader.attributes["to"].as_int() == ir.DataType.FLOAT:
+            ir.convenience.replace_all_uses_with(reader.outputs[0], value)
+            graph.remove(reader, safe=True)
+            continue
+        if narrowed is None:
+            narrowed = cast(value, narrow)
+            graph.insert_after(node, narrowed)
+        reader.replace_input_with(index, narrowed.outputs[0])

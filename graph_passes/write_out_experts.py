@@ -1,0 +1,182 @@
+"""Mixtures of experts for TensorRT, which has no operator for them: a step reads the experts that it chooses, where they lie.
+
+    experts(x [B*S,H], chosen [B*S,K], weights [B*S,K]), in a graph whose hidden state is [B,S,..]
+    ->  each row's first token: the matrices of its K experts, looked up, times x and summed up over the inputs
+        its other tokens: every expert's product, times its weight or 0, as it was traced
+
+Why: of a look-up, a product and a sum TensorRT-RTX 1.7.1 makes one kernel, which reads no more than that; for a product of
+matrices it would copy what it looked up first. Its builder knows that a step has no other tokens, and is left with three kernels
+behind the router. A prompt reads all experts anyway; here it is multiplied by all of them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from skipdecode import bindings
+from skipdecode.graph_passes.apply_rules import apply_rules
+from skipdecode.graph_passes.conventions import TO_THE_END, inputs_by_name, is_parameter, rule_constant, static_dim
+from skipdecode.graph_passes.lower_experts import (
+    BiasedExperts,
+    Experts,
+    GeluExperts,
+    NarrowBiasedExperts,
+    SquaredExperts,
+    TurnedExperts,
+    number,
+    turned_experts,
+)
+
+READ_SHARE = "read share"  # in a parameter's `meta`: what of it a step of one row reads
+# op, a product with `up` [.., N], its dtype -> [.., I]
+Activation = Callable[[Any, Any, ir.DataType], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Of all experts."""
+
+    up: ir.Value  # [E,N,H]
+    down: ir.Value  # [E,H,I]
+    up_bias: ir.Value | None = None  # [E,N]
+    down_bias: ir.Value | None = None  # [E,H]
+
+
+class WriteOutExpertsPass(ir.passes.InPlacePass):
+    """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        kinds = (_Experts, _GeluExperts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
+        return ir.passes.PassResult(model, apply_rules(model, *(kind.rule() for kind in kinds)))
+
+    def ensures(self, model: ir.Model) -> None:
+        left = [
+            value.name
+            for value in model.graph.initializers.values()
+            if is_parameter(value) and len(value.shape or ()) == 3 and _is_multiplied_whole(value)
+        ]
+        if left:
+            raise ir.passes.PostconditionError(f"experts of which a step reads all: {left}")
+
+
+def _is_multiplied_whole(value: ir.Value) -> bool:
+    readers = {node.op_type for node in value.consumers()}
+    return bool(readers & {"Transpose", "MatMul"}) and "Gather" not in readers
+
+
+class _Experts(Experts):
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
+    ) -> Any:
+        return _mixture(op, x, zeros, chosen, weights, _Weights(up=gate_up, down=down), self.inner)
+
+    def inner(self, op: Any, both: Any, _: ir.DataType) -> Any:
+        gate, up = op.Split(both, axis=-1, num_outputs=2, _outputs=2)
+        return op.Mul(self.activated(op, gate), up)
+
+
+class _GeluExperts(GeluExperts, _Experts):
+    """The pattern of the one, rewritten as the other does."""
+
+
+class _TurnedExperts(TurnedExperts, _Experts):
+    """As the one above, once the matrices are turned."""
+
+
+class _SquaredExperts(SquaredExperts):
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, up: ir.Value, down: ir.Value
+    ) -> Any:
+        return _mixture(op, x, zeros, chosen, weights, _Weights(up=up, down=down), _squared_relu)
+
+
+class _BiasedExperts(BiasedExperts):
+    def rewrite(
+        self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value,
+        up_bias: ir.Value, down_bias: ir.Value, alpha: ir.Value, beta: ir.Value, limit: ir.Value, **_: Any,
+    ) -> Any:  # fmt: skip
+        up, down = (op.initializer(turned_experts(matrices)) for matrices in (gate_up, down))
+        experts = _Weights(up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+        numbers = (number(alpha) or 0.0, number(beta) or 0.0, number(limit) or 0.0)
+        return _mixture(op, x, zeros, chosen, weights, experts, lambda op, both, kind: _clamped(op, both, kind, *numbers))
+
+
+class _NarrowBiasedExperts(_BiasedExperts):
+    clamped = NarrowBiasedExperts.clamped
+
+
+def _mixture(
+    op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, experts: _Weights, activation: Activation
+) -> Any:
+    node, kind = x.producer(), experts.up.dtype
+    assert node is not None and node.graph is not None and kind is not None
+    hidden = inputs_by_name(node.graph)[bindings.HIDDEN]  # [B,S,..], whose tokens x has
+    for parameter in (experts.up, experts.down, experts.up_bias, experts.down_bias):
+        if parameter is not None:
+            parameter.meta[READ_SHARE] = static_dim(chosen, 1) / static_dim(parameter, 0)
+    places = op.Concat(op.Shape(hidden, start=0, end=2), rule_constant(op, -1), axis=0)
+    values = [op.Reshape(value, places) for value in (x, zeros, chosen, weights)]
+    first = [op.Slice(value, *(rule_constant(op, bound) for bound in (0, 1, 1))) for value in values]
+    others = [op.Slice(value, *(rule_constant(op, bound) for bound in (1, TO_THE_END, 1))) for value in values]
+    parts = (_by_the_chosen(op, first, experts, activation, kind), _by_all(op, others, experts, activation, kind))
+    return op.Reshape(op.Concat(*parts, axis=1), op.Shape(x))
+
+
+def _by_the_chosen(op: Any, values: list[Any], experts: _Weights, activation: Activation, kind: ir.DataType) -> Any:
+    """Rows [B,1,H], zeros, experts `chosen` [B,1,K] and their weights [B,1,K] -> [B,1,H]; in fp32."""
+    rows, _, chosen, weights = values
+    which = op.Squeeze(chosen, rule_constant(op, 1))
+
+    def product(numbers: Any, matrices: ir.Value, bias: ir.Value | None) -> Any:
+        """[B,K,inputs], or [B,1,inputs] -> [B,K,outputs]."""
+        found = op.Mul(_wide(op, op.Gather(matrices, which)), op.Unsqueeze(numbers, rule_constant(op, 2)))
+        summed = op.ReduceSum(found, rule_constant(op, 3), keepdims=0)
+        return summed if bias is None else op.Add(summed, _wide(op, op.Gather(bias, which)))
+
+    inner = activation(op, product(_wide(op, rows), experts.up, experts.up_bias), ir.DataType.FLOAT)
+    shares = op.Transpose(_wide(op, weights), perm=[0, 2, 1])
+    mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
+    return op.Cast(op.ReduceSum(mixed, rule_constant(op, 1)), to=kind)
+
+
+def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activation, kind: ir.DataType) -> Any:
+    """Rows [B,R,H], zeros [B,R,E], experts `chosen` [B,R,K] and their weights [B,R,K] -> [B,R,H]."""
+    rows, zeros, chosen, weights = values
+
+    def product(numbers: Any, matrices: ir.Value, bias: ir.Value | None) -> Any:
+        """[B,E,R,inputs], or [B,1,R,inputs] -> [B,E,R,outputs]."""
+        found = op.MatMul(numbers, op.Transpose(matrices, perm=[0, 2, 1]))
+        return found if bias is None else op.Add(found, op.Unsqueeze(bias, rule_constant(op, 1)))
+
+    inner = activation(op, product(op.Unsqueeze(rows, rule_constant(op, 1)), experts.up, experts.up_bias), kind)
+    shares = op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=2), perm=[0, 2, 1])
+    shares = op.Unsqueeze(shares, rule_constant(op, 3))
+    nothing = op.Constant(value=ir.tensor(np.array(0, dtype=kind.numpy()), dtype=kind))
+    mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
+    # an expert that nobody chose may overflow in fp16, and 0 times infinity is none
+    return op.ReduceSum(op.Where(op.Equal(shares, nothing), nothing, mixed), rule_constant(op, 1), keepdims=0)
+
+
+def _squared_relu(op: Any, up: Any, _: ir.DataType) -> Any:
+    positive = op.Relu(up)
+    return op.Mul(positive, positive)
+
+
+def _clamped(op: Any, both: Any, kind: ir.DataType, alpha: float, beta: float, limit: float) -> Any:
+    """gpt-oss': of gate, up, gate, up, .. (up + beta) * gate * Sigmoid(alpha * gate), where both are within `limit`."""
+
+    def constant(value: float) -> Any:
+        return op.Constant(value=ir.tensor(np.array(value, dtype=kind.numpy()), dtype=kind))
+
+    gate, up = (op.Slice(both, *(rule_constant(op, bound) for bound in (first, TO_THE_END, -1, 2))) for first in (0, 1))
+    gate, up = op.Min(gate, constant(limit)), op.Max(op.Min(up, constant(limit)), constant(-limit))
+    return op.Mul(op.Add(up, constant(beta)), op.Mul(gate, op.Sigmoid(op.Mul(gate, constant(alpha)))))
+
+
+def _wide(op: Any, value: Any) -> Any:
+    return op.Cast(value, to=ir.DataType.FLOAT)

@@ -1,0 +1,92 @@
+"""One operator that goes from token to token before, products of all tokens after, with the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from skipdecode.graph_passes.write_out_linear_attention import WriteOutLinearAttentionPass
+from tests.graph_passes.running import Array, run_model
+
+BEFORE = """<ir_version: 10, opset_import: ["" : 27]>
+layer (float[B,S,32] q, float[B,S,32] k, float[B,S,48] v, float[B,2,16,24] state, float[B,S,2] g, float[B,S,2] beta)
+    => (float[B,S,48] y, float[B,2,16,24] present_state)
+{
+    y, present_state = LinearAttention <q_num_heads = 2, kv_num_heads = 2, update_rule = "gated_delta", scale = 0.5>
+        (q, k, v, state, g, beta)
+}
+"""
+GATED = BEFORE.replace("gated_delta", "gated").replace("g, beta)", "g)").replace(", float[B,S,2] beta", "")
+
+
+def _feeds(tokens: int) -> dict[str, Array]:
+    """Two rows; keys of length 1, logarithms of decays, rates between 0 and 1."""
+    rng = np.random.default_rng(tokens)
+    sizes = {"q": (32,), "k": (32,), "v": (48,), "g": (2,), "beta": (2,)}
+    feeds = {name: rng.standard_normal((2, tokens, *size)).astype(np.float32) for name, size in sizes.items()}
+    feeds["state"] = rng.standard_normal((2, 2, 16, 24)).astype(np.float32)
+    keys = feeds["k"].reshape(2, tokens, 2, 16)
+    feeds["k"] = (keys / np.linalg.norm(keys, axis=-1, keepdims=True)).reshape(2, tokens, 32)
+    feeds["g"], feeds["beta"] = -0.2 * np.abs(feeds["g"]), 1 / (1 + np.exp(-feeds["beta"]))
+    return feeds
+
+
+def _assert_gives_the_same(text: str, feeds: dict[str, Array], most_tokens: int = 512, error: float = 2e-6) -> None:
+    model = ir.from_onnx_text(text)
+    before = run_model(model, feeds)
+    assert WriteOutLinearAttentionPass(most_tokens=most_tokens)(model).modified
+    assert model.graph.opset_imports == {"": 24}
+    assert "LinearAttention" not in [node.op_type for node in model.graph]
+    for expected, found in zip(before, run_model(model, feeds), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=error * np.abs(expected).max())
+    assert not WriteOutLinearAttentionPass(most_tokens=most_tokens)(model).modified
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 31, 200, 512])
+@pytest.mark.parametrize("text", [BEFORE, GATED], ids=["gated_delta", "gated"])
+def test_all_tokens_at_once_give_what_one_after_another_gives(text: str, tokens: int) -> None:
+    _assert_gives_the_same(text, _feeds(tokens))
+
+
+def test_without_a_scale_it_is_that_of_the_operator() -> None:
+    _assert_gives_the_same(BEFORE.replace(", scale = 0.5", ""), _feeds(5))
+
+
+@pytest.mark.parametrize(("rate", "error"), [(1, 2e-6), (1.9, 2e-4)])
+def test_tokens_that_are_all_alike_and_forget_nothing_stay_exact(rate: float, error: float) -> None:
+    """(1 - A)(1 + A^2)(1 + A^4).. over the whole pass, which is the same on paper, has terms of 1e150 here."""
+    feeds = _feeds(512)
+    feeds["k"][:] = feeds["k"][:, :1]
+    feeds["g"][:], feeds["beta"][:] = 0, rate
+    _assert_gives_the_same(BEFORE, feeds, error=error)
+
+
+# the logarithm of a token's decay, of those that forget much, and which they are; the others' is -0.01
+FORGETTING = {
+    "all, so that e^(30 * 63) is no float": (-30, slice(None)),
+    "the first half": (-30, slice(256)),
+    "one in 64": (-2000, slice(None, None, 64)),
+    "the first": (-1e5, slice(1)),
+    "everything at once": (-np.inf, slice(5, 6)),
+}
+
+
+@pytest.mark.parametrize(("decay", "which"), FORGETTING.values(), ids=FORGETTING)
+@pytest.mark.parametrize("text", [BEFORE, GATED], ids=["gated_delta", "gated"])
+def test_what_tokens_forget_costs_later_ones_no_precision(text: str, decay: float, which: slice) -> None:
+    """Of a difference between two sums over all tokens nothing would be left: 0.6 of the state's largest number for the first."""
+    feeds = _feeds(512)
+    feeds["g"][:] = -0.01
+    feeds["g"][:, which] = decay
+    _assert_gives_the_same(text, feeds)
+
+
+def test_blocks_are_joined_as_far_as_a_pass_has_tokens() -> None:
+    counts = {}
+    for most in (8, 16, 512):
+        model = ir.from_onnx_text(BEFORE)
+        WriteOutLinearAttentionPass(most_tokens=most)(model)
+        counts[most] = sum(node.op_type == "MatMul" for node in model.graph)
+    assert counts[16] == counts[8] + 2 and counts[512] == counts[8] + 2 * 6
+    _assert_gives_the_same(BEFORE, _feeds(16), most_tokens=16)
