@@ -21,6 +21,7 @@ from skipdecode.strict_json import MalformedError, decode
 FORMAT_VERSION = 4
 MANIFEST = "bundle.json"
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
+WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")  # of a target's engines; the last two block-quantised
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
 
 
@@ -47,7 +48,7 @@ class Target:
     """Engines that are ready to load on one kind of device."""
 
     name: str  # cpu, cuda, tensorrt-rtx, tensorrt
-    weights: str  # of its engines: fp32, fp16, bf16, int8 or int4 (block-quantised)
+    weights: str  # of its engines, one of WEIGHTS
     library: str  # onnxruntime, tensorrt_rtx, tensorrt
     library_version: str  # prepacked weights and plans belong to it
     machine: str  # of cpu its architecture, x86_64; of plans the GPUs, "sm86 sm89" or "sm80 and later"; of cuda "any"
@@ -112,6 +113,7 @@ class Manifest:
             (self.kv_slots == caps, "kv_slots", "do not follow from the schedule"),
             ({*self.schedule.variants, depth} <= {v.num_layers for v in self.variants}, "variants", "lack one of the schedule's"),
             (len({v.num_layers for v in self.variants}) == len(self.variants), "variants", "are not distinct"),
+            (all(t.weights in WEIGHTS for t in self.targets), "targets", f"have weights that are none of {', '.join(WEIGHTS)}"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
             (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
             (sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
@@ -184,10 +186,12 @@ def read(bundle: Path) -> Manifest:
 
 @contextmanager
 def one_bundle(bundle: Path) -> Iterator[None]:
-    """Whatever is read of the bundle in this block is one bundle's, though another may be put in its place meanwhile.
+    """Whatever is read of the bundle in this block is one bundle's, though another folder may be put in its place meanwhile.
+
+    What tells them apart is `bundle.json`: files that are replaced one by one below it are found by `check_hashes` alone.
 
     Raises:
-        BundleError: another was, by an export with --force or a deployment.
+        BundleError: another was, by an export with --force or a deployment that renames a folder or turns a link.
     """
     before = _identity(bundle)
     try:
@@ -214,7 +218,7 @@ def _identity(bundle: Path) -> tuple[int, ...] | None:
     """That of its manifest; None: there is none."""
     try:
         return file_identity(bundle / MANIFEST)
-    except OSError:
+    except (OSError, ValueError):  # the latter for a NUL or a lone surrogate in the name
         return None
 
 

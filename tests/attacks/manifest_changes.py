@@ -42,6 +42,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "object_for_list": (lambda d: d.update(segments={}), "not a list"),
     "list_for_object": (lambda d: d.update(model=[]), "not an object"),
     "unknown_dtype": (lambda d: d.update(dtype="float8"), "dtype is none of float32, float16, bfloat16"),
+    "unknown_weights": (
+        lambda d: d["targets"][0].update(weights="int2"),
+        "targets have weights that are none of fp32, fp16, bf16, int8, int4",
+    ),
     "unknown_anchor": (lambda d: d["schedule"].update(anchor="elsewhere"), "generated or absolute"),
     "rising_schedule": (lambda d: d["schedule"].update(layers=[2, 5]), "rises from 2 to 5"),
     "empty_schedule": (lambda d: d["schedule"].update(layers=[]), "empty"),

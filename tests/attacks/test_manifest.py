@@ -85,6 +85,13 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
     _refused(tmp_path / "file", "there is no bundle.json here")
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_name_that_no_folder_can_have_is_refused_as_any_other(name: str) -> None:
+    with pytest.raises(BundleError, match=r"bundle\.json: cannot be read") as caught, manifests.one_bundle(Path(name)):
+        manifests.read(Path(name))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_newer_format_is_named(attack: Any) -> None:
     attack(lambda d: d.update(format_version=5), "format_version is 5, this runtime reads 4")
 

@@ -252,7 +252,9 @@ def test_a_long_prompt_runs_in_pieces_of_the_chunk_that_was_asked_for(generator:
 def test_a_folder_whose_name_is_not_utf8_is_to_be_renamed(zoo: Zoo, tmp_path: Path) -> None:
     bundle = tmp_path / os.fsdecode(b"b\xfcn")
     bundle.symlink_to(zoo.bundle("llama"))
-    with pytest.raises(BundleError, match=r"is not UTF-8, the only encoding that ONNX Runtime takes; rename the folder$"):
+    with pytest.raises(
+        BundleError, match=r"is not UTF-8, the only encoding that ONNX Runtime's Python package takes; rename the folder$"
+    ):
         skipdecode.load(bundle)
 
 
@@ -315,6 +317,13 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_is_refused(
         skipdecode.load(bundle)
     monkeypatch.undo()
     assert skipdecode.load(bundle).generate(PROMPT, max_new_tokens=2).sequences
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"], ids=ascii)
+def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(BundleError, match=r"bundle\.json: cannot be read \(.*\); export the model again$") as caught:
+        skipdecode.load(name)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("more", [1 << 40, 1 << 62])  # than there is; than an address says

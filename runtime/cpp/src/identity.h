@@ -1,4 +1,5 @@
-// Which bundle a folder holds: another may be put in its place, by an export with --force or a deployment.
+// Which bundle a folder holds: another may be put in its place, by an export with --force or a deployment that renames a folder
+// or turns a link. Of files that are replaced one by one below the same bundle.json it knows nothing.
 #pragma once
 
 #include <cstdint>

@@ -136,7 +136,11 @@ void CheckVariants(const Manifest& manifest) {
 }
 
 void CheckTargets(const Manifest& manifest) {
+  static const std::set<std::string> known_weights{"fp32", "fp16", "bf16", "int8", "int4"};
   for (const Target& target : manifest.targets) {
+    if (known_weights.count(target.weights) == 0) {
+      throw Malformed("targets", "have weights that are none of fp32, fp16, bf16, int8, int4");
+    }
     if (target.segments.size() != manifest.segments.size()) throw Malformed("targets", "lack an engine for a segment");
     std::vector<int64_t> sizes = target.segment_weight_bytes;
     sizes.push_back(target.head_weight_bytes);
