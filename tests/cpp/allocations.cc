@@ -20,6 +20,8 @@ bool IsOfSkipdecode(void* caller) {
 
 void FailAllocationAfter(int allocations) { allocations_left = allocations; }
 
+int AllocationsLeft() { return allocations_left; }
+
 void LetAllocationsBe() { allocations_left = -1; }
 
 void* operator new(std::size_t size) {

@@ -4,5 +4,7 @@
 // After so many more allocations of libskipdecode on this thread one fails. Others never do: ONNX Runtime crashes where its own
 // fail.
 void FailAllocationAfter(int allocations);
+// How many more go through.
+int AllocationsLeft();
 // All go through again.
 void LetAllocationsBe();

@@ -19,6 +19,7 @@ skipdecode::Bundle Load(const Json& request) {
   const std::string target = request.value("target", ""), library = request.value("onnxruntime_library", "");
   if (request.contains("target")) options.target = target.c_str();
   if (!library.empty()) options.onnxruntime_library = library.c_str();
+  options.threads = request.value("threads", options.threads);
   options.no_cuda_graphs = request.value("cuda_graphs", true) ? 0 : 1;
   return skipdecode::Bundle::Load(request.at("bundle"), options);
 }

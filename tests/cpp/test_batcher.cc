@@ -7,13 +7,16 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "batcher.h"
 #include "completion.h"
 #include "running.h"
 
-struct skd_status {};
+struct skd_status {
+  skd_code code;
+};
 struct skd_bundle {};
 struct skd_tokenizer {};
 struct skd_session {
@@ -22,15 +25,17 @@ struct skd_session {
 
 namespace {
 
-std::atomic<bool> no_memory{false}, engines_fail{false}, row_lost{false}, endless{false};
+std::atomic<bool> no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
+std::atomic<int> add_fails{SKD_OK};  // with that code
 std::atomic<int> sessions{0}, most_sessions{0};
+size_t decoded = 0;                    // ids
 std::vector<uint32_t> generator_rows;  // of the rows that were added, for when the batcher's thread has ended
 
 }  // namespace
 
 extern "C" {
 
-skd_code skd_status_code(const skd_status* /*status*/) { return SKD_ERROR_INTERNAL; }
+skd_code skd_status_code(const skd_status* status) { return status->code; }
 const char* skd_status_message(const skd_status* /*status*/) { return "told to fail"; }
 void skd_status_destroy(skd_status* status) { delete status; }
 skd_load_options skd_load_options_default() { return {}; }
@@ -44,7 +49,8 @@ skd_status* skd_bundle_load(const char* /*path*/, const skd_load_options* /*opti
 void skd_bundle_destroy(skd_bundle* bundle) { delete bundle; }
 
 skd_status* skd_session_create(const skd_bundle* /*bundle*/, const skd_session_options* /*options*/, skd_session** session) {
-  if (no_memory) return new skd_status;
+  if (no_memory) return new skd_status{SKD_ERROR_CAPACITY};
+  if (gpu_lost) return new skd_status{SKD_ERROR_TARGET};
   *session = new skd_session;
   most_sessions = std::max(most_sessions.load(), ++sessions);
   return nullptr;
@@ -55,6 +61,7 @@ void skd_session_destroy(skd_session* session) {
 }
 skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, size_t /*length*/, const skd_row_options* options,
                             uint64_t* row) {
+  if (add_fails != SKD_OK) return new skd_status{static_cast<skd_code>(add_fails.load())};
   static std::atomic<uint64_t> next{0};
   *row = next++;
   session->rows.push_back(*row);
@@ -63,7 +70,7 @@ skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, siz
 }
 // Each row ends with its first token, or never.
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*capacity*/, size_t* count) {
-  if (engines_fail) return new skd_status;
+  if (engines_fail) return new skd_status{SKD_ERROR_INTERNAL};
   *count = session->rows.size();
   for (size_t i = 0; i < *count; ++i) {
     events[i] = {session->rows[i] + (row_lost ? 1000U : 0U), 7, 1, 1, endless ? SKD_FINISH_NONE : SKD_FINISH_STOP};
@@ -83,9 +90,16 @@ skd_status* skd_tokenizer_create(const skd_bundle* /*bundle*/, const char* /*lib
   *tokenizer = new skd_tokenizer;
   return nullptr;
 }
-skd_status* skd_tokenizer_decode(skd_tokenizer* /*tokenizer*/, const int64_t* /*ids*/, size_t /*count*/, char** /*text*/,
-                                 size_t* /*length*/) {
-  return new skd_status;
+// An id is its byte; one of 0x80 or more is no character.
+skd_status* skd_tokenizer_decode(skd_tokenizer* /*tokenizer*/, const int64_t* ids, size_t count, char** text, size_t* length) {
+  decoded += count;
+  std::string found;
+  for (const int64_t* id = ids; id != ids + count; ++id)
+    found += *id < 0x80 ? std::string(1, static_cast<char>(*id)) : "\xEF\xBF\xBD";
+  *text = static_cast<char*>(std::malloc(found.size() + 1));
+  std::copy_n(found.c_str(), found.size() + 1, *text);
+  *length = found.size();
+  return nullptr;
 }
 // An id for each byte: its value.
 skd_status* skd_tokenizer_encode(skd_tokenizer* /*tokenizer*/, const char* text, int64_t** ids, size_t* count) {
@@ -103,11 +117,14 @@ namespace {
 
 class Requests {
  public:
-  Requests() {
-    no_memory = engines_fail = row_lost = endless = false;
+  explicit Requests(uint32_t rows = 1) {
+    no_memory = gpu_lost = engines_fail = row_lost = endless = false;
+    add_fails = SKD_OK;
     generator_rows.clear();
     most_sessions = sessions.load();
-    batcher_ = std::make_unique<service::Batcher>(bundle_, skipdecode::SessionOptions(), 8, &metrics);
+    skd_session_options room = skipdecode::SessionOptions();
+    room.max_rows = rows;
+    batcher_ = std::make_unique<service::Batcher>(bundle_, room, 8, &metrics);
   }
   // The status that a client gets.
   int Ask() {
@@ -121,13 +138,22 @@ class Requests {
     return 200;
   }
 
-  std::unique_ptr<service::Running> Running(size_t prompts = 1, std::chrono::seconds patience = std::chrono::seconds(20)) {
+  std::unique_ptr<service::Running> Running(size_t prompts = 1, std::chrono::seconds patience = std::chrono::seconds(20),
+                                            std::chrono::seconds age = std::chrono::seconds(0)) {
     service::Completion asked{};
     asked.prompts.assign(prompts, {1, 2, 3});
     asked.gives_ids = true;
-    return std::make_unique<service::Running>(asked, nullptr, service::Clock::now() + patience, &active_);
+    const auto now = service::Clock::now();
+    return std::make_unique<service::Running>(asked, nullptr, now - age, now + patience, &active_);
   }
   bool Submit(const service::Running& running) { return batcher_->Submit(running.rows()); }
+  // Whether it comes to be so within ten seconds.
+  bool ComesTo(bool failing) const {
+    for (int look = 0; look < 1000 && batcher_->failing() != failing; ++look) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return batcher_->failing() == failing;
+  }
 
   // Wait for its thread, which counts a row out after its client has the last token.
   void End() { batcher_.reset(); }
@@ -172,6 +198,49 @@ TEST_CASE("while there is no memory for a session requests are refused, and serv
   engines_fail = false;
   no_memory = false;
   CHECK(requests.Ask() == 200);
+  CHECK(requests.ComesTo(false));
+}
+
+TEST_CASE("where no session can be made any more that is told, in answers and of the service's health, until one can") {
+  Requests requests;
+  engines_fail = true;
+  gpu_lost = true;
+  CHECK(requests.Ask() == 500);
+  CHECK(requests.ComesTo(false));  // nobody has tried
+  const auto running = requests.Running();
+  REQUIRE(requests.Submit(*running));
+  CHECK_THROWS_WITH(running->WaitForFirst([] { return false; }), "the engines cannot decode any more: start the server again");
+  CHECK(requests.ComesTo(true));
+  CHECK(requests.Ask() == 500);
+  engines_fail = false;
+  gpu_lost = false;
+  CHECK(requests.ComesTo(false));  // though nobody asks
+  CHECK(requests.Ask() == 200);
+}
+
+TEST_CASE("a session is kept after a row that there was no memory for, and after no other that could not join") {
+  for (const auto& [code, status, kept] :
+       {std::tuple(SKD_ERROR_CAPACITY, 503, true), std::tuple(SKD_ERROR_INTERNAL, 500, false)}) {
+    Requests requests(2);
+    endless = true;
+    const auto before = requests.Running();
+    REQUIRE(requests.Submit(*before));
+    before->WaitForFirst([] { return false; });
+    add_fails = code;
+    CHECK(requests.Ask() == status);
+    add_fails = SKD_OK;
+    while (!kept && !before->Ended()) before->Next();
+    CHECK(before->Ended() == !kept);
+  }
+}
+
+TEST_CASE("seconds to the first token are from the request's arrival, not from when its row was made") {
+  Requests requests;
+  const auto running = requests.Running(1, std::chrono::seconds(20), std::chrono::seconds(5));
+  REQUIRE(requests.Submit(*running));
+  running->WaitForFirst([] { return false; });
+  requests.End();
+  CHECK(requests.metrics.first_token_us > 5'000'000);
 }
 
 TEST_CASE("a row that the batcher does not know ends the session and no more") {
@@ -274,4 +343,25 @@ TEST_CASE("a text of more bytes than the server takes is refused before it is to
   CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.size() == 1);
   CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABcd"})", "m", limits, &tokenizer),  // whose d is no token
                     "prompt has 4 bytes, this server takes 3");
+}
+
+TEST_CASE("text that streams costs as much as it is long, also where nothing of it can be given") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  skipdecode::TextStream stream(tokenizer);
+  std::string streamed, wanted;
+  decoded = 0;
+  for (int64_t token = 0; token < 4000; ++token) {
+    streamed += stream.Add(0x80);
+    wanted += "\xEF\xBF\xBD";
+  }
+  CHECK(decoded < 4000 * 100);  // 4000 * 4000 / 2, looked at for each token
+  for (const char* letter = "And then there was text again."; *letter != 0; ++letter) {
+    for (int repeat = 0; repeat < 10; ++repeat) {
+      streamed += stream.Add(*letter);
+      wanted += *letter;
+    }
+  }
+  CHECK(streamed.size() > 4000 * 3);
+  CHECK(streamed + stream.End() == wanted);
 }

@@ -60,6 +60,11 @@ TEST_CASE("a body has no more values than the largest request") {
   }
 }
 
+TEST_CASE("an error's line is told whole, also where the client sent a NUL") {
+  const std::string body = service::HttpError(404, std::string("model 'a\0b' is not here", 23)).Body();
+  CHECK_THAT(body, Catch::Contains(R"("model 'a\u0000b' is not here")"));
+}
+
 TEST_CASE("what comes behind the values that a body may have is not read") {
   CHECK(Refused(R"({"prompt": )" + Array("{}", 100) + ", this is no JSON") ==
         "the body has more than 72 values: this server takes 2 prompts of 3 tokens");

@@ -152,10 +152,10 @@ TEST_CASE("what a run throws while it is recorded is thrown by the call that fol
 TEST_CASE("a driver that is older than the kernel's language is told as that") {
   int* const old = Driver<int>("standin_old");
   *old = 1;
-  CHECK_THROWS_WITH(skd::cuda_stream::LoadKernel(skd::kTurnAroundPtx, "skd_turnaround_kernel"),
+  CHECK_THROWS_WITH(skd::cuda_stream::LoadModule(skd::kTurnAroundPtx),
                     "the NVIDIA driver is older than CUDA 13; install driver 580 or a later one");
   *old = 0;
-  CHECK(skd::cuda_stream::LoadKernel(skd::kTurnAroundPtx, "skd_turnaround_kernel") != nullptr);
+  CHECK(skd::cuda_stream::KernelOf(skd::cuda_stream::LoadModule(skd::kTurnAroundPtx), "skd_turnaround_kernel") != nullptr);
 }
 
 TEST_CASE("threads take turns on the stream, and each records its own runs") {

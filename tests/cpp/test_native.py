@@ -92,19 +92,12 @@ def test_the_services_batcher_goes_on_where_sessions_fail(build: str) -> None:
     assert "All tests passed" in done.stdout
 
 
-@pytest.fixture(scope="module")
-def standin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return standin.build(tmp_path_factory.mktemp("driver"))
-
-
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
-def test_what_runs_on_a_gpu_is_checked_on_a_stand_in_for_the_driver(
-    build: str, standin_folder: Path, gpu_bundles: list[Path]
-) -> None:
+def test_what_runs_on_a_gpu_is_checked_on_a_stand_in_for_the_driver(build: str, libcuda: Path, gpu_bundles: list[Path]) -> None:
     bundles = " ".join(map(str, gpu_bundles))
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_cuda_tests"],
-        env=environment(LD_LIBRARY_PATH=f"{standin_folder}:{LIBRARIES}", SKD_TEST_DEVICE_BUNDLES=bundles),
+        env=environment(LD_LIBRARY_PATH=f"{libcuda}:{LIBRARIES}", SKD_TEST_DEVICE_BUNDLES=bundles),
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -209,6 +202,34 @@ def test_a_library_that_is_refused_does_not_become_the_processs(
     assert "ONNX Runtime cannot be loaded (/nowhere.so" in driver.ask(**good, onnxruntime_library="/nowhere.so")["error"]
     assert driver.ask(**good, onnxruntime_library=library)["num_layers"] == LAYERS
     assert driver.ask(**good, onnxruntime_library="/nowhere.so")["num_layers"] == LAYERS, "there is one by now"
+    driver.close()
+
+
+@pytest.mark.parametrize("inside", ["program", "library"])
+def test_a_program_or_library_in_the_bundles_folder_keeps_what_it_has_written(
+    conformance_bundle: Callable[[str], Path], tmp_path: Path, inside: str
+) -> None:
+    bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
+    library, program = LIBRARIES / "libonnxruntime.so.1", BUILD / "release" / "tests" / "skd_driver"
+    if inside == "library":
+        library = Path(shutil.copy(library, bundle / "targets" / "libonnxruntime.so.1"))
+    else:
+        program = Path(shutil.copy(program, bundle / "driver"))
+        shutil.copy(BUILD / "release" / "libskipdecode.so.0", bundle)
+    driver = Driver("sh", "-c", f"exec {program}", LD_LIBRARY_PATH=f"{bundle}:{LIBRARIES}")
+    for _ in range(2):
+        assert driver.ask(command="load", bundle=bundle, onnxruntime_library=library)["num_layers"] == LAYERS
+    asked = {"command": "generate", "prompts": [[5, 6, 7]]}
+    found, expected = driver.ask(**asked, bundle=bundle), driver.ask(**asked, bundle=conformance_bundle("opt"))
+    assert found == expected
+    driver.close()
+
+
+def test_engines_load_where_the_system_starts_no_more_threads(conformance_bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "threads.c").write_text("#include <errno.h>\nint pthread_create(void) { return EAGAIN; }\n")
+    _run(["gcc", "-shared", "-fPIC", tmp_path / "threads.c", "-o", tmp_path / "threads.so"])
+    driver = Driver(LD_PRELOAD=str(tmp_path / "threads.so"))
+    assert driver.ask(command="load", bundle=conformance_bundle("opt"), threads=1)["num_layers"] == LAYERS
     driver.close()
 
 

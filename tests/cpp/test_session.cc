@@ -1,5 +1,6 @@
 // Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model,
 // SKD_TEST_HYBRID_BUNDLE and SKD_TEST_ABSOLUTE_HYBRID_BUNDLE of one whose layers have attention and linear attention.
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 
@@ -241,6 +242,63 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
     REQUIRE(failures > 10);
     REQUIRE(session.counters().tokens == 6 + 7 + 8);
   }
+}
+
+TEST_CASE("a load that runs out of memory behind its manifest is refused, and another can follow") {
+  const char* const path = std::getenv("SKD_TEST_BUNDLE");
+  REQUIRE(path != nullptr);
+  // on one core, where no other thread takes a part of the work, loads are alike
+  cpu_set_t before, one;
+  REQUIRE(sched_getaffinity(0, sizeof before, &before) == 0);
+  CPU_ZERO(&one);
+  for (int core = 0; CPU_COUNT(&one) == 0; ++core) {
+    if (CPU_ISSET(core, &before)) CPU_SET(core, &one);
+  }
+  REQUIRE(sched_setaffinity(0, sizeof one, &one) == 0);
+  Bundle();  // what the first load does for all is done
+  // whether it fails, and how many allocations of so many it does not come to
+  const auto load = [path](int after, const char* target) {
+    skd_load_options options = skipdecode::LoadOptions();
+    options.target = target;
+    skd_bundle* bundle = nullptr;
+    FailAllocationAfter(after);
+    skd_status* const status = skd_bundle_load(path, &options, &bundle);
+    const std::pair<bool, int> found(status != nullptr, AllocationsLeft());
+    LetAllocationsBe();
+    skd_status_destroy(status);
+    skd_bundle_destroy(bundle);
+    return found;
+  };
+  constexpr int kMany = 1 << 30;
+  // nlohmann-json allocates where a value ends, too, and ends the process where it cannot
+  const int manifest = kMany - load(kMany, "nowhere").second, count = kMany - load(kMany, "cpu").second;
+  REQUIRE(count > manifest + 100);
+  int failed = 0;
+  for (int after = manifest; after < count; after += (count - manifest) / 30) failed += load(after, "cpu").first ? 1 : 0;
+  for (int after = count - 10; after < count; ++after) CHECK(load(after, "cpu").first);  // of the handles of what is loaded
+  sched_setaffinity(0, sizeof before, &before);
+  CHECK(failed > 20);
+  CHECK(Alone(skipdecode::Bundle::Load(path), {5, 6}, Options(3)) == Alone(Bundle(), {5, 6}, Options(3)));
+}
+
+TEST_CASE("lengths that no session takes are refused by skd_generate, whatever their sum") {
+  const auto said = [](size_t length, uint32_t max_new_tokens) {
+    const int64_t id = 5;
+    const skd_row_options options = Options(max_new_tokens);
+    const skd_callback ignore = [](void*, const skd_event*) { return 0; };
+    return Said(skd_generate(Bundle().get(), &id, &length, 1, &options, 0, ignore, nullptr));
+  };
+  CHECK(said(1, 0).second == "0 new tokens: the bundle takes 1 or more; choose another skd_row_options.max_new_tokens");
+  CHECK_THAT(said(SIZE_MAX, 1).second, Catch::Contains("18446744073709551615 tokens and 1 new ones exceed the bundle's"));
+  CHECK_THAT(said(SIZE_MAX - 1, UINT32_MAX).second,
+             Catch::Contains("18446744073709551614 tokens and 4294967295 new ones exceed"));
+  CHECK(said(1, 1).first == SKD_OK);
+}
+
+TEST_CASE("lines are UTF-8, whatever a path is made of") {
+  skd_bundle* bundle = nullptr;
+  CHECK(Said(skd_bundle_load("no\nwh\xff\xc3re/\xc3\xa9", nullptr, &bundle)).second ==
+        "no wh\xEF\xBF\xBD\xEF\xBF\xBDre/\xc3\xa9: there is no bundle.json here; name the folder that skip-export wrote");
 }
 
 TEST_CASE("mistakes at the C border are statuses") {

@@ -7,6 +7,8 @@
 #include <future>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <system_error>
 #include <utility>
 
 #include "bindings.h"
@@ -65,17 +67,26 @@ void CheckProcessor(const Target& target, const std::filesystem::path& path) {
   }
 }
 
-// As many at a time as there are cores: ONNX Runtime packs quantised weights as it loads, to compare them with the stored ones.
+// As many at a time as there are cores, or threads to be had: ONNX Runtime packs quantised weights as it loads, to compare them
+// with the stored ones.
 std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled, bool cuda_graphs) {
   std::vector<std::optional<Engine>> loaded(files.size());
   std::atomic<size_t> next{0};
   const auto work = [&] {
     for (size_t i = next++; i < files.size(); i = next++) loaded[i].emplace(files[i], device, compiled, cuda_graphs);
   };
-  std::vector<std::future<void>> workers(std::min(files.size(), static_cast<size_t>(UsableCores())));
-  for (std::future<void>& worker : workers) worker = std::async(std::launch::async, work);
-  for (std::future<void>& worker : workers) worker.wait();  // all, before one of them throws
-  for (std::future<void>& worker : workers) worker.get();
+  std::vector<std::future<void>> others(std::min(files.size(), static_cast<size_t>(UsableCores())) - 1);
+  try {
+    for (std::future<void>& other : others) other = std::async(std::launch::async, work);
+  } catch (const std::system_error&) {  // the system starts no more: those that it did, and this one
+  }
+  work();  // where this throws, the others' futures wait for them
+  for (const std::future<void>& other : others) {
+    if (other.valid()) other.wait();  // all, before one of them throws
+  }
+  for (std::future<void>& other : others) {
+    if (other.valid()) other.get();
+  }
   std::vector<Engine> engines;
   engines.reserve(loaded.size());
   for (std::optional<Engine>& engine : loaded) engines.push_back(std::move(*engine));
@@ -142,7 +153,9 @@ std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Iden
   if (!for_cpu && target.tied_weight) {
     tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model, memory, &embed, &head);
   }
-  ReleaseLoadingMemory(path);
+  std::set<std::filesystem::path> listed;
+  for (const File& file : manifest.files) listed.insert(path / file.path);
+  ReleaseLoadingMemory(listed);
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
   return std::unique_ptr<const Bundle>(new Bundle{std::filesystem::absolute(path), identity, std::move(manifest), memory,
                                                   std::move(tied_weight), std::move(embed), std::move(segments), std::move(head),
@@ -152,20 +165,26 @@ std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Iden
 // Held while bundles are mapped and unmapped: what ReleaseLoadingMemory gives back must not become another's in between.
 std::mutex mapping;
 
+struct Unmap {
+  void operator()(const Bundle* bundle) const {
+    const std::lock_guard lock(mapping);
+    delete bundle;
+  }
+};
+
 }  // namespace
 
 std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, const std::optional<std::string>& target,
                                          uint32_t threads, const std::string& onnxruntime_library, bool cuda_graphs,
                                          std::optional<Device> device) {
-  const std::lock_guard lock(mapping);
-  const Identity identity = IdentityOf(path);
-  std::unique_ptr<const Bundle> loaded;
-  ReadOne(path, identity, "while it was loaded",
-          [&] { loaded = Load(path, identity, target, threads, onnxruntime_library, cuda_graphs, device); });
-  return {loaded.release(), [](const Bundle* bundle) {
-            const std::lock_guard unmapping(mapping);
-            delete bundle;
-          }};
+  std::unique_ptr<const Bundle, Unmap> loaded;
+  {
+    const std::lock_guard lock(mapping);
+    const Identity identity = IdentityOf(path);
+    ReadOne(path, identity, "while it was loaded",
+            [&] { loaded.reset(Load(path, identity, target, threads, onnxruntime_library, cuda_graphs, device).release()); });
+  }
+  return loaded;  // without the lock, which Unmap takes where a shared_ptr has no memory
 }
 
 }  // namespace skd

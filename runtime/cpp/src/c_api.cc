@@ -41,7 +41,7 @@ skd_status no_memory{SKD_ERROR_CAPACITY, "out of memory"};  // NOLINT(cppcoregui
 
 skd_status* NewStatus(skd_code code, const char* message) {
   try {
-    return new skd_status{code, message};
+    return new skd_status{code, skd::OneLine(message)};
   } catch (...) {
     return &no_memory;
   }
@@ -116,14 +116,18 @@ skd_session_options RoomFor(const Prompts& prompts, const skd_row_options& optio
                             const skd::Manifest& manifest) {
   skd_session_options room = skd_session_options_default();
   const size_t longest = *std::max_element(prompts.lengths.begin(), prompts.lengths.end());
-  if (longest + options.max_new_tokens > static_cast<size_t>(manifest.limits.max_length)) {
+  const auto most = static_cast<size_t>(manifest.limits.max_length);
+  if (options.max_new_tokens < 1) {
+    throw skd::CapacityError("0 new tokens: the bundle takes 1 or more", "choose another skd_row_options.max_new_tokens");
+  }
+  if (options.max_new_tokens > most || longest > most - options.max_new_tokens) {
     throw skd::CapacityError(std::to_string(longest) + " tokens and " + std::to_string(options.max_new_tokens) +
-                                 " new ones exceed the bundle's " + std::to_string(manifest.limits.max_length),
+                                 " new ones exceed the bundle's " + std::to_string(most),
                              "shorten the prompt, lower skd_row_options.max_new_tokens, or export with a larger --max-length");
   }
   room.max_rows = static_cast<uint32_t>(std::min<size_t>(prompts.lengths.size(), UINT32_MAX));
   room.max_prompt_tokens = static_cast<uint32_t>(std::max<size_t>(longest, 1));
-  room.max_new_tokens = std::max(options.max_new_tokens, 1U);
+  room.max_new_tokens = options.max_new_tokens;
   room.full_depth = full_depth != 0 ? 1 : 0;
   return room;
 }

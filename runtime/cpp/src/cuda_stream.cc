@@ -14,6 +14,7 @@ using cuda_driver::Address;
 using cuda_driver::Check;
 using cuda_driver::Driver;
 using cuda_driver::Node;
+using cuda_driver::Result;
 
 constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: the default stream does not wait for it, nor it for that one
 constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
@@ -30,13 +31,14 @@ struct Shared {
 
 // Never destroyed: blocks of other static objects may be freed after it would have been.
 Shared& TheStream() {
-  static Shared* const shared = [] {
+  static Shared* const shared = new Shared();
+  static const bool made = [] {  // tried again by the next call where it throws, with what there is by then
     const Driver& driver = cuda_driver::Ready();
-    auto* made = new Shared();
-    Check(driver, driver.create_stream(&made->stream, kApart));
-    Check(driver, driver.create_event(&made->event, kWithoutTime));
-    return made;
+    if (shared->stream == nullptr) Check(driver, driver.create_stream(&shared->stream, kApart));
+    Check(driver, driver.create_event(&shared->event, kWithoutTime));
+    return true;
   }();
+  static_cast<void>(made);
   return *shared;
 }
 
@@ -133,7 +135,10 @@ std::byte* Allocate(size_t bytes) {
     throw CapacityError("the GPU has no " + std::to_string(bytes >> 20) + " MiB left for a buffer",
                         "ask for fewer rows, shorter prompts or fewer new tokens");
   }
-  Check(turn.driver, turn.driver.set(memory, 0, bytes, turn.shared.stream));
+  if (const Result failed = turn.driver.set(memory, 0, bytes, turn.shared.stream); failed != 0) {
+    turn.driver.free(memory);  // what it says is not the reason
+    Check(turn.driver, failed);
+  }
   return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr): the driver's addresses are integers
 }
 
@@ -198,11 +203,16 @@ void Run(const Calls& calls) {
   calls();
 }
 
-cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name) {
+cuda_driver::Module* LoadModule(const char* ptx) {
   const Turn turn;
   cuda_driver::Module* module = nullptr;
-  cuda_driver::Kernel* kernel = nullptr;
   Check(turn.driver, turn.driver.load(&module, ptx));
+  return module;
+}
+
+cuda_driver::Kernel* KernelOf(cuda_driver::Module* module, const char* name) {
+  const Turn turn;
+  cuda_driver::Kernel* kernel = nullptr;
   Check(turn.driver, turn.driver.kernel_of(&kernel, module, name));
   return kernel;
 }

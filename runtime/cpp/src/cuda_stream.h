@@ -36,8 +36,9 @@ void* Handle();
 // Calls that put work on the stream.
 void Run(const Calls& calls);
 
-// Kernel `name` of `ptx`, which the driver compiles for the GPU at hand; stays loaded.
-cuda_driver::Kernel* LoadKernel(const char* ptx, const char* name);
+// The kernels of `ptx`, which the driver compiles for the GPU at hand; stay loaded.
+cuda_driver::Module* LoadModule(const char* ptx);
+cuda_driver::Kernel* KernelOf(cuda_driver::Module* module, const char* name);
 // `argument`: its only one, which is read before this returns.
 void Launch(cuda_driver::Kernel* kernel, unsigned blocks, unsigned threads, void* argument);
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "error.h"
+#include "utf8.h"
 
 namespace skd {
 namespace {
@@ -15,43 +16,7 @@ namespace {
 using Json = nlohmann::json;
 using Pieces = std::vector<std::string>;
 
-constexpr char kReplacement[] = "\xEF\xBF\xBD";  // U+FFFD
-
 unsigned Byte(char c) { return static_cast<unsigned char>(c); }
-
-// What a text begins with: a character, or bytes that are none; these end where a character may begin (Unicode, table 3-7).
-struct Sequence {
-  size_t size;
-  bool valid;
-};
-
-Sequence FirstOf(std::string_view text) {
-  const auto within = [text](size_t i, unsigned low, unsigned high) {
-    return i < text.size() && Byte(text[i]) >= low && Byte(text[i]) <= high;
-  };
-  const unsigned lead = Byte(text[0]);
-  if (lead < 0x80) return {1, true};
-  if (lead < 0xC2 || lead > 0xF4) return {1, false};
-  // the second byte rules out longer forms than needed, surrogates, and what lies beyond U+10FFFF
-  const unsigned low = lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
-  const unsigned high = lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
-  if (!within(1, low, high)) return {1, false};
-  const size_t size = lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
-  for (size_t i = 2; i < size; ++i) {
-    if (!within(i, 0x80, 0xBF)) return {i, false};
-  }
-  return {size, true};
-}
-
-std::string Lossy(std::string_view bytes) {
-  std::string text;
-  while (!bytes.empty()) {
-    const Sequence first = FirstOf(bytes);
-    text += first.valid ? bytes.substr(0, first.size) : kReplacement;
-    bytes.remove_prefix(first.size);
-  }
-  return text;
-}
 
 // The alphabet of byte-level BPE: bytes that print stand for themselves, the others for U+0100 and on.
 constexpr size_t kAlphabetEnd = 0x144;
@@ -213,7 +178,7 @@ std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, 
     if (data.at("decoder").is_null() || !Reader::AddSteps(&read, data["decoder"])) return std::nullopt;
     Reader::AddEntries(&read, data);
   } catch (const std::exception& error) {  // nlohmann-json's, of what is missing or of another type
-    throw BundleError(std::string("cannot be read (") + error.what() + ")", path.string());
+    throw BundleError("cannot be read (" + Cut(error.what(), 200) + ")", path.string());
   }
   for (const int64_t id : special) {
     if (id >= 0 && id < vocab_size) read.entries_[static_cast<size_t>(id)].reset();

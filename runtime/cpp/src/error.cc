@@ -1,9 +1,9 @@
 #include "error.h"
 
-namespace skd {
-namespace {
+#include "utf8.h"
 
-// Names come from files and may hold anything: control characters would break the line, or act on a terminal.
+namespace skd {
+
 std::string OneLine(const std::string& text) {
   std::string line;
   for (const char c : text) {
@@ -14,10 +14,8 @@ std::string OneLine(const std::string& text) {
       line += ' ';
     }
   }
-  return line;
+  return Lossy(line);
 }
-
-}  // namespace
 
 Error::Error(skd_code code, const std::string& what, const std::string& remedy, const std::string& where)
     : std::runtime_error(OneLine((where.empty() ? "" : where + ": ") + what + (remedy.empty() ? "" : "; " + remedy))),

@@ -19,6 +19,10 @@ class Error : public std::runtime_error {
   skd_code code_;
 };
 
+// Names come from files and may hold anything: without control characters, which would break the line or act on a terminal, and
+// in UTF-8.
+std::string OneLine(const std::string& text);
+
 // The first `most` bytes of a text or a few fewer: no character of UTF-8 is cut in two.
 std::string Cut(const std::string& text, size_t most);
 

@@ -11,10 +11,11 @@
 
 namespace skd {
 
-void ReleaseLoadingMemory(const std::filesystem::path& bundle) {
+void ReleaseLoadingMemory(const std::set<std::filesystem::path>& files) {
   malloc_trim(0);  // glibc would keep it
   std::error_code none;
-  const std::string folder = std::filesystem::weakly_canonical(bundle, none).string() + "/";
+  std::set<std::string> names;  // as the system has them, without links
+  for (const std::filesystem::path& file : files) names.insert(std::filesystem::weakly_canonical(file, none).string());
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
     std::istringstream words(line);
@@ -23,7 +24,7 @@ void ReleaseLoadingMemory(const std::filesystem::path& bundle) {
     std::string rights, offset, device, inode, path;
     words >> std::hex >> start >> dash >> end >> rights >> offset >> device >> inode >> std::ws;
     std::getline(words, path);
-    if (path.rfind(folder, 0) != 0) continue;
+    if (path.empty() || names.count(path) == 0) continue;
     madvise(reinterpret_cast<void*>(start), end - start, MADV_DONTNEED);  // NOLINT(performance-no-int-to-ptr)
   }
 }

@@ -31,6 +31,8 @@ struct GenAi {
 
 namespace {
 
+constexpr size_t kReason = 200;  // bytes of a reason that an error shows: it may quote the file
+
 // A text, and what Hugging Face's tokenizer made of it.
 struct Sample {
   std::string text;
@@ -71,19 +73,28 @@ const GenAi& Api(const std::string& library) {
 
 void Check(const GenAi& api, void* result, const std::string& where) {
   if (result == nullptr) return;
-  const std::string reason = api.error(result);
+  const std::string reason = Cut(api.error(result), kReason);
   api.destroy_result(result);
-  throw Error(SKD_ERROR_BUNDLE, "the tokenizer failed (" + reason + ")", "tokenise elsewhere and give token ids", where);
+  throw Error(SKD_ERROR_TOKENIZER, "the tokenizer failed (" + reason + ")", "tokenise elsewhere and give token ids", where);
 }
 
 // tokenization.json, which skip-export writes beside tokenizer.json.
 nlohmann::json ReadTokenization(const std::filesystem::path& bundle) {
   const std::filesystem::path path = bundle / "tokenization.json";
   if (!std::filesystem::is_regular_file(path)) {
-    throw Error(SKD_ERROR_BUNDLE, "the bundle has no tokenizer", "give token ids", bundle.string());
+    throw Error(SKD_ERROR_TOKENIZER, "the bundle has no tokenizer", "give token ids", bundle.string());
   }
   std::ifstream file(path);
   return nlohmann::json::parse(file);
+}
+
+// What GenAI reads beside tokenizer.json: of damage it says no more than of a kind that it does not know.
+void CheckSettings(const std::filesystem::path& bundle) {
+  for (const char* const name : {"genai_config.json", "tokenizer_config.json"}) {
+    const std::filesystem::path path = bundle / name;
+    std::ifstream file(path);
+    if (file && !nlohmann::json::accept(file)) throw BundleError("cannot be read (not JSON)", path.string());
+  }
 }
 
 }  // namespace
@@ -103,9 +114,10 @@ void Tokenizer::Read() {
     data.at("special").get_to(special_);
     for (const auto& sample : data.at("samples")) samples.push_back({sample.at("text"), sample.at("ids")});
   } catch (const nlohmann::json::exception& error) {
-    throw BundleError(std::string("tokenization.json cannot be read (") + error.what() + ")", folder);
+    throw BundleError("tokenization.json cannot be read (" + Cut(error.what(), kReason) + ")", folder);
   }
   detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", bundle_->manifest.model.vocab_size, special_);
+  CheckSettings(bundle_->path);
   void* created = nullptr;
   Check(api_, api_.create_tokenizer(folder.c_str(), &created), folder);
   tokenizer_ = {created, api_.destroy_tokenizer};
@@ -115,7 +127,8 @@ void Tokenizer::Read() {
   Check(api_, api_.update_options(tokenizer_.get(), keys, values, 2), folder);
   for (const Sample& sample : samples) {
     if (Encode(sample.text.c_str()) == sample.ids) continue;
-    throw Error(SKD_ERROR_BUNDLE, "ONNX Runtime GenAI tokenises '" + sample.text + "' in another way than Hugging Face",
+    throw Error(SKD_ERROR_TOKENIZER,
+                "ONNX Runtime GenAI tokenises '" + Cut(sample.text, kReason) + "' in another way than Hugging Face",
                 "tokenise elsewhere and give token ids", folder);
   }
 }

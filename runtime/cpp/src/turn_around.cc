@@ -6,7 +6,8 @@
 namespace skd {
 
 cuda_driver::Kernel* TurnAroundKernel() {
-  static cuda_driver::Kernel* const kernel = cuda_stream::LoadKernel(kTurnAroundPtx, "skd_turnaround_kernel");
+  static cuda_driver::Module* const module = cuda_stream::LoadModule(kTurnAroundPtx);
+  static cuda_driver::Kernel* const kernel = cuda_stream::KernelOf(module, "skd_turnaround_kernel");
   return kernel;
 }
 

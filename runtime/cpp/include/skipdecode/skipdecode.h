@@ -3,7 +3,8 @@
  * Errors: every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where, what to
  * do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails. After SKD_ERROR_CAPACITY a
  * session is as it was; after any other error of skd_session_add, _step or _cancel destroy it: its rows may be half a step ahead.
- * What is not named at a function below: INTERNAL, for arguments that are NULL or a struct_size that is wrong.
+ * What is not named at a function below: INTERNAL, for arguments that are NULL, too small, or of a wrong struct_size. These are
+ * looked at before anything is done, so that they leave a session as it was, too.
  *
  * Ownership: what a *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the
  * matching *_destroy or skd_free, which take NULL and may be called from any thread. A session and a tokenizer keep what they
@@ -43,7 +44,8 @@ typedef enum skd_code {
   SKD_ERROR_TARGET = 2,   /* a library, its version, a CPU that the engines do not fit, a GPU that is not there or fails */
   SKD_ERROR_CAPACITY = 3, /* more rows or tokens than there is room for, out of memory, an id or a value out of range */
   SKD_ERROR_SCHEDULE = 4, /* a schedule that cannot be */
-  SKD_ERROR_INTERNAL = 5  /* a mistake: in how a function is called, or of this library's */
+  SKD_ERROR_INTERNAL = 5, /* a mistake: in how a function is called, or of this library's */
+  SKD_ERROR_TOKENIZER = 6 /* no tokenizer, or none that this library can use: give token ids */
 } skd_code;
 
 typedef enum skd_finish {
@@ -164,16 +166,16 @@ SKD_API skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, c
 
 /* The bundle's tokenizer; texts are split by ONNX Runtime GenAI's library, which is loaded when this is first called and
  * stays the process's one. genai_library: its path; NULL: found as the system finds libraries, or beside this one. The
- * tokenizer's files are read now. Errors: BUNDLE (the bundle has none, or one that GenAI reads in another way; or another bundle
- * is in its place by now: load it again), TARGET. */
+ * tokenizer's files are read now. Errors: TOKENIZER (the bundle has none, or one that GenAI does not read, or in another way),
+ * BUNDLE (it is damaged; or another bundle is in its place by now: load it again), TARGET. */
 SKD_API skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer);
 SKD_API void skd_tokenizer_destroy(skd_tokenizer* tokenizer);
 /* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free.
- * Errors: BUNDLE (the tokenizer failed), CAPACITY (out of memory). */
+ * Errors: TOKENIZER (it failed), CAPACITY (out of memory). */
 SKD_API skd_status* skd_tokenizer_encode(skd_tokenizer* tokenizer, const char* text, int64_t** ids, size_t* count);
 /* Text of token ids as UTF-8, special tokens left out, U+FFFD for bytes that are no character; *text ends with NUL and goes back
  * through skd_free. *length: its bytes before that NUL, since a model may write NUL itself; may be NULL.
- * Errors: CAPACITY (an id outside the vocabulary, out of memory), BUNDLE (the tokenizer failed). */
+ * Errors: CAPACITY (an id outside the vocabulary, out of memory), TOKENIZER (it failed). */
 SKD_API skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text, size_t* length);
 SKD_API void skd_free(void* memory);
 

@@ -195,12 +195,18 @@ class TextStream {
   explicit TextStream(const Tokenizer&& tokenizer) = delete;  // one that would be gone
   std::string Add(int64_t token) {
     ids_.push_back(token);
+    if (ids_.size() < next_look_) return {};
     std::string piece = Rest();
     constexpr char kReplacement[] = "\xEF\xBF\xBD";  // of bytes that are no character, or not one yet
     const bool whole = piece.size() < 3 || piece.compare(piece.size() - 3, 3, kReplacement) != 0;
-    if (piece.empty() || !whole) return {};
+    if (piece.empty() || !whole) {
+      // decoding all that waits again for each token would take the square of their number
+      next_look_ = ids_.size() + 1 + (ids_.size() - given_) / kSeldom;
+      return {};
+    }
     ids_.erase(ids_.begin(), ids_.begin() + static_cast<std::ptrdiff_t>(given_));
     given_ = ids_.size();
+    next_look_ = 0;
     return piece;
   }
   std::string End() {
@@ -210,6 +216,8 @@ class TextStream {
   }
 
  private:
+  static constexpr size_t kSeldom = 32;  // so many tokens that give nothing are each looked at, of more not every one
+
   static bool Starts(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }  // a character in UTF-8
   // What follows the given piece; in characters, since bytes that were text may become part of an invalid run.
   std::string Rest() {
@@ -221,6 +229,7 @@ class TextStream {
   const Tokenizer* tokenizer_;
   std::vector<int64_t> ids_;  // of the last piece that was given, and those that came since
   size_t given_ = 0;          // how many of them are in that piece
+  size_t next_look_ = 0;      // at so many it is seen whether there is text to give
 };
 
 }  // namespace skipdecode
