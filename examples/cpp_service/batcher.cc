@@ -10,6 +10,13 @@ namespace service {
 namespace {
 
 constexpr std::chrono::milliseconds kMoment{50};  // between looks at a queue, which may be long
+constexpr std::chrono::seconds kAgain{1};         // between attempts to make a session that nobody asks for
+
+// Whether nothing but memory was short.
+bool IsOfMemory(const std::exception& error) {
+  const auto* told = dynamic_cast<const skipdecode::Error*>(&error);
+  return told != nullptr ? told->code() == SKD_ERROR_CAPACITY : dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+}
 
 }  // namespace
 
@@ -66,20 +73,37 @@ bool Batcher::Submit(const std::vector<std::shared_ptr<Row>>& rows) {
 
 void Batcher::Loop() {
   for (;;) {
+    bool asked = true;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      arrived_.wait(lock, [this] { return ending_ || !queue_.empty() || !running_.empty(); });
+      const auto work = [this] { return ending_ || !queue_.empty() || !running_.empty(); };
+      if (failing_) {
+        asked = arrived_.wait_for(lock, kAgain, work);
+      } else {
+        arrived_.wait(lock, work);
+      }
       if (ending_ && queue_.empty() && running_.empty()) return;
     }
     try {
+      if (!asked) TheSession();  // whoever asks for the service's health may send no rows meanwhile
       DropAbandoned();
       Admit();
       Step();
     } catch (const std::exception& error) {  // of the engines, or for want of memory: these rows end, the service goes on
-      std::cerr << "decoding failed: " << error.what() << std::endl;
+      if (asked) std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
     }
   }
+}
+
+// A new one where the last failed. Throws where none can be made.
+skipdecode::Session& Batcher::TheSession() {
+  if (session_ == nullptr) {
+    failing_ = true;
+    session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
+    failing_ = false;
+  }
+  return *session_;
 }
 
 // Rows join while there are places; one whose client does not wait any more never starts.
@@ -95,20 +119,27 @@ void Batcher::Admit() {
     }
     if (Abandoned(*row, Clock::now())) {
       row->Tell(std::nullopt, End::kTimeout);
-      continue;
-    }
-    End end = End::kRefused;
-    try {
-      if (session_ == nullptr) session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
-      end = End::kFailed;
-      const uint64_t id = session_->Add(row->prompt, row->options);
-      running_.emplace(id, row);
-    } catch (const std::exception& error) {
-      std::cerr << "a prompt failed: " << error.what() << std::endl;
-      ++metrics_->failed;
-      row->Tell(std::nullopt, end);
+    } else {
+      Join(row);
     }
     metrics_->running = running_.size();
+  }
+}
+
+// Tells a row that cannot; throws where the session is lost with it.
+void Batcher::Join(const std::shared_ptr<Row>& row) {
+  End end = End::kLost;
+  try {
+    skipdecode::Session& session = TheSession();
+    end = End::kFailed;
+    running_.emplace(session.Add(row->prompt, row->options), row);
+  } catch (const std::exception& error) {
+    const bool no_memory = IsOfMemory(error);
+    ++metrics_->failed;
+    row->Tell(std::nullopt, no_memory ? End::kRefused : end);
+    // as skipdecode.h has it, a session is as it was after the library's own word that there was no memory, and no other
+    if (session_ != nullptr && !(no_memory && dynamic_cast<const skipdecode::Error*>(&error) != nullptr)) throw;
+    std::cerr << "a prompt failed: " << error.what() << std::endl;
   }
 }
 

@@ -1,6 +1,7 @@
 // One thread that owns the session: rows join as they come, decode together, and leave when they end or nobody waits for them.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -19,7 +20,8 @@ namespace service {
 
 using Clock = std::chrono::steady_clock;
 
-enum class End { kStop, kLength, kTimeout, kFailed, kRefused };  // the last: for now there is no memory to decode in
+// kFailed: the engines did; kLost: they did, and no new session can be made; kRefused: for now there is no memory to decode in.
+enum class End { kStop, kLength, kTimeout, kFailed, kLost, kRefused };
 
 // What the rows of one request were given, until the thread that serves its client takes it.
 class Mailbox {
@@ -45,10 +47,11 @@ class Mailbox {
 // One row, shared by the thread that serves its client and the batcher.
 class Row {
  public:
-  Row(std::vector<int64_t> row_prompt, const skd_row_options& row_options, Clock::time_point row_deadline,
-      std::shared_ptr<Mailbox> mailbox, size_t index)
+  Row(std::vector<int64_t> row_prompt, const skd_row_options& row_options, Clock::time_point request_arrived,
+      Clock::time_point row_deadline, std::shared_ptr<Mailbox> mailbox, size_t index)
       : prompt(std::move(row_prompt)),
         options(row_options),
+        arrived(request_arrived),
         deadline(row_deadline),
         mailbox_(std::move(mailbox)),
         index_(index) {}
@@ -62,8 +65,7 @@ class Row {
 
   const std::vector<int64_t> prompt;
   const skd_row_options options;
-  const Clock::time_point deadline;
-  const Clock::time_point arrived = Clock::now();
+  const Clock::time_point arrived, deadline;
 
  private:
   friend class Batcher;
@@ -81,10 +83,14 @@ class Batcher {
 
   // All of them or none: false where the queue has no room.
   bool Submit(const std::vector<std::shared_ptr<Row>>& rows);
+  // Whether no session could be made when that was tried last: while there is none, that is every second.
+  bool failing() const { return failing_; }
 
  private:
   void Loop();
+  skipdecode::Session& TheSession();
   void Admit();
+  void Join(const std::shared_ptr<Row>& row);
   bool Abandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
   void Step();
@@ -98,6 +104,7 @@ class Batcher {
   std::unique_ptr<skipdecode::Session> session_;      // none after a failure, until a row needs one
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's id
   Clock::time_point next_look_{};                     // at whether those in the queue are waited for
+  std::atomic<bool> failing_{false};
 
   std::mutex mutex_;
   std::condition_variable arrived_;

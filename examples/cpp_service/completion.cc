@@ -153,7 +153,7 @@ std::vector<std::string> Stops(const Json& body) {
 std::string Dump(const Json& json) { return json.dump(-1, ' ', true, Json::error_handler_t::replace); }
 
 std::string HttpError::Body() const {
-  const Json error = {{"message", what()}, {"type", type_}, {"param", nullptr}, {"code", nullptr}};
+  const Json error = {{"message", message_}, {"type", type_}, {"param", nullptr}, {"code", nullptr}};
   return Dump(Json{{"error", error}});
 }
 

@@ -18,12 +18,13 @@ std::string Dump(const nlohmann::json& json);
 class HttpError : public std::runtime_error {
  public:
   HttpError(int status, const std::string& message, std::string type = "invalid_request_error")
-      : std::runtime_error(message), status_(status), type_(std::move(type)) {}
+      : std::runtime_error(message), status_(status), message_(message), type_(std::move(type)) {}
   int status() const { return status_; }
   std::string Body() const;
 
  private:
   int status_;
+  std::string message_;  // whole, where what() ends at a NUL that a client sent
   std::string type_;
 };
 

@@ -10,6 +10,7 @@
 #include <exception>
 #include <iostream>
 #include <string>
+#include <utility>
 
 namespace service {
 namespace {
@@ -20,6 +21,8 @@ constexpr std::chrono::seconds kWrite{5};         // for a client to take any by
 constexpr std::chrono::seconds kLinger{2};        // for a client to read an answer that came before its request's end
 constexpr std::chrono::seconds kRest{1};          // at shutdown, for a request that is on its way to be answered 503
 constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in chunks of a byte has six
+constexpr size_t kMostOfHead = size_t{64} << 10;  // httplib keeps each header, with a hundred bytes beside its own
+constexpr char kHeadEnd[] = "\n\r\n";             // an empty line, as httplib takes it
 
 // A client's socket, read until a point in time. Without `override`, because httplib's names differ: 0.18 asks is_writable where
 // 0.41 has wait_readable, wait_writable and duration.
@@ -36,6 +39,11 @@ class Connection : public httplib::Stream {
   time_t duration() const { return 0; }  // only httplib's clients ask
   ssize_t read(char* data, size_t size) {
     if (next_ == end_) {
+      if (!head_ended_ && taken_ > kMostOfHead) {
+        if (std::exchange(long_head_, true)) return -1;
+        *data = '\n';  // once: httplib has no answer where not even the first line ends
+        return 1;
+      }
       if (taken_ > kMostBytes) return -1;
       late_ = !WaitForBytes(&arrived_by_);
       if (late_) return -1;
@@ -44,6 +52,7 @@ class Connection : public httplib::Stream {
       next_ = 0;
       end_ = static_cast<size_t>(came);
       taken_ += end_;
+      if (!head_ended_) LookForHeadEnd();
     }
     size = std::min(size, end_ - next_);
     std::copy_n(buffer_.data() + next_, size, data);
@@ -65,6 +74,8 @@ class Connection : public httplib::Stream {
   }
   // Whether reading ended because the rest of the request was not here in time.
   bool late() const { return late_; }
+  // Whether it ended because the head has more bytes than any that is served.
+  bool long_head() const { return long_head_; }
 
   // Reads away what the client still sends: closing before would take the answer from it.
   void Linger() {
@@ -94,13 +105,21 @@ class Connection : public httplib::Stream {
     return Wait(POLLOUT, &until, writing_, std::chrono::milliseconds(0));
   }
 
+  // In what was received last, behind what came before that.
+  void LookForHeadEnd() {
+    const std::string seen = before_ + std::string(buffer_.data(), end_);
+    head_ended_ = seen.find(kHeadEnd) != std::string::npos;
+    before_ = seen.substr(seen.size() - std::min(seen.size(), sizeof kHeadEnd - 2));
+  }
+
   const socket_t socket_;
   mutable Clock::time_point arrived_by_;  // sooner where the server stops
   const std::atomic<bool>&reading_, &writing_;
   std::array<char, 16384> buffer_{};
   size_t next_ = 0, end_ = 0;  // of what was received and not read yet
   size_t taken_ = 0;           // bytes of this request
-  bool late_ = false;
+  std::string before_;         // the last bytes of a head so far, which may begin its end
+  bool late_ = false, head_ended_ = false, long_head_ = false;
 };
 
 thread_local const Connection* served = nullptr;  // by this thread; httplib tells handlers nothing of connections
@@ -133,6 +152,8 @@ void HttpServer::Stop() {
 bool HttpServer::ClientGone() { return served->Gone(); }
 
 bool HttpServer::ArrivedLate() { return served->late(); }
+
+bool HttpServer::LongHead() { return served->long_head(); }
 
 void HttpServer::ServeClient(int socket) {
   try {

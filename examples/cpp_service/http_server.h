@@ -27,9 +27,10 @@ class HttpServer : public httplib::Server {
   void Serve();
   void Stop();
   // For handlers, of the client that their thread serves: whether nobody waits for its answer, and whether its request was not
-  // here in time.
+  // here in time, or has too long a head.
   static bool ClientGone();
   static bool ArrivedLate();
+  static bool LongHead();
   // From now on a request has a second to be here.
   void StopReading() { reading_ = false; }
   // From now on clients that do not take their answers are left.

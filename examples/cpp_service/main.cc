@@ -1,6 +1,4 @@
-// skd_service BUNDLE [options]: the OpenAI completions API over a bundle. Ends with SIGTERM or SIGINT, finishing what runs.
-#include <unistd.h>
-
+// skd_service BUNDLE [options]: the OpenAI completions API over a bundle.
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -11,9 +9,10 @@
 #include <string>
 #include <system_error>
 #include <thread>
-#include <tuple>
+#include <utility>
 
 #include "service.h"
+#include "signals.h"
 
 namespace {
 
@@ -35,7 +34,8 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
 
 serves POST /v1/completions, GET /v1/models, /health, /metrics
-exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do)
+exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do); the first SIGTERM or SIGINT
+finishes what runs, a second, or one before it listens, ends it at once
 )";
 
 uint32_t Count(const std::string& option, const std::string& text, uint32_t least = 0,
@@ -100,38 +100,35 @@ service::Settings Parse(int count, char** arguments) {
   return settings;
 }
 
-// An error's line, in which the library names fields of its structs that are options here.
+// An error's line, in which the library names fields of its structs that are options here. Of its parts, "where: what; remedy",
+// the first may be a field and the last name one; paths are in the others.
 std::string WithOptions(const skipdecode::Error& error) {
-  static const std::tuple<skd_code, std::string, std::string> names[] = {
-      {SKD_ERROR_TARGET, "skd_load_options.onnxruntime_library", "--onnxruntime-library"},
-      {SKD_ERROR_TARGET, "skd_tokenizer_create", "--genai-library"},
-      {SKD_ERROR_CAPACITY, "max_prompt_tokens", "--max-prompt-tokens"},
-      {SKD_ERROR_CAPACITY, "max_new_tokens:", "--max-new-tokens:"},
-      {SKD_ERROR_CAPACITY, "threads:", "--threads:"}};
+  static const std::pair<std::string, std::string> names[] = {{"skd_load_options.onnxruntime_library", "--onnxruntime-library"},
+                                                              {"skd_tokenizer_create", "--genai-library"},
+                                                              {"max_prompt_tokens", "--max-prompt-tokens"},
+                                                              {"max_new_tokens", "--max-new-tokens"},
+                                                              {"threads", "--threads"}};
   std::string line = error.what();
-  for (const auto& [code, field, option] : names) {
-    const size_t at = code == error.code() ? line.find(field) : std::string::npos;
+  const size_t remedy = std::min(line.rfind("; "), line.size());
+  for (const auto& [field, option] : names) {
+    const size_t at = line.find(field, remedy);
     if (at != std::string::npos) line.replace(at, field.size(), option);
+    if (error.code() == SKD_ERROR_CAPACITY && line.rfind(field + ":", 0) == 0) line.replace(0, field.size(), option);
   }
   return line;
 }
 
 // The exit status.
 int Run(const service::Settings& settings) {
-  // waited for by one thread, blocked in all others, which inherit this
-  sigset_t ends;
-  sigemptyset(&ends);
-  sigaddset(&ends, SIGTERM);
-  sigaddset(&ends, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &ends, nullptr);
+  service::Signals signals;
   std::signal(SIGPIPE, SIG_IGN);  // a client that went away is no reason to die
   service::Service service(settings);
   const int port = service.Bind();
   std::thread stopper([&] {
-    int signal = 0;
-    sigwait(&ends, &signal);
+    signals.Wait();
     service.Stop();
   });
+  signals.Listen();
   const bool ipv6 = settings.host.find(':') != std::string::npos;
   std::cout << "listening on http://" << (ipv6 ? "[" + settings.host + "]" : settings.host) << ":" << port << std::endl;
   int status = 0;
@@ -140,7 +137,7 @@ int Run(const service::Settings& settings) {
   } catch (const std::exception& error) {  // what runs is finished all the same
     std::cerr << error.what() << std::endl;
     status = 1;
-    kill(getpid(), SIGTERM);
+    signals.Ask();
   }
   stopper.join();
   return status;

@@ -28,15 +28,17 @@ const char* ReasonOf(End end) {
 
 }  // namespace
 
-Running::Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time_point deadline, std::atomic<int>* counter)
+Running::Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time_point arrived, Clock::time_point deadline,
+                 std::atomic<int>* counter)
     : completion_(std::move(asked)), counter_(counter) {
   for (size_t index = 0; index < completion_.prompts.size(); ++index) {
     skd_row_options options = completion_.options;
     options.generator_row += static_cast<uint32_t>(index);  // as skd_generate numbers them: equal prompts get other samples
-    parts_.push_back({std::make_shared<Row>(completion_.prompts[index], options, deadline, mailbox_, index),
+    parts_.push_back({std::make_shared<Row>(completion_.prompts[index], options, arrived, deadline, mailbox_, index),
                       tokenizer == nullptr ? nullptr : std::make_unique<skipdecode::TextStream>(*tokenizer),
                       StopFilter(completion_.stops),
-                      {}});
+                      {},
+                      std::nullopt});
   }
   ++*counter_;
 }
@@ -61,9 +63,11 @@ void Running::WaitForFirst(const std::function<bool()>& client_gone) {
     first_ = Take();
   }
   for (const Part& part : parts_) {
-    if (part.choice.finish_reason == "error") throw HttpError(500, "decoding failed", "server_error");
-    if (part.choice.finish_reason == "refused") throw HttpError(503, "no memory to decode in, try again", "server_error");
-    if (part.choice.finish_reason == "timeout" && part.choice.tokens.empty()) {
+    if (part.end == End::kFailed) throw HttpError(500, "decoding failed", "server_error");
+    if (part.end == End::kLost)
+      throw HttpError(500, "the engines cannot decode any more: start the server again", "server_error");
+    if (part.end == End::kRefused) throw HttpError(503, "no memory to decode in, try again", "server_error");
+    if (part.end == End::kTimeout && part.choice.tokens.empty()) {
       throw HttpError(503, "waited too long in the queue, try again", "server_error");
     }
   }
@@ -98,6 +102,7 @@ Choices Running::Take() {
       if (part.text != nullptr) now.text += part.filter.Add(part.text->End());
       now.text += part.filter.Rest();
       now.finish_reason = ReasonOf(*each.end);
+      part.end = each.end;
     }
     if (part.filter.stopped()) {
       part.row->Complete();

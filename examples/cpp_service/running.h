@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <skipdecode/skipdecode.hpp>
 #include <string>
 #include <vector>
@@ -17,7 +18,8 @@ namespace service {
 class Running {
  public:
   // `tokenizer`: none where answers are token ids. `counter` counts those that live.
-  Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time_point deadline, std::atomic<int>* counter);
+  Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time_point arrived, Clock::time_point deadline,
+          std::atomic<int>* counter);
   ~Running();  // whoever still decodes for nobody stops
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
@@ -36,6 +38,7 @@ class Running {
     std::unique_ptr<skipdecode::TextStream> text;  // none without a tokenizer
     StopFilter filter;
     Choice choice;
+    std::optional<End> end;  // of its row, unless a stop string was before that
   };
 
   Choices Take();

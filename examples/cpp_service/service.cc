@@ -26,11 +26,26 @@ std::string Lower(std::string text) {
   return text;
 }
 
-// Whether a body of `length`, as its header has it, may be read; 400 and 413 where not, nothing where it may.
-std::optional<int> RefusedLength(const std::string& length) {
-  if (length.find_first_not_of("0123456789") != std::string::npos) return 400;
-  if (length.size() > 19 || (!length.empty() && std::stoull(length) > kLargestBody)) return 413;
+// Why a body of such a length may not be read; nothing where it may.
+std::optional<HttpError> RefusedLength(const httplib::Request& request) {
+  constexpr char kHeader[] = "Content-Length";
+  if (!request.has_header(kHeader)) return std::nullopt;
+  const std::string length = request.get_header_value(kHeader);
+  // either of two lengths, or of a length and chunks, may be the one that a proxy before this server went by (RFC 9112, 6.3)
+  if (request.get_header_value_count(kHeader) > 1) return HttpError(400, "Content-Length is there more than once");
+  if (request.has_header("Transfer-Encoding")) {
+    return HttpError(400, "Content-Length and Transfer-Encoding are both there: leave one of them out");
+  }
+  if (length.empty() || length.find_first_not_of("0123456789") != std::string::npos) {
+    return HttpError(400, "Content-Length '" + length.substr(0, 40) + "' is not a number of bytes");
+  }
+  if (length.size() > 19 || std::stoull(length) > kLargestBody) return HttpError(413, kTooLarge);
   return std::nullopt;
+}
+
+void Answer(const HttpError& error, httplib::Response* response) {
+  response->status = error.status();
+  response->set_content(error.Body(), "application/json");
 }
 
 // Of a request that no handler saw.
@@ -48,9 +63,6 @@ std::string Refusal(const httplib::Request& request, int status) {
       return "the request's head is not HTTP/1.1, or a line of it is longer than 8 KiB";
   }
 }
-
-// Whether the bundle is another by now, which may have a tokenizer.
-bool Replaced(const skipdecode::Error& error) { return std::string(error.what()).find(": was replaced ") != std::string::npos; }
 
 }  // namespace
 
@@ -70,7 +82,7 @@ Service::Service(const Settings& settings)
     tokenizer_ = std::make_unique<skipdecode::Tokenizer>(
         bundle_, settings.genai_library.empty() ? nullptr : settings.genai_library.c_str());
   } catch (const skipdecode::Error& error) {
-    if (error.code() != SKD_ERROR_BUNDLE || Replaced(error)) throw;
+    if (error.code() != SKD_ERROR_TOKENIZER) throw;
     std::cerr << error.what() << " (this server takes and gives token ids only)" << std::endl;
   }
   skd_session_options room = skipdecode::SessionOptions();
@@ -89,15 +101,15 @@ Service::Service(const Settings& settings)
 
   server_.set_payload_max_length(kLargestBody);
   server_.set_exception_handler([](const auto&, httplib::Response& response, const std::exception_ptr&) {
-    response.status = 500;
-    response.set_content(HttpError(500, "internal error", "server_error").Body(), "application/json");
+    Answer(HttpError(500, "internal error", "server_error"), &response);
   });
   server_.set_error_handler([this](const httplib::Request& request, httplib::Response& response) {
     if (!response.body.empty()) return;
-    const bool late = response.status == 400 && HttpServer::ArrivedLate();
-    const HttpError error = late ? Late() : HttpError(response.status, Refusal(request, response.status));
-    response.status = error.status();
-    response.set_content(error.Body(), "application/json");
+    const bool broken = response.status == 400;
+    Answer(broken && HttpServer::ArrivedLate() ? Late()
+           : broken && HttpServer::LongHead()  ? HttpError(431, "the request's head is longer than 64 KiB")
+                                               : HttpError(response.status, Refusal(request, response.status)),
+           &response);
   });
   AddRoutes();
 }
@@ -107,14 +119,15 @@ void Service::AddRoutes() {
   server_.set_pre_routing_handler([](const httplib::Request& request, httplib::Response& response) {
     const bool reads = request.method == "GET" || request.method == "HEAD";
     const bool served = reads || (request.method == "POST" && request.path == kCompletions);
-    const std::optional<int> refused = served ? RefusedLength(request.get_header_value("Content-Length")) : 404;
+    const std::optional<HttpError> refused = served ? RefusedLength(request) : HttpError(404, Refusal(request, 404));
     if (!refused) return HttpServer::HandlerResponse::Unhandled;
-    response.status = *refused;
+    Answer(*refused, &response);
     return HttpServer::HandlerResponse::Handled;
   });
   server_.Get("/health", [this](const httplib::Request&, httplib::Response& response) {
-    response.status = stopping_ ? 503 : 200;
-    response.set_content(stopping_ ? R"({"status":"stopping"})" : R"({"status":"ok"})", "application/json");
+    const char* const status = stopping_ ? "stopping" : batcher_->failing() ? "failing" : "ok";
+    response.status = std::string(status) == "ok" ? 200 : 503;
+    response.set_content(Dump(Json{{"status", status}}), "application/json");
   });
   server_.Get("/metrics", [this](const httplib::Request&, httplib::Response& response) {
     response.set_content(metrics_.Text(), "text/plain; version=0.0.4");
@@ -129,9 +142,8 @@ void Service::AddRoutes() {
                  try {
                    Complete(request, ReadBody(request, reader), response);
                  } catch (const HttpError& error) {
-                   response.status = error.status();
                    if (error.status() == 429 || error.status() == 503) response.set_header("Retry-After", "1");
-                   response.set_content(error.Body(), "application/json");
+                   Answer(error, &response);
                  }
                });
 }
@@ -177,8 +189,9 @@ HttpError Service::Late() const {
 }
 
 void Service::Complete(const httplib::Request& request, const std::string& body, httplib::Response& response) {
-  auto running = std::make_shared<Running>(ParseCompletion(body, model_, limits_, tokenizer_.get()), tokenizer_.get(),
-                                           Clock::now() + settings_.timeout, &active_);
+  const Clock::time_point arrived = Clock::now();  // before its texts are tokenised, which may take a while
+  auto running = std::make_shared<Running>(ParseCompletion(body, model_, limits_, tokenizer_.get()), tokenizer_.get(), arrived,
+                                           arrived + settings_.timeout, &active_);
   if (stopping_) throw HttpError(503, "the server is stopping", "server_error");  // else Stop waits for it: it has been counted
   if (!batcher_->Submit(running->rows())) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
   running->WaitForFirst(HttpServer::ClientGone);  // from then on `tell` looks

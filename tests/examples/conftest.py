@@ -30,11 +30,12 @@ GOOD: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4}
 class Server:
     """A running skd_service."""
 
-    def __init__(self, bundle: Path, *options: str) -> None:
+    def __init__(self, bundle: Path, *options: str, program: Path = SERVICE, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [SERVICE, bundle, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib")},
+            [program, bundle, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "LD_LIBRARY_PATH": str(BUILD / "deps" / "lib"), **environment},
         )  # fmt: skip
+        self._asked = False
         assert self.process.stdout is not None and self.process.stderr is not None
         line = self.process.stdout.readline()
         assert line.startswith("listening on http://"), self.process.stderr.read()
@@ -72,8 +73,14 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"{name} is {self.metric(name)}, not {value}")
 
-    def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
+    def ask_to_end(self, by: signal.Signals = signal.SIGTERM) -> None:
+        self._asked = True
         self.process.send_signal(by)
+
+    def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit status; it is asked to end unless it has been, which a second time would not wait for what runs."""
+        if not self._asked:
+            self.ask_to_end(by)
         code = self.process.wait(timeout=30)
         assert self.process.stdout is not None and self.process.stderr is not None
         self.process.stdout.close()

@@ -161,6 +161,7 @@ _BAD: list[tuple[Any, int, str]] = [
     ({**GOOD, "n": 2}, 400, "n is not supported by this server"),
     ({**GOOD, "logprobs": 3}, 400, "logprobs is not supported"),
     ({**GOOD, "tempreature": 1}, 400, "unknown field 'tempreature'"),
+    ({**GOOD, "model": "gpt\0-4"}, 404, "model 'gpt\0-4' is not here; choose model"),
     ({**GOOD, "model": "gpt-4"}, 404, "model 'gpt-4' is not here; choose model"),
     (b'{"prompt": "' + b"a" * (1 << 20) + b'"}', 413, "larger than 1 MiB"),
 ]
@@ -185,7 +186,7 @@ def test_the_first_piece_of_many_prompts_does_not_wait_for_those_in_the_queue(bu
 
 
 def test_a_bundle_without_a_tokenizer_takes_and_gives_token_ids(bundle: Path, tmp_path: Path) -> None:
-    bare = shutil.copytree(bundle, tmp_path / "engines")
+    bare = shutil.copytree(bundle, tmp_path / "v1: was replaced by v2")
     manifest = json.loads((bare / "bundle.json").read_text())
     manifest["files"] = [file for file in manifest["files"] if "token" not in file["path"]]
     (bare / "bundle.json").write_text(json.dumps(manifest))
@@ -267,7 +268,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         running = [pool.submit(ending.post, json.dumps(body).encode()) for _ in range(6)]
         while ending.metric("rows_running") == 0:
             time.sleep(0.005)
-        ending.process.send_signal(signal.SIGTERM)
+        ending.ask_to_end()
         answers = [future.result() for future in running]
     assert {status for status, _ in answers} <= {200, 503}
     assert answers[0][0] == 200 or any(status == 200 for status, _ in answers)
@@ -297,6 +298,8 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         (["BUNDLE", "--genai-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --genai-library\n"),
         (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "ONNX Runtime cannot be loaded (/nowhere.so"),
         (["BUNDLE", "--onnxruntime-library", "/nowhere.so"], "set LD_LIBRARY_PATH, or name it in --onnxruntime-library\n"),
+        (["BUNDLE", "--onnxruntime-library", "/threads: skd_tokenizer_create"], "(/threads: skd_tokenizer_create: cannot open"),
+        (["max_prompt_tokens"], "max_prompt_tokens: there is no bundle.json here"),
         (["BUNDLE", "--target", "cuda"], "target 'cuda' is not in this bundle; choose from cpu"),
         (["BUNDLE", "--target", ""], "target '' is not in this bundle; choose from cpu"),
     ],
@@ -321,3 +324,40 @@ def test_a_bundle_that_is_replaced_before_its_tokenizer_is_read_is_not_served_wi
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{mine}: was replaced since it was loaded; load it again\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tokenizer.json", "tokenizer.json: cannot be read ("),
+        ("tokenization.json", "tokenization.json cannot be read ("),
+        ("tokenizer_config.json", "tokenizer_config.json: cannot be read (not JSON)"),
+        ("genai_config.json", "genai_config.json: cannot be read (not JSON)"),
+    ],
+)
+def test_a_damaged_tokenizer_is_not_served_as_none(bundle: Path, tmp_path: Path, name: str, says: str) -> None:
+    damaged = shutil.copytree(bundle, tmp_path / "v1: was replaced by v2")
+    (damaged / name).write_bytes(b'"' + b"a" * ((damaged / name).stat().st_size - 1))
+    done = subprocess.run([SERVICE, damaged, "--port", "0"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert says in done.stderr and "export the model again" in done.stderr and len(done.stderr) < 1000
+
+
+def test_a_tokenizer_that_genai_reads_in_another_way_is_told_and_token_ids_are_served(bundle: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(bundle, tmp_path / "engines")
+    told = json.loads((other / "tokenization.json").read_text())
+    told["samples"][3]["ids"][0] += 1
+    text = json.dumps(told)
+    (other / "tokenization.json").write_text(text)
+    manifest = json.loads((other / "bundle.json").read_text())
+    (entry,) = [file for file in manifest["files"] if file["path"] == "tokenization.json"]
+    entry["size"] = len(text)
+    (other / "bundle.json").write_text(json.dumps(manifest))
+    ids = Server(other)
+    assert json.loads(ids.post(json.dumps({"prompt": [5, 6], "max_tokens": 2}).encode())[1])["choices"][0]["token_ids"]
+    assert "this model has no tokenizer" in ids.post(json.dumps(GOOD).encode())[1]
+    assert ids.process.stderr is not None
+    ids.ask_to_end()
+    says = ids.process.stderr.read()
+    assert "in another way than Hugging Face" in says and says.endswith("(this server takes and gives token ids only)\n")
+    assert ids.stop() == 0

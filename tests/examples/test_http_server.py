@@ -7,7 +7,6 @@ import gzip
 import http.client
 import json
 import re
-import signal
 import socket
 import subprocess
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import GOOD, PROMPT, Server
+from tests.examples.conftest import BUILD, GOOD, PROMPT, ROOT, Server
 
 
 def _curl(*arguments: str) -> tuple[int, str]:
@@ -55,7 +54,11 @@ def _resident_bytes(process: int) -> int:
 def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
     packed = ["-H", "Content-Encoding: gzip", "--data-binary", f"@{tmp_path / 'body'}"]
-    for sent in (packed, ["-F", f"prompt=@{tmp_path / 'body'}"], ["-d", "{}", "-H", "Transfer-Encoding: gzip"]):
+    for sent in (
+        packed,
+        ["-F", f"prompt=@{tmp_path / 'body'}"],
+        ["-d", "{}", "-H", "Transfer-Encoding: gzip", "-H", "Content-Length:"],
+    ):
         status, text = _curl(f"{server.url}/v1/completions", *sent)
         assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or in parts: send JSON as it is")
 
@@ -82,6 +85,21 @@ def _sent(server: Server, data: bytes) -> tuple[int, str]:
         (b"GET /health HTTP/9.9\r\n\r\n", 400, "the request's head is not HTTP/1.1, or a line of it is longer than 8 KiB"),
         (b"GET /health HTTP/1.1\r\nA: " + b"b" * 9000 + b"\r\n\r\n", 400, "a line of it is longer than 8 KiB"),
         (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
+        (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000, 431, "the request's head is longer than 64 KiB"),
+        (b"GET /health HTTP/1.1\r\nContent-Length: abc\r\n\r\n", 400, "Content-Length 'abc' is not a number of bytes"),
+        (b"GET /health HTTP/1.1\r\nContent-Length: +5\r\n\r\n", 400, "Content-Length '+5' is not a number of bytes"),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 1,2\r\n\r\n", 400, "Content-Length '1,2' is not a number of bytes"),
+        (
+            b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            400,
+            "Content-Length is there more than once",
+        ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+            400,
+            "Content-Length and Transfer-Encoding are both there",
+        ),
         (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
         (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
         (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not valid JSON"),
@@ -100,8 +118,19 @@ def test_a_body_that_is_announced_too_large_or_by_no_number_is_not_waited_for(bu
         status, text = _sent(patient, head + length + b"\r\n\r\n")
         assert (status, json.loads(text)["error"]["message"]) == (413, "the body is larger than 1 MiB")
     status, text = _sent(patient, head + b"-1\r\n\r\n")
-    assert (status, "the request's head is not HTTP/1.1" in text) == (400, True)
+    assert (status, json.loads(text)["error"]["message"]) == (400, "Content-Length '-1' is not a number of bytes")
     assert patient.stop() == 0
+
+
+def test_heads_of_any_length_take_no_memory_and_those_of_64_kib_are_read(server: Server) -> None:
+    before = _resident_bytes(server.process.pid)
+    for _ in range(4):
+        status, text = _sent(server, b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 1_000_000)
+        assert (status, json.loads(text)["error"]["message"]) == (431, "the request's head is longer than 64 KiB")
+    assert _resident_bytes(server.process.pid) - before < 16 << 20
+    body = json.dumps(GOOD).encode() + b" " * 100_000  # counts for the head only where it does not end
+    head = b"POST /v1/completions HTTP/1.1\r\n" + b"a:b\r\n" * 12_000
+    assert _sent(server, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))[0] == 200
 
 
 def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:
@@ -172,7 +201,7 @@ def test_a_request_on_its_way_at_shutdown_is_answered(bundle: Path) -> None:
     with socket.create_connection(("127.0.0.1", ending.port), timeout=30) as connection:
         connection.sendall(b"GET /hea")
         assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
-        ending.process.send_signal(signal.SIGTERM)
+        ending.ask_to_end()
         time.sleep(0.3)
         connection.sendall(b"lth HTTP/1.1\r\n\r\n")
         answer = http.client.HTTPResponse(connection)
@@ -207,3 +236,40 @@ def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(data)
     assert server.post(json.dumps(GOOD).encode())[0] == 200
+
+
+def test_connections_under_the_thread_sanitizer(bundle: Path) -> None:
+    """Answers, refusals, streams, clients that go away and shutdown, beside each other."""
+    program = BUILD / "thread" / "cpp_service" / "skd_service"
+    suppressions = ROOT / "tests" / "cpp" / "thread_sanitizer.supp"
+    sanitized = Server(
+        bundle, "--connections", "6", "--rows", "2", "--queue", "40", program=program,
+        TSAN_OPTIONS=f"suppressions={suppressions} ignore_noninstrumented_modules=1",
+    )  # fmt: skip
+    body = json.dumps({**GOOD, "stream": True}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nContent-Length: "
+    sent = [
+        b"GET /health HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /v1/models HTTP/1.1\r\n\r\n", b"\0\r\n\r\n",
+        post + b"%d\r\n\r\n%s" % (len(body), body), post + b"-1\r\n\r\n", post + b"2\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 20_000,
+    ]  # fmt: skip
+
+    def ask(turn: int) -> int:
+        if turn % 10 < 8:
+            return _sent(sanitized, sent[turn % 10])[0]
+        with socket.create_connection(("127.0.0.1", sanitized.port), timeout=30) as client:  # gone before its answer is there
+            client.sendall(sent[4])
+        return 0
+
+    with ThreadPoolExecutor(8) as pool:
+        statuses = list(pool.map(ask, range(60)))
+    assert statuses[:10] == [200, 200, 200, 400, 200, 400, 400, 431, 0, 0]
+    with ThreadPoolExecutor(2) as pool:
+        long = {"prompt": [PROMPT] * 16, "max_tokens": 128, "ignore_eos": True, "stream": True}
+        last = pool.submit(sanitized.post, json.dumps(long).encode())
+        sanitized.until("rows_running", 2)
+        sanitized.ask_to_end()
+        assert last.result()[0] == 200
+    assert sanitized.process.stderr is not None
+    says = sanitized.process.stderr.read()
+    assert (sanitized.stop(), says) == (0, "")

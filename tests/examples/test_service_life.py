@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_connections_that_cannot_be_accepted_end_no_service(failing_accept: Path
     scarce = [errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ENOMEM]
     with _failing(failing_accept, lost + scarce, bundle) as server:
         assert json.loads(server.get("/health")) == {"status": "ok"}
-        server.process.send_signal(signal.SIGTERM)
+        server.ask_to_end()
         assert server.process.stderr is not None
         says = server.process.stderr.read()
         assert (server.stop(), says.count("\n")) == (0, 1)
@@ -131,6 +132,39 @@ def test_more_clients_than_connections_are_all_served(bundle: Path) -> None:
     assert narrow.stop() == 0
 
 
+def test_a_signal_before_it_listens_ends_a_service_at_once(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.c").write_text(
+        '#include <unistd.h>\n__attribute__((constructor)) static void Load(void) { write(1, "loads\\n", 6); sleep(30); }\n'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", tmp_path / "slow.c", "-o", tmp_path / "slow.so"], check=True)
+    for by in (signal.SIGTERM, signal.SIGINT):
+        command = [SERVICE, bundle, "--onnxruntime-library", tmp_path / "slow.so"]
+        loading = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert loading.stdout is not None and loading.stdout.readline() == b"loads\n"
+        loading.send_signal(by)
+        assert loading.communicate(timeout=10) == (b"", b"")
+        assert loading.returncode == -by
+
+
+def test_a_second_signal_does_not_wait_for_what_runs(bundle: Path) -> None:
+    ending = Server(bundle, "--rows", "1", "--queue", "20000")
+    body = json.dumps({"prompt": [[5]] * 20_000, "max_tokens": 128, "ignore_eos": True}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ending.post, body)
+        ending.until("rows_running", 1)
+        ending.ask_to_end()
+        for _ in range(100):
+            with contextlib.suppress(urllib.error.HTTPError):
+                ending.get("/health")
+                time.sleep(0.05)
+                continue
+            break
+        assert ending.process.poll() is None
+        ending.ask_to_end(signal.SIGINT)
+        assert ending.stop() == -signal.SIGINT
+        assert asked.exception() is not None
+
+
 def test_clients_that_wait_for_a_connection_at_shutdown_are_answered(bundle: Path) -> None:
     narrow = Server(bundle, "--connections", "1")
     running = http.client.HTTPConnection("127.0.0.1", narrow.port, timeout=30)
@@ -138,7 +172,7 @@ def test_clients_that_wait_for_a_connection_at_shutdown_are_answered(bundle: Pat
     answer = running.getresponse()
     with socket.create_connection(("127.0.0.1", narrow.port), timeout=30) as waiting:
         waiting.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        narrow.process.send_signal(signal.SIGTERM)
+        narrow.ask_to_end()
         assert answer.read().endswith(b"data: [DONE]\n\n")
         running.close()
         late = http.client.HTTPResponse(waiting)
@@ -160,7 +194,7 @@ def test_shutdown_does_not_wait_for_clients_that_take_nothing_or_take_it_slowly(
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
         asked = time.monotonic()
-        ending.process.send_signal(signal.SIGTERM)
+        ending.ask_to_end()
         while ending.process.poll() is None and time.monotonic() - asked < 25:
             if bytes_a_look:
                 client.recv(bytes_a_look)
