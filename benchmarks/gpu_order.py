@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_figures import Cells
-from summary import Point
 from worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage(Point):
-    """A point, and the systems that take turns at it."""
+class Stage:
+    """Systems that take turns at a point."""
 
+    batch: int  # rows
+    context: int  # valid positions of each
     systems: tuple[str, ...]
 
     @property
     def point(self) -> str:
         """As it is written: 8x128."""
-        return str(self)
+        return f"{self.batch}x{self.context}"
 
 
 def stages(points: Sequence[str], systems: Sequence[str], takes_part: Callable[[str, str], bool]) -> list[Stage]:

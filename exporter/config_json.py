@@ -87,7 +87,8 @@ def place(config: Any) -> str:
 
 def first_line(error: Exception) -> str:
     """Of what an error says, or its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error  # which quotes what it says
+    return (str(said).strip() or type(error).__name__).splitlines()[0]
 
 
 def reason(error: Exception) -> str:
@@ -96,10 +97,9 @@ def reason(error: Exception) -> str:
 
     line = first_line(error)
     if isinstance(error, StrictDataclassError):  # which names its check, then the exception and what is wrong
-        line = str(error).strip().splitlines()[-1].partition(": ")[2]
-    elif isinstance(error, KeyError):  # which quotes what it says
-        line = line.strip("'\"")
-        line = line if " " in line else f"'{line}' is not found"
+        line = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
+    elif isinstance(error, KeyError) and " " not in line:
+        line = f"'{line}' is not found"
     return line[:160] + _failing_line(error)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -38,17 +37,25 @@ class Sampling:
             given = getattr(self, name)
             value = _converted(given, kind)  # numpy's narrow numbers would overflow below
             if value is None or not holds(value):
-                raise CapacityError(f"{reprlib.repr(given)} is out of range", remedy, where=f"--{name.replace('_', '-')}")
+                raise CapacityError(f"{_told(given)} is out of range", remedy, where=f"--{name.replace('_', '-')}")
             object.__setattr__(self, name, value)
 
 
 # of what was given as Python's own number: a fraction that is above 0 may be 0.0 then
 _RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
-    ("temperature", float, lambda heat: heat > 0, "choose a number above 0"),
+    ("temperature", float, lambda heat: heat > 0, "choose a number above 0 that a float holds"),
     ("top_k", int, lambda k: k >= 0, "choose 0 (all) or more"),
     ("top_p", float, lambda p: 0 < p <= 1, "choose a number in (0, 1]"),
     ("seed", int, lambda seed: True, "choose a whole number"),
 )
+
+
+def _told(given: Any) -> str:
+    """As it was written, or begins."""
+    try:
+        return str(given)[:40]
+    except ValueError:  # Python writes no more than 4300 digits
+        return f"a number of {given.bit_length()} bits"
 
 
 def _converted(given: Any, kind: type[float]) -> float | None:

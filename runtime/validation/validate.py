@@ -30,6 +30,7 @@ from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload
 
 FORMAT = 1
+_ROWS = 2  # raised where what measurements hold changes, so that none of before is resumed
 _LIBRARIES = ("skipdecode", "onnxruntime", "numpy", "torch", "transformers", "sacrebleu", "rouge_score")
 
 Progress = Callable[[str], None]
@@ -257,7 +258,7 @@ def _identity(request: ValidateRequest, machine: dict[str, Any]) -> dict[str, An
     examples = [dataclasses.astuple(example) for example in request.examples or ()]
     manifest = (request.bundle / manifests.MANIFEST).read_bytes()
     return {
-        "format": FORMAT, "bundle": hashlib.sha256(manifest).hexdigest(), "machine": machine,
+        "format": FORMAT, "rows": _ROWS, "bundle": hashlib.sha256(manifest).hexdigest(), "machine": machine,
         "settings": {**_settings(request), "slo": None}, "examples": examples,
         "files": [_stamps(Path(folder)) for folder in (request.bundle, request.reference) if folder is not None],
     }  # fmt: skip

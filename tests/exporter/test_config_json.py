@@ -13,6 +13,7 @@ import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.config_json import reason
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
@@ -136,3 +137,19 @@ def test_a_model_whose_config_json_asks_for_tuples_is_exported_as_any_other(zoo:
     assert {*made.files} ^ {*theirs.files} == {
         file for each in (made, theirs) for file in each.files if file.path == "config.json"
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("no entry for 'foo'"), "no entry for 'foo'"),
+        (KeyError("rope"), "'rope' is not found"),
+        (KeyError(7), "'7' is not found"),
+        (KeyError("several words\nand lines"), "several words"),
+        (ValueError("\n one\nline"), "one"),
+        (ValueError(), "ValueError"),
+    ],
+    ids=repr,
+)
+def test_of_a_librarys_error_the_line_that_says_most_is_told(error: Exception, told: str) -> None:
+    assert reason(error) == told

@@ -110,7 +110,14 @@ def test_errors_that_are_no_numbers_are_compared_with_no_bound(
     relative: float, median: float, told: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = {"relative_error": relative, "median_error": median}
-    row = {"name": "v4", **errors, "holds": False, "judged_by": "median_error", "bound": 1.25, "bound_of": "the logits"}
+    row = {
+        "name": "v4",
+        **errors,
+        "holds": False,
+        "judged_by": "median_error",
+        "bound": 1.25,
+        "bound_of": "the median step's logits",
+    }
     for name in ("check_reference", "measure_cell", "measure_workload", "_gb_per_s"):
         monkeypatch.setattr(validation, name, lambda *_: None)
     monkeypatch.setattr(validation, "measure_parity", lambda *_: [row])
