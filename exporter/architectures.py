@@ -198,7 +198,7 @@ def key_sources(config: Any) -> set[int]:
 
 
 def returns_tuple(config: Any) -> bool:
-    """Whether layers return their hidden states in a tuple, beside their attention's weights or choice of tokens."""
+    """Whether layers return their hidden states in a tuple, perhaps beside their attention's weights or choice of tokens."""
     return config.model_type in ("bamba", "bloom", "falcon", "falcon_h1", "glm_moe_dsa", "gpt_neo", "mpt")
 
 

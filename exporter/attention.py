@@ -44,12 +44,12 @@ def onnx_attention(
     if score_bias is not None:
         attention_mask = torch.where(attention_mask, score_bias.to(query.dtype), float("-inf"))
     inputs = (query, key, value, attention_mask)
-    out = operator("Attention", *inputs, **attrs) if s_aux is None else _beside_sinks(inputs, attrs, s_aux)
+    out = emit_operator("Attention", *inputs, **attrs) if s_aux is None else _beside_sinks(inputs, attrs, s_aux)
     rows = out.transpose(1, 2)
     return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # as transformers' own: some `view` it
 
 
-def operator(name: str, *inputs: torch.Tensor, shape: tuple[int, ...] | None = None, **attributes: Any) -> torch.Tensor:
+def emit_operator(name: str, *inputs: torch.Tensor, shape: tuple[int, ...] | None = None, **attributes: Any) -> torch.Tensor:
     """One ONNX operator in a trace, whose output is of the dtype of its first input, and of its shape unless `shape` is given."""
     first = inputs[0]
     made: torch.Tensor = torch.onnx.ops.symbolic(
@@ -92,8 +92,8 @@ class ScatterCache:
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from the slot of each row's first position on."""
         first = self.position_ids[:, 0]
-        self.present_key = operator("TensorScatter", self.present_key, key, first, axis=2)
-        self.present_value = operator("TensorScatter", self.present_value, value, first, axis=2)
+        self.present_key = emit_operator("TensorScatter", self.present_key, key, first, axis=2)
+        self.present_value = emit_operator("TensorScatter", self.present_value, value, first, axis=2)
         return self.present_key, self.present_value
 
     def get_seq_length(self, *_: Any) -> int:

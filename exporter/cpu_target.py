@@ -13,7 +13,7 @@ from skipdecode import manifest
 from skipdecode.cpu import cpu_features
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import Report, Write, move_to_file, remove_lowered, save_engine, write_lowered
+from skipdecode.exporter.layout import Report, Write, lower_and_write, move_to_file, remove_lowered, save_engine
 from skipdecode.graph_passes.choose_attention_kernel import ChooseAttentionKernelPass
 from skipdecode.graph_passes.compile_ort import compile_ort
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -43,7 +43,7 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase, write: Write = through_ort) -> str:
         path = f"{FOLDER}/{name}.onnx"
-        sizes[path] = write_lowered(graph, (WidenGraphPass(), *passes), partial / path, write)
+        sizes[path] = lower_and_write(graph, (WidenGraphPass(), *passes), partial / path, write)
         return path
 
     (partial / FOLDER).mkdir(parents=True)

@@ -14,7 +14,7 @@ import onnxruntime
 from skipdecode import manifest
 from skipdecode.exporter.graphs import StandardGraphs, segment_graphs
 from skipdecode.exporter.job import Job
-from skipdecode.exporter.layout import Report, save_engine, save_tied, write_lowered
+from skipdecode.exporter.layout import Report, lower_and_write, save_engine, save_tied
 from skipdecode.graph_passes.fit_products_to_cutlass import FitProductsToCutlassPass
 from skipdecode.graph_passes.fuse_narrow_rotary import FuseNarrowRotaryPass
 from skipdecode.graph_passes.fuse_router import FuseRouterPass
@@ -51,7 +51,7 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
         path = f"{FOLDER}/{name}.onnx"
-        sizes[path] = write_lowered(graph, (NarrowOperatorsPass(), *passes), partial / path, save_engine)
+        sizes[path] = lower_and_write(graph, (NarrowOperatorsPass(), *passes), partial / path, save_engine)
         return path
 
     (partial / FOLDER).mkdir(parents=True)

@@ -2,8 +2,8 @@
 
 Standard ONNX has no operator for chosen experts alone; a target's lowering makes one of this (`lower_experts`).
 
-Llama 4's mixture does not go through transformers' interface for experts: they take each token times its score, and weigh alike;
-transformers gives every expert every token, times 0 where it was not chosen. `llama_4_mixture` stands for its `forward`.
+Llama 4's mixture does not go through transformers' interface for experts: its experts take each token times its score, and weigh
+alike; transformers gives every expert every token, times 0 where it was not chosen. `llama_4_mixture` stands for its `forward`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from skipdecode.exporter.attention import operator
+from skipdecode.exporter.attention import emit_operator
 
 EXPERTS_NAME = "skipdecode_onnx"
 
@@ -42,7 +42,7 @@ def _weighed(products: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor,
     shares = none.scatter(1, chosen, weights)
     weighed, first = products * shares.T[:, :, None], torch.zeros(1, dtype=torch.int64)
     # the operator itself: of narrow floats torch's own would first be traced as a cast to fp32
-    return operator("ReduceSum", weighed, first, shape=hidden.shape, keepdims=0)
+    return emit_operator("ReduceSum", weighed, first, shape=hidden.shape, keepdims=0)
 
 
 def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _biased(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """One MatMul, which broadcasts; torch's own would first write `left` once an expert."""
-    return operator("MatMul", left, right, shape=shape)
+    return emit_operator("MatMul", left, right, shape=shape)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)

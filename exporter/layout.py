@@ -17,7 +17,7 @@ _TIED = "tied.bin"  # a target's folder: what embedding and head share there
 _INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
 
 Report = Callable[[str, float], None]  # (what is being done, fraction that is done)
-Write = Callable[[ir.Model, Path], None]  # of a lowered graph an engine to a file
+Write = Callable[[ir.Model, Path], None]  # writes a lowered graph's engine to a file
 
 
 def weight_bytes(graph: ir.Graph) -> int:
@@ -35,7 +35,7 @@ def _read_bytes(weight: ir.Value) -> int:
     return round(tensor.nbytes * share)
 
 
-def write_lowered(graph: ir.Model, passes: Iterable[ir.passes.PassBase], path: Path, write: Write) -> int:
+def lower_and_write(graph: ir.Model, passes: Iterable[ir.passes.PassBase], path: Path, write: Write) -> int:
     """Lower a copy of a standard graph and `write` its engine; returns the engine's `weight_bytes`."""
     lowered = graph.clone()
     ir.passes.Sequential(*passes)(lowered)

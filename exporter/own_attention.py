@@ -19,7 +19,7 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from skipdecode.exporter.altup import gemma_3n_layer, gemma_3n_mlp
-from skipdecode.exporter.attention import ScatterCache, onnx_attention, operator
+from skipdecode.exporter.attention import ScatterCache, emit_operator, onnx_attention
 from skipdecode.exporter.experts import llama_4_mixture
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
@@ -55,7 +55,7 @@ def _with_neighbours_turned(
     tables = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
     part = self.rotary_dim if self.rotary_dim < self.head_dim else 0  # 0: whole heads
     query, key = (
-        operator("RotaryEmbedding", each, *tables, interleaved=1, num_heads=each.shape[1], rotary_embedding_dim=part)
+        emit_operator("RotaryEmbedding", each, *tables, interleaved=1, num_heads=each.shape[1], rotary_embedding_dim=part)
         for each in (query, key)
     )
     return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj)

@@ -18,7 +18,7 @@ import transformers
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import key_source, layer_keys, layer_kind
-from skipdecode.exporter.attention import ScatterCache, operator
+from skipdecode.exporter.attention import ScatterCache, emit_operator
 from skipdecode.model import Keys, State, StateLayers
 
 LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
@@ -221,7 +221,7 @@ def _head_scan(
 
 def _softplus(rows: torch.Tensor) -> torch.Tensor:
     """One operator, without torch's threshold."""
-    return operator("Softplus", rows)
+    return emit_operator("Softplus", rows)
 
 
 def _linear_attention(
@@ -257,4 +257,4 @@ def _l2_normalised(rows: torch.Tensor) -> torch.Tensor:
     """x / sqrt(sum(x^2) + 1e-6), said as RMSNormalization-23, which divides by the root of the mean."""
     size = rows.shape[-1]
     scale = torch.full((size,), size**-0.5, dtype=rows.dtype)
-    return operator("RMSNormalization", rows, scale, axis=-1, epsilon=1e-6 / size)
+    return emit_operator("RMSNormalization", rows, scale, axis=-1, epsilon=1e-6 / size)

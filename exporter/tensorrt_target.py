@@ -26,7 +26,7 @@ from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
 from skipdecode.graph_passes.conventions import required, static_dim
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
-from skipdecode.graph_passes.fix_slots import FixSlotsPass
+from skipdecode.graph_passes.freeze_slots import FreezeSlotsPass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPass
@@ -231,12 +231,9 @@ def _prompt_profile(tokens: int) -> Profile:
 def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantization | None) -> ir.Model:
     """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
     lowered, name = graph.clone(), graph.graph.name
-    passes: list[ir.passes.PassBase] = [FixSlotsPass(slots=slots), WriteOutAttentionPass(slots=slots)]
+    passes: list[ir.passes.PassBase] = [FreezeSlotsPass(slots=slots), WriteOutAttentionPass(slots=slots)]
     passes += [TurnQueriesIntoTokensPass(slots=slots), AvoidUnitScalePass()]
-    passes += [
-        WriteOutConvolutionPass(),
-        WriteOutLinearAttentionPass(most_tokens=min(PREFILL_CHUNK, slots)),
-    ]
+    passes += [WriteOutConvolutionPass(), WriteOutLinearAttentionPass(most_tokens=min(PREFILL_CHUNK, slots))]
     passes += [WriteOutExpertsPass(), SplitNormScalesPass(), DropUnusedInputsPass()]
     passes += [ShareTiedWeightPass(tied)] if tied else []
     passes += [SplitTablePass(most=_MOST_ELEMENTS)]

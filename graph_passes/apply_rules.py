@@ -1,4 +1,4 @@
-"""What passes do that are made of rewrite rules: apply them, say how often, and remove what nobody reads any more."""
+"""What passes do that are made of rewrite rules: apply them, say how often they did, and remove what nobody reads any more."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def apply_rules(model: ir.Model, *rules: rewriter.RewriteRule) -> bool:
     count: int = rewriter.RewriteRuleSet(rules).apply_to_model(model)
     if count:
         RemoveUnusedNodesPass()(model)
-    logger.info("%s: %d", ", ".join(rule.name.strip("_") for rule in rules), count)
+        logger.info("%s: %d", ", ".join(dict.fromkeys(rule.name.strip("_") for rule in rules)), count)
     return bool(count)

@@ -17,7 +17,7 @@ from skipdecode.graph_passes.concat_parts import ConcatPartsPass
 from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.drop_empty_products import DropEmptyProductsPass
 from skipdecode.graph_passes.drop_group_choice import DropGroupChoicePass
-from skipdecode.graph_passes.fix_reshapes import FixReshapesPass
+from skipdecode.graph_passes.freeze_reshapes import FreezeReshapesPass
 from skipdecode.graph_passes.fuse_backward_rotary import FuseBackwardRotaryPass
 from skipdecode.graph_passes.fuse_complex_rotary import FuseComplexRotaryPass
 from skipdecode.graph_passes.fuse_halves_rotary import FuseHalvesRotaryPass
@@ -63,7 +63,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         DropGroupChoicePass(),
         common.RemoveUnusedNodesPass(),
         UnflattenRowsPass(),
-        FixReshapesPass(),
+        FreezeReshapesPass(),
         DropEmptyProductsPass(),
         TurnWeightFirstProductsPass(),
         WidenStatesPass(),

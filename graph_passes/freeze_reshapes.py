@@ -17,7 +17,7 @@ from skipdecode.graph_passes.conventions import integers
 from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 
-class FixReshapesPass(ir.passes.InPlacePass):
+class FreezeReshapesPass(ir.passes.InPlacePass):
     """Declines where more than one dimension is neither known nor the input's own at the same place, nor an input so shaped."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 _SLOTS = "C"  # the tracer's name of the dimension, see bindings
 
 
-class FixSlotsPass(ir.passes.InPlacePass):
+class FreezeSlotsPass(ir.passes.InPlacePass):
     """Makes the size of KV buffers static, wherever it stands.
 
     Args:

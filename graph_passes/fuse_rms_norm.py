@@ -22,7 +22,7 @@ class FuseRMSNormPass(ir.passes.InPlacePass):
     """Declines where the scale is of tokens, or one number; it may be of groups or heads (Falcon-H1), too."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        rules = [_Norm.rule(f"RMSNorm{order}", mul_order=order) for order in (True, False)]
+        rules = [_Norm.rule("RMSNorm", mul_order=order) for order in (True, False)]
         return ir.passes.PassResult(model, apply_rules(model, *rules))
 
 

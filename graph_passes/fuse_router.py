@@ -37,7 +37,7 @@ class FuseRouterPass(ir.passes.InPlacePass):
 
 
 def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
-    scattered = _producer(_input(_producer(node.inputs[1], "Log"), 0), "ScatterElements")
+    scattered = _made_by(_input(_made_by(node.inputs[1], "Log"), 0), "ScatterElements")
     routing = _routing(_input(scattered, 1), _input(scattered, 2))
     if routing is None:
         return False
@@ -64,28 +64,28 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
 
 def _unflattened(flat: ir.Value | None) -> ir.Value | None:
     """The rows [B,S,H] that `flat` [T,H] came from; where it came from elsewhere, itself."""
-    rows = _input(_producer(flat, "Reshape"), 0)
+    rows = _input(_made_by(flat, "Reshape"), 0)
     return rows if rows is not None and flat is not None and rows.dtype == flat.dtype and flattens(rows, flat) else flat
 
 
 def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Value, int] | None:
     """The logits [T,E], and whether the weights of the chosen experts add up to 1."""
-    top = _producer(chosen, "TopK")
+    top = _made_by(chosen, "TopK")
     if top is None or top.attributes.get_int("largest", default=1) != 1:
         return None
     best, scores = top.outputs[0], uncast(top.inputs[0])
-    if scores is not None and _input(_producer(weights, "Softmax"), 0) is best:
+    if scores is not None and _input(_made_by(weights, "Softmax"), 0) is best:
         return scores, 1
-    logits, share = _input(_producer(scores, "Softmax"), 0), _producer(weights, "Div")
+    logits, share = _input(_made_by(scores, "Softmax"), 0), _made_by(weights, "Div")
     if logits is None:
         return None
     if uncast(weights) is best:
         return logits, 0
-    of_all = _input(share, 0) is best and _input(_producer(_input(share, 1), "ReduceSum"), 0) is best
+    of_all = _input(share, 0) is best and _input(_made_by(_input(share, 1), "ReduceSum"), 0) is best
     return (logits, 1) if of_all else None
 
 
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+def _made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """What makes a value, where that is such an operator on the last axis."""
     node = producer(uncast(value))  # a narrow graph computes softmax and sums in fp32, as the operator does
     if node is None or node.op_type != op_type:

@@ -74,8 +74,8 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     attributes = {"num_heads": num_heads, "kv_num_heads": kv_heads, **_of_scores(node, visible, max_length)}
     attributes |= {"do_rotary": int(table is not None), "rotary_interleaved": 0}
     if table is not None:
-        attributes["rotary_interleaved"] = _producer(query, "RotaryEmbedding").attributes["interleaved"].as_int()
-        heads[:2] = [required(_producer(value, "RotaryEmbedding")) for value in heads[:2]]
+        attributes["rotary_interleaved"] = _made_by(query, "RotaryEmbedding").attributes["interleaved"].as_int()
+        heads[:2] = [required(_made_by(value, "RotaryEmbedding")) for value in heads[:2]]
     tokens_first = TokensFirst(graph, out)
     rows = [tokens_first.rows(value) for value in heads]
     if not new:
@@ -84,7 +84,7 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     lengths = [valid, _length_input(graph, bindings.TOTAL_SEQUENCE_LENGTH, 1)]
     if bias is not None:
         bias = slot_biases(graph, out, bias, lengths[1], max_length)
-    past = [required(_producer(value, "TensorScatter")) for value in present] if new else present
+    past = [required(_made_by(value, "TensorScatter")) for value in present] if new else present
     inputs = [*rows, *past, *lengths, *_optional_inputs(table, bias, sinks)]
     lowered = ir.node("GroupQueryAttention", inputs, attributes, domain=MS_DOMAIN, num_outputs=3 if new else 1)
     graph.insert_before(out, lowered)
@@ -109,7 +109,7 @@ def _new_key_and_value(present_key: ir.Value, present_value: ir.Value) -> list[i
     return new
 
 
-def _producer(value: ir.Value, op_type: str) -> ir.Node:
+def _made_by(value: ir.Value, op_type: str) -> ir.Node:
     node = value.producer()
     assert node is not None and node.op_type == op_type, f"{value.name} is not made by {op_type}"
     return node
@@ -129,7 +129,7 @@ def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
     difference = _single_consumer(_single_consumer(attention.outputs[3], "ReduceLogSumExp").outputs[0], "Sub")
     left = _single_consumer(_single_consumer(difference.outputs[0], "Sigmoid").outputs[0], "Mul")
     assert attention.outputs[0] in left.inputs, "a share of something else"
-    return left.outputs[0], required(_producer(required(difference, 1), "Reshape"), 0)
+    return left.outputs[0], required(_made_by(required(difference, 1), "Reshape"), 0)
 
 
 def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
@@ -167,7 +167,7 @@ def _window(visible: ir.Value) -> int | None:
     both = required(mask, 0).producer() if mask is not None and mask.op_type == "Unsqueeze" else None
     if both is None or both.op_type != "And":
         return None
-    oldest = _producer(required(_producer(required(both, 1), "Greater"), 1), "Sub")
+    oldest = _made_by(required(_made_by(required(both, 1), "Greater"), 1), "Sub")
     window = required(oldest, 1).const_value
     assert window is not None, "a window that is not constant"
     return int(window.numpy().item())

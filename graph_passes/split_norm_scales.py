@@ -36,4 +36,4 @@ def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
         if weights is not None:
             value.shape, value.type = made.shape, made.type
             value = tape.op(kind, [value, weights])
-    ir.convenience.replace_nodes_and_values(graph, norm, [norm], tape.nodes, norm.outputs, [value])
+    ir.convenience.replace_nodes_and_values(graph, norm, [norm], tape.nodes, [made], [value])

@@ -27,8 +27,8 @@ def instantiate(template: ir.Model, layer: int, keys_of: int | None, prefix: str
             read = str(value.name).startswith(bindings.PRESENT) and value.is_graph_input()
             value.name = bindings.of_layer(str(value.name), keys_of if read and keys_of is not None else layer)
     for value in list(model.graph.initializers.values()):
-        if is_parameter(value):
-            value.name = str(value.name).replace("layer.", prefix, 1)
+        if is_parameter(value) and str(value.name).startswith("layer."):
+            value.name = prefix + str(value.name).removeprefix("layer.")
     _tell_index(model.graph, layer)
     model.graph.name = f"layer_{layer:03d}"
     return model

@@ -41,13 +41,13 @@ class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
 
 
 def is_long(node: ir.Node, slots: int) -> bool:
-    """Whether a step's token has the kernel of one, which does not take these slots."""
+    """Whether a step has one token a head, and more slots than the kernel of one token takes."""
     return slots + static_dim(required(node), 3) > _MOST and not _has_heads_as_tokens(node)
 
 
 def _has_heads_as_tokens(node: ir.Node) -> bool:
     masks = producer(required(node, 3))
-    return masks is not None and masks.op_type == "Concat" and len({*masks.inputs}) == 1
+    return masks is not None and masks.op_type == "Concat" and len(masks.inputs) > 1 and len({*masks.inputs}) == 1
 
 
 def heads_as_tokens(node: ir.Node) -> int:

@@ -38,7 +38,7 @@ class WriteOutAttentionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = without_kernel(model.graph, self.slots)
         for node in found:
-            _Explicit(model.graph, node).write()
+            _WrittenOut(model.graph, node).write()
         return ir.passes.PassResult(model, bool(found))
 
 
@@ -61,7 +61,7 @@ def _has_kernel(node: ir.Node, slots: int) -> bool:
     return plain and sizes and (not is_long(node, slots) or heads_as_tokens(node) > 1)
 
 
-class _Explicit:
+class _WrittenOut:
     """One attention: query [B,NH,S,D], keys and values [B,KVH,C,D]."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:

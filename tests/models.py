@@ -339,9 +339,9 @@ RELATIVES: dict[str, Callable[[], Any]] = {
     name: functools.partial(transformers.AutoConfig.for_model, name, **{**_GROUPED, **_IDS, **more})
     for name, more in _RELATIVES.items()
 }
-# Relatives that, with the variations below, take every branch of exporter, passes and runtime that all of them take (coverage.py,
-# 2026-11-29), and two whose layers have heads, or scales by position, of their own. `make survey` runs the others; the logits of
-# some of those (Mixtral, LFM2, Falcon-H1, ..) are compared for the targets cuda and tensorrt-rtx by default, too.
+# Relatives that, with the variations below and the tests that name a model, take every branch of exporter, passes and runtime
+# that all of them take (coverage.py, 2026-11-29), and two whose layers have heads, or scales by position, of their own.
+# `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) are run for cuda and tensorrt-rtx by default, too.
 EVERY_PATH = (
     "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo",
     "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "ministral3", "mpt", "nanochat",

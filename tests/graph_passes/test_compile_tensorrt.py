@@ -25,7 +25,7 @@ from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, PlanRequest, Profile
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
-from skipdecode.graph_passes.fix_slots import FixSlotsPass
+from skipdecode.graph_passes.freeze_slots import FreezeSlotsPass
 from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPass
@@ -55,7 +55,7 @@ Part = Callable[..., ir.Model]
 
 def lowering(slots: int) -> tuple[ir.passes.PassBase, ...]:
     attention = WriteOutAttentionPass(slots=slots), TurnQueriesIntoTokensPass(slots=slots)
-    return FixSlotsPass(slots=slots), *attention, AvoidUnitScalePass(), DropUnusedInputsPass()
+    return FreezeSlotsPass(slots=slots), *attention, AvoidUnitScalePass(), DropUnusedInputsPass()
 
 
 LOWERING = lowering(SLOTS)
@@ -134,7 +134,7 @@ def test_a_step_over_many_slots_has_the_kernel_of_a_prompt(slots: int, kernels: 
 def test_the_kernel_of_one_token_takes_no_more_slots(part: Part, tmp_path: Path) -> None:
     slots = 24576 - 8
     with pytest.raises(TargetError, match="Attention operation was not supported by a dedicated kernel"):
-        build(part("llama_long"), tmp_path, FixSlotsPass(slots=slots), AvoidUnitScalePass(), DropUnusedInputsPass())
+        build(part("llama_long"), tmp_path, FreezeSlotsPass(slots=slots), AvoidUnitScalePass(), DropUnusedInputsPass())
 
 
 @pytest.mark.parametrize("segment", [(1, 3, 4), (2, 5), (3, 4), (5,)], ids=str)
@@ -249,7 +249,7 @@ def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
 
 
 def test_a_scale_of_one_would_copy_the_key_buffer_in_each_step(part: Part, tmp_path: Path) -> None:
-    layers = build(part("opt"), tmp_path, FixSlotsPass(slots=SLOTS))
+    layers = build(part("opt"), tmp_path, FreezeSlotsPass(slots=SLOTS))
     assert copies_of_whole_buffers(layers), "then AvoidUnitScalePass is no longer needed"
 
 
@@ -303,7 +303,7 @@ def test_a_buffer_that_is_not_updated_in_place_is_an_error(kind: str, part: Part
 def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: Path) -> None:
     graph = part(CAPPED)
     with pytest.raises(TargetError, match=r"parser refused it: .*[Ss]oftcap"):
-        build(graph, tmp_path, FixSlotsPass(slots=SLOTS))
+        build(graph, tmp_path, FreezeSlotsPass(slots=SLOTS))
 
 
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.fix_reshapes import FixReshapesPass
+from skipdecode.graph_passes.freeze_reshapes import FreezeReshapesPass
 from tests.graph_passes.running import run_model, with_shapes
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
@@ -38,7 +38,7 @@ def test_dimensions_are_copied_or_left_over_where_that_says_the_same(parts: str,
     model = _before(parts, output)
     x = np.arange(2 * 3 * 64, dtype=np.float32).reshape(2, 3, 64)
     (before,) = run_model(model, {"x": x})
-    assert FixReshapesPass()(model).modified == (sizes is not None)
+    assert FreezeReshapesPass()(model).modified == (sizes is not None)
     if sizes is not None:
         constant, reshape = model.graph
         assert constant.attributes["value"].as_tensor().numpy().tolist() == sizes
@@ -57,11 +57,11 @@ def test_two_sizes_that_only_an_input_knows_are_asked_of_it() -> None:
         y = Reshape <allowzero = 1> (flat, shape)
     }"""
     before, after = ir.from_onnx_text(text), ir.from_onnx_text(text)
-    assert FixReshapesPass()(after).modified
+    assert FreezeReshapesPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Shape", "Reshape"]
     feeds = {"x": np.zeros((2, 3, 64), np.float32), "flat": np.arange(6 * 64, dtype=np.float32).reshape(6, 64)}
     np.testing.assert_array_equal(run_model(after, feeds)[0], run_model(before, feeds)[0])
-    assert not FixReshapesPass()(after).modified
+    assert not FreezeReshapesPass()(after).modified
 
 
 @pytest.mark.parametrize("target", ["shape", "left"], ids=["worked out", "constant"])
@@ -77,7 +77,7 @@ def test_a_reshape_to_its_own_shape_goes(target: str) -> None:
         y = Reshape (wide, TARGET)
     }"""
     model = with_shapes(text.replace("TARGET", target))
-    assert FixReshapesPass()(model).modified
+    assert FreezeReshapesPass()(model).modified
     assert [node.op_type for node in model.graph] == ["Add"]
     assert [value.name for value in model.graph.outputs] == ["y"]
-    assert not FixReshapesPass()(model).modified
+    assert not FreezeReshapesPass()(model).modified

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.fix_slots import FixSlotsPass
+from skipdecode.graph_passes.freeze_slots import FreezeSlotsPass
 
 BEFORE = """<ir_version: 10, opset_import: ["" : 24]>
 layer (float[B,2,S,16] key, float[B,2,C,16] past_key, int64[B] start) => (float[B,2,C,16] present_key)
@@ -16,7 +16,7 @@ layer (float[B,2,S,16] key, float[B,2,C,16] past_key, int64[B] start) => (float[
 
 def test_every_dimension_of_slots_becomes_a_number_and_no_other_one_does() -> None:
     model = ir.from_onnx_text(BEFORE)
-    assert FixSlotsPass(slots=48)(model).modified
+    assert FreezeSlotsPass(slots=48)(model).modified
     shapes = {value.name: str(value.shape) for value in (*model.graph.inputs, *model.graph.outputs)}
     assert shapes == {"key": "[B,2,S,16]", "past_key": "[B,2,48,16]", "start": "[B]", "present_key": "[B,2,48,16]"}
-    assert not FixSlotsPass(slots=48)(model).modified
+    assert not FreezeSlotsPass(slots=48)(model).modified

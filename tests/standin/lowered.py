@@ -18,7 +18,7 @@ from skipdecode.kv_buffer import plan_slots
 from skipdecode.prefill import PREFILL_CHUNK
 
 
-def write_lowered(bundle: Path, made: manifests.Manifest, target: manifests.Target, listed: Path) -> None:
+def lower_and_write(bundle: Path, made: manifests.Manifest, target: manifests.Target, listed: Path) -> None:
     """Lower what a target's plans were built from; `listed` gets a plan's path -> its graph, most tokens of a pass."""
     slots = plan_slots(made, target)
     outer = [ir.load(bundle / "graphs" / f"{part}.onnx") for part in ("embed", "head")]

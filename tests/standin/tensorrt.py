@@ -36,9 +36,9 @@ def library(bundle: Path, enqueue: Enqueue, name: str = "tensorrt-rtx") -> Any:
     listed = bundle / "graphs" / f"lowered_{name}.json"
     if not listed.exists():
         # once a bundle: torch, which comes with it, takes longer to import than a small model's generation with plans
-        from tests.standin.lowered import write_lowered
+        from tests.standin.lowered import lower_and_write
 
-        write_lowered(bundle, made, target, listed)
+        lower_and_write(bundle, made, target, listed)
     known = {
         hashlib.sha256((bundle / path).read_bytes()).digest(): (bundle / graph, most)
         for path, (graph, most) in json.loads(listed.read_text()).items()
