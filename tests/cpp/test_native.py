@@ -225,10 +225,27 @@ def test_a_program_or_library_in_the_bundles_folder_keeps_what_it_has_written(
     driver.close()
 
 
-def test_engines_load_where_the_system_starts_no_more_threads(conformance_bundle: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.fixture
+def no_threads(tmp_path: Path) -> str:
+    """A library to preload, with which the system starts no more threads."""
     (tmp_path / "threads.c").write_text("#include <errno.h>\nint pthread_create(void) { return EAGAIN; }\n")
     _run(["gcc", "-shared", "-fPIC", tmp_path / "threads.c", "-o", tmp_path / "threads.so"])
-    driver = Driver(LD_PRELOAD=str(tmp_path / "threads.so"))
+    return str(tmp_path / "threads.so")
+
+
+def test_a_pool_that_the_system_starts_no_threads_for_is_told_so(
+    conformance_bundle: Callable[[str], Path], no_threads: str
+) -> None:
+    driver = Driver(LD_PRELOAD=no_threads)
+    answer = driver.ask(command="load", bundle=conformance_bundle("opt"), threads=2)
+    says = "threads: the system starts no more for ONNX Runtime; choose fewer threads, or raise ulimit -u"
+    assert (answer["code"], answer["error"]) == (3, says)
+    driver.close()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core engines load one after another, without threads")
+def test_engines_load_where_the_system_starts_no_more_threads(conformance_bundle: Callable[[str], Path], no_threads: str) -> None:
+    driver = Driver(LD_PRELOAD=no_threads)
     assert driver.ask(command="load", bundle=conformance_bundle("opt"), threads=1)["num_layers"] == LAYERS
     driver.close()
 

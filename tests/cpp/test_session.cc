@@ -275,9 +275,12 @@ TEST_CASE("a load that runs out of memory behind its manifest is refused, and an
   REQUIRE(count > manifest + 100);
   int failed = 0;
   for (int after = manifest; after < count; after += (count - manifest) / 30) failed += load(after, "cpu").first ? 1 : 0;
-  for (int after = count - 10; after < count; ++after) CHECK(load(after, "cpu").first);  // of the handles of what is loaded
+  // up to the last, which are of the handles of what is loaded; a few more or fewer where a sanitizer has mapped more or less
+  int last = count - 40;
+  while (load(last, "cpu").first) ++last;
   sched_setaffinity(0, sizeof before, &before);
   CHECK(failed > 20);
+  CHECK(last > count - 20);
   CHECK(Alone(skipdecode::Bundle::Load(path), {5, 6}, Options(3)) == Alone(Bundle(), {5, 6}, Options(3)));
 }
 

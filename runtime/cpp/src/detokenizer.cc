@@ -55,7 +55,7 @@ void Fuse(Pieces* pieces) {
 void ByteLevel(Pieces* pieces) {
   std::string bytes;
   for (const std::string& piece : *pieces) bytes += BytesOf(piece);
-  *pieces = {Lossy(bytes)};
+  *pieces = {utf8::Lossy(bytes)};
 }
 
 // "<0x0A>": an entry that is one byte.
@@ -73,12 +73,12 @@ void ByteFallback(Pieces* pieces) {
   const auto end_run = [&] {
     bool valid = true;
     for (size_t i = 0; valid && i < run.size();) {
-      const Sequence next = FirstOf(std::string_view(run).substr(i));
+      const utf8::Sequence next = utf8::FirstOf(std::string_view(run).substr(i));
       valid = next.valid;
       i += next.size;
     }
     if (valid && !run.empty()) found.push_back(run);
-    if (!valid) found.insert(found.end(), run.size(), kReplacement);
+    if (!valid) found.insert(found.end(), run.size(), utf8::kReplacement);
     run.clear();
   };
   for (std::string& piece : *pieces) {

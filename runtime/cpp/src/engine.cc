@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -108,6 +109,9 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads, const std::fun
     made->CreateAndRegisterAllocator(Ort::MemoryInfo("Cpu", OrtArenaAllocator, 0, OrtMemTypeDefault), defaults);
     environment = made.release();
   } catch (const Ort::Exception& error) {
+    if (std::strstr(error.what(), "pthread_create failed") != nullptr) {
+      throw CapacityError("the system starts no more for ONNX Runtime", "choose fewer threads, or raise ulimit -u", "threads");
+    }
     throw TargetError(std::string("ONNX Runtime cannot start: ") + error.what(), "check its installation");
   }
 }

@@ -14,7 +14,7 @@ std::string OneLine(const std::string& text) {
       line += ' ';
     }
   }
-  return Lossy(line);
+  return utf8::Lossy(line);
 }
 
 Error::Error(skd_code code, const std::string& what, const std::string& remedy, const std::string& where)

@@ -88,15 +88,6 @@ nlohmann::json ReadTokenization(const std::filesystem::path& bundle) {
   return nlohmann::json::parse(file);
 }
 
-// What GenAI reads beside tokenizer.json: of damage it says no more than of a kind that it does not know.
-void CheckSettings(const std::filesystem::path& bundle) {
-  for (const char* const name : {"genai_config.json", "tokenizer_config.json"}) {
-    const std::filesystem::path path = bundle / name;
-    std::ifstream file(path);
-    if (file && !nlohmann::json::accept(file)) throw BundleError("cannot be read (not JSON)", path.string());
-  }
-}
-
 }  // namespace
 
 Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library)
@@ -117,7 +108,6 @@ void Tokenizer::Read() {
     throw BundleError("tokenization.json cannot be read (" + Cut(error.what(), kReason) + ")", folder);
   }
   detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", bundle_->manifest.model.vocab_size, special_);
-  CheckSettings(bundle_->path);
   void* created = nullptr;
   Check(api_, api_.create_tokenizer(folder.c_str(), &created), folder);
   tokenizer_ = {created, api_.destroy_tokenizer};

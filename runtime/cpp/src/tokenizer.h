@@ -20,9 +20,9 @@ struct GenAi;
 
 class Tokenizer {
  public:
-  // Throws SKD_ERROR_TOKENIZER (the bundle has no tokenizer, or one that GenAI cannot read or reads differently than Hugging
-  // Face does, which the samples in tokenization.json show), SKD_ERROR_BUNDLE (it is damaged; another bundle is in its place by
-  // now), SKD_ERROR_TARGET (no library).
+  // Throws SKD_ERROR_TOKENIZER (the bundle has no tokenizer, or one that GenAI cannot read, whatever the reason, or reads
+  // differently than Hugging Face does, which the samples in tokenization.json show), SKD_ERROR_BUNDLE (tokenizer.json or
+  // tokenization.json is damaged; another bundle is in its place by now), SKD_ERROR_TARGET (no library).
   Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library);
 
   std::vector<int64_t> Encode(const char* text);

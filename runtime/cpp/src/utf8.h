@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace skd {
+namespace skd::utf8 {
 
 constexpr char kReplacement[] = "\xEF\xBF\xBD";  // U+FFFD
 
@@ -44,4 +44,4 @@ inline std::string Lossy(std::string_view bytes) {
   return text;
 }
 
-}  // namespace skd
+}  // namespace skd::utf8

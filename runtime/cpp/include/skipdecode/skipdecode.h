@@ -3,8 +3,8 @@
  * Errors: every function that can fail returns a skd_status*: NULL when it worked, else a code and one line (what, where, what to
  * do) that the caller releases with skd_status_destroy. Outputs are untouched when a function fails. After SKD_ERROR_CAPACITY a
  * session is as it was; after any other error of skd_session_add, _step or _cancel destroy it: its rows may be half a step ahead.
- * What is not named at a function below: INTERNAL, for arguments that are NULL, too small, or of a wrong struct_size. These are
- * looked at before anything is done, so that they leave a session as it was, too.
+ * What is not named at a function below: INTERNAL, for arguments that are NULL, too small, or of a wrong struct_size. These are a
+ * mistake in the caller, to be mended there, and no exception to that rule: their code does not tell them from others.
  *
  * Ownership: what a *_create, _load, _encode or _decode function hands out belongs to the caller and goes back through the
  * matching *_destroy or skd_free, which take NULL and may be called from any thread. A session and a tokenizer keep what they
@@ -167,7 +167,8 @@ SKD_API skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, c
 /* The bundle's tokenizer; texts are split by ONNX Runtime GenAI's library, which is loaded when this is first called and
  * stays the process's one. genai_library: its path; NULL: found as the system finds libraries, or beside this one. The
  * tokenizer's files are read now. Errors: TOKENIZER (the bundle has none, or one that GenAI does not read, or in another way),
- * BUNDLE (it is damaged; or another bundle is in its place by now: load it again), TARGET. */
+ * BUNDLE (tokenizer.json or tokenization.json is damaged; or another bundle is in its place by now: load it again), TARGET,
+ * CAPACITY (out of memory). */
 SKD_API skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer);
 SKD_API void skd_tokenizer_destroy(skd_tokenizer* tokenizer);
 /* Token ids of UTF-8 text that ends with NUL, special tokens added as the checkpoint says; *ids goes back through skd_free.

@@ -187,7 +187,9 @@ class Tokenizer {
 };
 
 // Text of tokens that come one by one: each call gives what is now whole characters, possibly nothing; `End`, what waited for
-// more. Text is decoded from the last given piece on, because what a token looks like depends on the one before it.
+// more. Text is decoded from the last given piece on, because what a token looks like depends on the one before it. Where more
+// than 32 tokens wait, whether they have become text is not looked at with each: it comes a thirty-second of their number later
+// at most.
 // The tokenizer must outlive the stream, and must not be moved while there is one.
 class TextStream {
  public:
@@ -212,6 +214,7 @@ class TextStream {
   std::string End() {
     std::string piece = Rest();
     given_ = ids_.size();
+    next_look_ = 0;
     return piece;
   }
 
