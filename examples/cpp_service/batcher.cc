@@ -12,12 +12,6 @@ namespace {
 constexpr std::chrono::milliseconds kMoment{50};  // between looks at a queue, which may be long
 constexpr std::chrono::seconds kAgain{1};         // between attempts to make a session that nobody asks for
 
-// Whether nothing but memory was short.
-bool IsOfMemory(const std::exception& error) {
-  const auto* told = dynamic_cast<const skipdecode::Error*>(&error);
-  return told != nullptr ? told->code() == SKD_ERROR_CAPACITY : dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
-}
-
 }  // namespace
 
 void Mailbox::Put(const News& news) noexcept {
@@ -73,24 +67,27 @@ bool Batcher::Submit(const std::vector<std::shared_ptr<Row>>& rows) {
 
 void Batcher::Loop() {
   for (;;) {
-    bool asked = true;
+    bool has_rows = true;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto work = [this] { return ending_ || !queue_.empty() || !running_.empty(); };
-      if (failing_) {
-        asked = arrived_.wait_for(lock, kAgain, work);
-      } else {
+      if (session_ != nullptr) {
         arrived_.wait(lock, work);
+      } else {
+        has_rows = arrived_.wait_for(lock, failing_ ? kAgain : std::chrono::seconds(0), work);
       }
       if (ending_ && queue_.empty() && running_.empty()) return;
     }
+    if (!has_rows) {
+      RenewSession();
+      continue;
+    }
     try {
-      if (!asked) TheSession();  // whoever asks for the service's health may send no rows meanwhile
       DropAbandoned();
       Admit();
       Step();
     } catch (const std::exception& error) {  // of the engines, or for want of memory: these rows end, the service goes on
-      if (asked) std::cerr << "decoding failed: " << error.what() << std::endl;
+      std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
     }
   }
@@ -98,12 +95,25 @@ void Batcher::Loop() {
 
 // A new one where the last failed. Throws where none can be made.
 skipdecode::Session& Batcher::TheSession() {
-  if (session_ == nullptr) {
-    failing_ = true;
+  if (session_ != nullptr) return *session_;
+  try {
     session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
-    failing_ = false;
+  } catch (...) {
+    failing_ = true;
+    throw;
   }
+  failing_ = false;
   return *session_;
+}
+
+// No row asks for it: whoever looks at the service's health may send none until it is well.
+void Batcher::RenewSession() {
+  const bool told = failing_;
+  try {
+    TheSession();
+  } catch (const std::exception& error) {
+    if (!told) std::cerr << "no new session can be made, which is tried each second: " << error.what() << std::endl;
+  }
 }
 
 // Rows join while there are places; one whose client does not wait any more never starts.
@@ -129,17 +139,24 @@ void Batcher::Admit() {
 // Tells a row that cannot; throws where the session is lost with it.
 void Batcher::Join(const std::shared_ptr<Row>& row) {
   End end = End::kLost;
+  // Whether there is no session that could be lost with it.
+  const auto refuse = [&](End reason, const std::exception& error, bool unharmed) {
+    ++metrics_->failed;
+    row->Tell(std::nullopt, reason);
+    const bool kept = session_ == nullptr || unharmed;
+    if (kept) std::cerr << "a prompt failed: " << error.what() << std::endl;
+    return kept;
+  };
   try {
     skipdecode::Session& session = TheSession();
     end = End::kFailed;
     running_.emplace(session.Add(row->prompt, row->options), row);
-  } catch (const std::exception& error) {
-    const bool no_memory = IsOfMemory(error);
-    ++metrics_->failed;
-    row->Tell(std::nullopt, no_memory ? End::kRefused : end);
-    // as skipdecode.h has it, a session is as it was after the library's own word that there was no memory, and no other
-    if (session_ != nullptr && !(no_memory && dynamic_cast<const skipdecode::Error*>(&error) != nullptr)) throw;
-    std::cerr << "a prompt failed: " << error.what() << std::endl;
+  } catch (const skipdecode::Error& error) {
+    const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
+    // skipdecode.h: after CAPACITY, and no other, a session is as it was
+    if (!refuse(no_memory ? End::kRefused : end, error, no_memory)) throw;
+  } catch (const std::exception& error) {  // our own want of memory: the session may have the row by now
+    if (!refuse(End::kRefused, error, /*unharmed=*/false)) throw;
   }
 }
 

@@ -83,12 +83,13 @@ class Batcher {
 
   // All of them or none: false where the queue has no room.
   bool Submit(const std::vector<std::shared_ptr<Row>>& rows);
-  // Whether no session could be made when that was tried last: while there is none, that is every second.
+  // Whether no session could be made when that was tried last: at once after a failure, then each second.
   bool failing() const { return failing_; }
 
  private:
   void Loop();
   skipdecode::Session& TheSession();
+  void RenewSession();
   void Admit();
   void Join(const std::shared_ptr<Row>& row);
   bool Abandoned(const Row& row, Clock::time_point now);
@@ -101,7 +102,7 @@ class Batcher {
   const skd_session_options room_;
   const size_t queue_length_;
   Metrics* const metrics_;
-  std::unique_ptr<skipdecode::Session> session_;      // none after a failure, until a row needs one
+  std::unique_ptr<skipdecode::Session> session_;      // none after a failure, until one can be made
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's id
   Clock::time_point next_look_{};                     // at whether those in the queue are waited for
   std::atomic<bool> failing_{false};

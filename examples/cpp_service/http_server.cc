@@ -10,6 +10,7 @@
 #include <exception>
 #include <iostream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace service {
@@ -21,8 +22,9 @@ constexpr std::chrono::seconds kWrite{5};         // for a client to take any by
 constexpr std::chrono::seconds kLinger{2};        // for a client to read an answer that came before its request's end
 constexpr std::chrono::seconds kRest{1};          // at shutdown, for a request that is on its way to be answered 503
 constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in chunks of a byte has six
-constexpr size_t kMostOfHead = size_t{64} << 10;  // httplib keeps each header, with a hundred bytes beside its own
-constexpr char kHeadEnd[] = "\n\r\n";             // an empty line, as httplib takes it
+constexpr size_t kMostOfHead = size_t{64} << 10;
+constexpr size_t kMostLines = 256;               // of a head: httplib keeps each header, with a hundred bytes beside its own
+constexpr std::string_view kHeadEnd = "\n\r\n";  // an empty line, as httplib takes it
 
 // A client's socket, read until a point in time. Without `override`, because httplib's names differ: 0.18 asks is_writable where
 // 0.41 has wait_readable, wait_writable and duration.
@@ -38,12 +40,12 @@ class Connection : public httplib::Stream {
   bool wait_writable() const { return is_writable(); }
   time_t duration() const { return 0; }  // only httplib's clients ask
   ssize_t read(char* data, size_t size) {
+    if (HeadIsLong()) {
+      if (std::exchange(long_head_, true) || lines_ > 0) return -1;
+      *data = '\n';  // once: httplib has no answer where not even the first line ends
+      return 1;
+    }
     if (next_ == end_) {
-      if (!head_ended_ && taken_ > kMostOfHead) {
-        if (std::exchange(long_head_, true)) return -1;
-        *data = '\n';  // once: httplib has no answer where not even the first line ends
-        return 1;
-      }
       if (taken_ > kMostBytes) return -1;
       late_ = !WaitForBytes(&arrived_by_);
       if (late_) return -1;
@@ -52,12 +54,17 @@ class Connection : public httplib::Stream {
       next_ = 0;
       end_ = static_cast<size_t>(came);
       taken_ += end_;
-      if (!head_ended_) LookForHeadEnd();
     }
-    size = std::min(size, end_ - next_);
-    std::copy_n(buffer_.data() + next_, size, data);
-    next_ += size;
-    return static_cast<ssize_t>(size);
+    size_t given = 0;
+    // byte by byte, as httplib asks for a head, so that what it gets of one depends on no packets
+    while (!head_ended_ && !HeadIsLong() && given < size && next_ < end_) CountOfHead(data[given++] = buffer_[next_++]);
+    if (head_ended_) {
+      const size_t rest = std::min(size - given, end_ - next_);
+      std::copy_n(buffer_.data() + next_, rest, data + given);
+      next_ += rest;
+      given += rest;
+    }
+    return static_cast<ssize_t>(given);
   }
   ssize_t write(const char* data, size_t size) {
     if (!WaitForRoom()) return -1;
@@ -105,20 +112,22 @@ class Connection : public httplib::Stream {
     return Wait(POLLOUT, &until, writing_, std::chrono::milliseconds(0));
   }
 
-  // In what was received last, behind what came before that.
-  void LookForHeadEnd() {
-    const std::string seen = before_ + std::string(buffer_.data(), end_);
-    head_ended_ = seen.find(kHeadEnd) != std::string::npos;
-    before_ = seen.substr(seen.size() - std::min(seen.size(), sizeof kHeadEnd - 2));
+  bool HeadIsLong() const { return !head_ended_ && (head_bytes_ == kMostOfHead || lines_ == kMostLines); }
+  void CountOfHead(char byte) {
+    ++head_bytes_;
+    if (byte == '\n') ++lines_;
+    matched_ = byte == kHeadEnd[matched_] ? matched_ + 1 : size_t{byte == kHeadEnd[0]};
+    head_ended_ = matched_ == kHeadEnd.size();
   }
 
   const socket_t socket_;
   mutable Clock::time_point arrived_by_;  // sooner where the server stops
   const std::atomic<bool>&reading_, &writing_;
   std::array<char, 16384> buffer_{};
-  size_t next_ = 0, end_ = 0;  // of what was received and not read yet
-  size_t taken_ = 0;           // bytes of this request
-  std::string before_;         // the last bytes of a head so far, which may begin its end
+  size_t next_ = 0, end_ = 0;          // of what was received and not read yet
+  size_t taken_ = 0;                   // bytes of this request
+  size_t head_bytes_ = 0, lines_ = 0;  // of its head so far
+  size_t matched_ = 0;                 // of kHeadEnd, by the last bytes of it
   bool late_ = false, head_ended_ = false, long_head_ = false;
 };
 

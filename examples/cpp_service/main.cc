@@ -35,7 +35,7 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
 
 serves POST /v1/completions, GET /v1/models, /health, /metrics
 exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do); the first SIGTERM or SIGINT
-finishes what runs, a second, or one before it listens, ends it at once
+finishes what runs; one that comes a second or more later, or before it listens, ends it at once, and is then its status
 )";
 
 uint32_t Count(const std::string& option, const std::string& text, uint32_t least = 0,

@@ -65,7 +65,8 @@ void Running::WaitForFirst(const std::function<bool()>& client_gone) {
   for (const Part& part : parts_) {
     if (part.end == End::kFailed) throw HttpError(500, "decoding failed", "server_error");
     if (part.end == End::kLost)
-      throw HttpError(500, "the engines cannot decode any more: start the server again", "server_error");
+      throw HttpError(500, "the engines cannot decode: the server tries again each second, start it again where that lasts",
+                      "server_error");
     if (part.end == End::kRefused) throw HttpError(503, "no memory to decode in, try again", "server_error");
     if (part.end == End::kTimeout && part.choice.tokens.empty()) {
       throw HttpError(503, "waited too long in the queue, try again", "server_error");
@@ -102,7 +103,7 @@ Choices Running::Take() {
       if (part.text != nullptr) now.text += part.filter.Add(part.text->End());
       now.text += part.filter.Rest();
       now.finish_reason = ReasonOf(*each.end);
-      part.end = each.end;
+      if (!part.filter.stopped()) part.end = each.end;
     }
     if (part.filter.stopped()) {
       part.row->Complete();

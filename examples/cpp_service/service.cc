@@ -17,6 +17,7 @@ using Json = nlohmann::json;
 constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether all requests have ended
 constexpr std::chrono::seconds kLastWords{5};     // for clients to take the end of their answers at shutdown
 constexpr char kCompletions[] = "/v1/completions";
+constexpr char kLength[] = "Content-Length", kCoding[] = "Transfer-Encoding";
 constexpr char kTooLarge[] = "the body is larger than 1 MiB";
 constexpr size_t kLargestBody = size_t{1} << 20;
 constexpr uint64_t kTokenBytes = 32;  // generous: English text has four to five a token
@@ -26,16 +27,22 @@ std::string Lower(std::string text) {
   return text;
 }
 
-// Why a body of such a length may not be read; nothing where it may.
-std::optional<HttpError> RefusedLength(const httplib::Request& request) {
-  constexpr char kHeader[] = "Content-Length";
-  if (!request.has_header(kHeader)) return std::nullopt;
-  const std::string length = request.get_header_value(kHeader);
-  // either of two lengths, or of a length and chunks, may be the one that a proxy before this server went by (RFC 9112, 6.3)
-  if (request.get_header_value_count(kHeader) > 1) return HttpError(400, "Content-Length is there more than once");
-  if (request.has_header("Transfer-Encoding")) {
+// Why a body may not be read; nothing where it may. What is refused here another reader could understand in another way: where
+// that is a proxy before this server, the rest of a body would be the next client's request (RFC 9112, 5.1 and 6.3).
+std::optional<HttpError> RefusedBody(const httplib::Request& request) {
+  const auto spaced = [](const auto& header) { return header.first.find_first_of(" \t") != std::string::npos; };
+  if (std::any_of(request.headers.begin(), request.headers.end(), spaced)) {
+    return HttpError(400, "a header's name has a space in it");
+  }
+  for (const char* const once : {kLength, kCoding}) {
+    if (request.headers.count(once) > 1) return HttpError(400, std::string(once) + " is there more than once");
+  }
+  const auto found = request.headers.find(kLength);
+  if (found == request.headers.end()) return std::nullopt;
+  if (request.has_header(kCoding)) {
     return HttpError(400, "Content-Length and Transfer-Encoding are both there: leave one of them out");
   }
+  const std::string& length = found->second;  // whole, where httplib's own answer ends at a NUL
   if (length.empty() || length.find_first_not_of("0123456789") != std::string::npos) {
     return HttpError(400, "Content-Length '" + length.substr(0, 40) + "' is not a number of bytes");
   }
@@ -107,8 +114,9 @@ Service::Service(const Settings& settings)
     if (!response.body.empty()) return;
     const bool broken = response.status == 400;
     Answer(broken && HttpServer::ArrivedLate() ? Late()
-           : broken && HttpServer::LongHead()  ? HttpError(431, "the request's head is longer than 64 KiB")
-                                               : HttpError(response.status, Refusal(request, response.status)),
+           : broken && HttpServer::LongHead()
+               ? HttpError(431, "the request's head is longer than 64 KiB, or has more than 255 lines")
+               : HttpError(response.status, Refusal(request, response.status)),
            &response);
   });
   AddRoutes();
@@ -119,14 +127,15 @@ void Service::AddRoutes() {
   server_.set_pre_routing_handler([](const httplib::Request& request, httplib::Response& response) {
     const bool reads = request.method == "GET" || request.method == "HEAD";
     const bool served = reads || (request.method == "POST" && request.path == kCompletions);
-    const std::optional<HttpError> refused = served ? RefusedLength(request) : HttpError(404, Refusal(request, 404));
+    const std::optional<HttpError> refused = served ? RefusedBody(request) : HttpError(404, Refusal(request, 404));
     if (!refused) return HttpServer::HandlerResponse::Unhandled;
     Answer(*refused, &response);
     return HttpServer::HandlerResponse::Handled;
   });
   server_.Get("/health", [this](const httplib::Request&, httplib::Response& response) {
-    const char* const status = stopping_ ? "stopping" : batcher_->failing() ? "failing" : "ok";
-    response.status = std::string(status) == "ok" ? 200 : 503;
+    const bool stopping = stopping_, failing = batcher_->failing();
+    const char* const status = stopping ? "stopping" : failing ? "failing" : "ok";
+    response.status = stopping || failing ? 503 : 200;
     response.set_content(Dump(Json{{"status", status}}), "application/json");
   });
   server_.Get("/metrics", [this](const httplib::Request&, httplib::Response& response) {
@@ -162,13 +171,13 @@ void Service::Stop() {
 }
 
 std::string Service::ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const {
-  const std::string coding = Lower(request.get_header_value("Transfer-Encoding"));
+  const std::string coding = Lower(request.get_header_value(kCoding));
   const std::string packed = Lower(request.get_header_value("Content-Encoding"));
   if ((!packed.empty() && packed != "identity") || (!coding.empty() && coding != "chunked") || request.is_multipart_form_data()) {
     throw HttpError(415, "the body is compressed, or in parts: send JSON as it is");
   }
   std::string body;
-  if (coding.empty() && !request.has_header("Content-Length")) return body;  // httplib would read until the client is gone
+  if (coding.empty() && !request.has_header(kLength)) return body;  // httplib would read until the client is gone
   bool large = false;
   const bool whole = reader([&](const char* data, size_t size) {
     large = body.size() + size > kLargestBody;

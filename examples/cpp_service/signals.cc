@@ -2,12 +2,16 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <ctime>
+#include <optional>
 
 namespace service {
 namespace {
 
-constexpr timespec kMoment{0, 50'000'000};  // between looks at whether there is anything to wait for
+using Clock = std::chrono::steady_clock;
+constexpr timespec kMoment{0, 50'000'000};   // between looks at whether there is anything to wait for
+constexpr std::chrono::seconds kOneWish{1};  // for what comes sooner: timeout(1) tells its child and then the child's group
 
 [[noreturn]] void EndBy(int signal) {
   std::signal(signal, SIG_DFL);
@@ -19,12 +23,18 @@ constexpr timespec kMoment{0, 50'000'000};  // between looks at whether there is
   _exit(128 + signal);  // a container's first process, whom no signal ends by itself
 }
 
+// As a shell has it for what its scripts start in the background.
+bool IsIgnored(int signal) {
+  struct sigaction now {};
+  return sigaction(signal, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
+}
+
 }  // namespace
 
 Signals::Signals() {
   sigemptyset(&ends_);
   sigaddset(&ends_, SIGTERM);
-  sigaddset(&ends_, SIGINT);
+  if (!IsIgnored(SIGINT)) sigaddset(&ends_, SIGINT);
   pthread_sigmask(SIG_BLOCK, &ends_, nullptr);
   watcher_ = std::thread([this] { Watch(); });
 }
@@ -39,10 +49,13 @@ void Signals::Ask() {
 }
 
 void Signals::Watch() {
+  std::optional<Clock::time_point> first;
   while (!done_) {
     const int signal = sigtimedwait(&ends_, nullptr, &kMoment);
     if (signal < 0) continue;
-    if (!listening_ || told_) EndBy(signal);
+    const Clock::time_point now = Clock::now();
+    if (!listening_ || (first && now - *first >= kOneWish)) EndBy(signal);
+    if (!first) first = now;
     Ask();
   }
 }

@@ -9,7 +9,7 @@
 namespace service {
 
 // Until there is something to finish a signal ends the process at once, as it would by itself; then the first asks to finish,
-// and the second ends the process.
+// and one that comes a second or more after it ends the process. SIGINT stays ignored where it was.
 class Signals {
  public:
   // Before all other threads, which inherit that signals do not come to them. Throws std::system_error.
@@ -20,7 +20,7 @@ class Signals {
 
   // From now on there is something to finish.
   void Listen() { listening_ = true; }
-  // As the first signal does.
+  // To finish, as the first signal does; the next signal is the first all the same.
   void Ask();
   // Until somebody does; once.
   void Wait() { asked_.get_future().wait(); }

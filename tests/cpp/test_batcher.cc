@@ -25,9 +25,10 @@ struct skd_session {
 
 namespace {
 
-std::atomic<bool> no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
+std::atomic<bool> slow_session{false}, no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
 std::atomic<int> add_fails{SKD_OK};  // with that code
-std::atomic<int> sessions{0}, most_sessions{0};
+std::atomic<int> sessions{0}, most_sessions{0}, sessions_made{0};
+std::atomic<int64_t> token{7};         // that each row is given
 size_t decoded = 0;                    // ids
 std::vector<uint32_t> generator_rows;  // of the rows that were added, for when the batcher's thread has ended
 
@@ -49,9 +50,11 @@ skd_status* skd_bundle_load(const char* /*path*/, const skd_load_options* /*opti
 void skd_bundle_destroy(skd_bundle* bundle) { delete bundle; }
 
 skd_status* skd_session_create(const skd_bundle* /*bundle*/, const skd_session_options* /*options*/, skd_session** session) {
+  if (slow_session) std::this_thread::sleep_for(std::chrono::milliseconds(200));
   if (no_memory) return new skd_status{SKD_ERROR_CAPACITY};
   if (gpu_lost) return new skd_status{SKD_ERROR_TARGET};
   *session = new skd_session;
+  ++sessions_made;
   most_sessions = std::max(most_sessions.load(), ++sessions);
   return nullptr;
 }
@@ -73,7 +76,7 @@ skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*c
   if (engines_fail) return new skd_status{SKD_ERROR_INTERNAL};
   *count = session->rows.size();
   for (size_t i = 0; i < *count; ++i) {
-    events[i] = {session->rows[i] + (row_lost ? 1000U : 0U), 7, 1, 1, endless ? SKD_FINISH_NONE : SKD_FINISH_STOP};
+    events[i] = {session->rows[i] + (row_lost ? 1000U : 0U), token, 1, 1, endless ? SKD_FINISH_NONE : SKD_FINISH_STOP};
   }
   if (endless) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -118,8 +121,9 @@ namespace {
 class Requests {
  public:
   explicit Requests(uint32_t rows = 1) {
-    no_memory = gpu_lost = engines_fail = row_lost = endless = false;
+    slow_session = no_memory = gpu_lost = engines_fail = row_lost = endless = false;
     add_fails = SKD_OK;
+    token = 7;
     generator_rows.clear();
     most_sessions = sessions.load();
     skd_session_options room = skipdecode::SessionOptions();
@@ -143,10 +147,12 @@ class Requests {
     service::Completion asked{};
     asked.prompts.assign(prompts, {1, 2, 3});
     asked.gives_ids = true;
+    asked.stream = streams;
     const auto now = service::Clock::now();
     return std::make_unique<service::Running>(asked, nullptr, now - age, now + patience, &active_);
   }
   bool Submit(const service::Running& running) { return batcher_->Submit(running.rows()); }
+  bool failing() const { return batcher_->failing(); }
   // Whether it comes to be so within ten seconds.
   bool ComesTo(bool failing) const {
     for (int look = 0; look < 1000 && batcher_->failing() != failing; ++look) {
@@ -159,6 +165,7 @@ class Requests {
   void End() { batcher_.reset(); }
 
   service::Metrics metrics;
+  bool streams = false;
 
  private:
   const skipdecode::Bundle bundle_ = skipdecode::Bundle::Load("");
@@ -166,10 +173,18 @@ class Requests {
   std::unique_ptr<service::Batcher> batcher_;
 };
 
-// Whether a metric comes to a value within ten seconds.
-bool Becomes(const std::atomic<uint64_t>& metric, uint64_t value) {
+// Whether a number comes to a value within ten seconds.
+template <typename Number>
+bool Becomes(const std::atomic<Number>& metric, Number value) {
   for (int look = 0; look < 1000 && metric != value; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   return metric == value;
+}
+
+// The next piece of a stream that has something in it.
+std::string Told(service::Running& running) {
+  std::string told;
+  while (told.empty()) told = running.Next();
+  return told;
 }
 
 }  // namespace
@@ -206,10 +221,11 @@ TEST_CASE("where no session can be made any more that is told, in answers and of
   engines_fail = true;
   gpu_lost = true;
   CHECK(requests.Ask() == 500);
-  CHECK(requests.ComesTo(false));  // nobody has tried
+  CHECK(requests.ComesTo(true));  // though nobody asks
   const auto running = requests.Running();
   REQUIRE(requests.Submit(*running));
-  CHECK_THROWS_WITH(running->WaitForFirst([] { return false; }), "the engines cannot decode any more: start the server again");
+  CHECK_THROWS_WITH(running->WaitForFirst([] { return false; }),
+                    "the engines cannot decode: the server tries again each second, start it again where that lasts");
   CHECK(requests.ComesTo(true));
   CHECK(requests.Ask() == 500);
   engines_fail = false;
@@ -222,16 +238,55 @@ TEST_CASE("a session is kept after a row that there was no memory for, and after
   for (const auto& [code, status, kept] :
        {std::tuple(SKD_ERROR_CAPACITY, 503, true), std::tuple(SKD_ERROR_INTERNAL, 500, false)}) {
     Requests requests(2);
+    requests.streams = true;
     endless = true;
     const auto before = requests.Running();
     REQUIRE(requests.Submit(*before));
     before->WaitForFirst([] { return false; });
+    const int made = sessions_made;
     add_fails = code;
     CHECK(requests.Ask() == status);
     add_fails = SKD_OK;
-    while (!kept && !before->Ended()) before->Next();
+    Told(*before);  // all that came until now; what comes next was made after the refusal
+    CHECK_THAT(Told(*before), Catch::Contains(kept ? R"("token_ids":[7)" : "data: [DONE]"));
     CHECK(before->Ended() == !kept);
+    CHECK(requests.metrics.failed == (kept ? 1 : 2));
+    CHECK(Becomes(sessions_made, made + (kept ? 0 : 1)));
   }
+}
+
+TEST_CASE("the health of a service is well while a session is made, and a lost one is made anew though nobody asks") {
+  Requests requests;
+  const int made = sessions_made;
+  slow_session = true;
+  engines_fail = true;
+  CHECK(requests.Ask() == 500);
+  engines_fail = false;
+  while (sessions_made == made) {
+    REQUIRE_FALSE(requests.failing());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+TEST_CASE("a stop string in the text that failing engines leave behind makes the answer whole") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  Requests requests;
+  endless = true;
+  token = 0x80;  // held back, as one that may become a character
+  service::Completion asked{};
+  asked.prompts = {{1, 2, 3}};
+  asked.stops = {"\xEF\xBF\xBD"};
+  std::atomic<int> active{0};
+  const auto now = service::Clock::now();
+  service::Running running(asked, &tokenizer, now, now + std::chrono::seconds(20), &active);
+  REQUIRE(requests.Submit(running));
+  while (requests.metrics.tokens == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  engines_fail = true;
+  REQUIRE(Becomes(requests.metrics.failed, uint64_t{1}));
+  requests.End();
+  CHECK_NOTHROW(running.WaitForFirst([] { return false; }));
+  CHECK_THAT(running.Next(), Catch::Contains(R"("finish_reason":"stop")"));
 }
 
 TEST_CASE("seconds to the first token are from the request's arrival, not from when its row was made") {
@@ -265,12 +320,12 @@ TEST_CASE("a client that goes away before its first token leaves the queue, howe
   endless = true;
   auto runs = requests.Running(), waits = requests.Running();
   REQUIRE(requests.Submit(*runs));
-  REQUIRE(Becomes(requests.metrics.running, 1));
+  REQUIRE(Becomes(requests.metrics.running, uint64_t{1}));
   REQUIRE(requests.Submit(*waits));
   CHECK_THROWS_AS(waits->WaitForFirst([] { return true; }), service::HttpError);
   CHECK(requests.metrics.queued == 1);
   waits.reset();
-  CHECK(Becomes(requests.metrics.queued, 0));
+  CHECK(Becomes(requests.metrics.queued, uint64_t{0}));
   CHECK(requests.metrics.cancelled == 1);
   CHECK(requests.metrics.running == 1);
   runs.reset();
@@ -283,7 +338,7 @@ TEST_CASE("a row that a stop string ended is complete, not cancelled") {
   endless = true;
   auto running = requests.Running();
   REQUIRE(requests.Submit(*running));
-  REQUIRE(Becomes(requests.metrics.running, 1));
+  REQUIRE(Becomes(requests.metrics.running, uint64_t{1}));
   running->rows().front()->Complete();
   running.reset();
   requests.End();
@@ -343,6 +398,15 @@ TEST_CASE("a text of more bytes than the server takes is refused before it is to
   CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.size() == 1);
   CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABcd"})", "m", limits, &tokenizer),  // whose d is no token
                     "prompt has 4 bytes, this server takes 3");
+}
+
+TEST_CASE("a stream of text that has ended begins anew") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  skipdecode::TextStream stream(tokenizer);
+  for (int token = 0; token < 1000; ++token) CHECK(stream.Add(0x80).empty());
+  CHECK(stream.End().size() == 3000);
+  CHECK(stream.Add('a') == "a");
 }
 
 TEST_CASE("text that streams costs as much as it is long, also where nothing of it can be given") {

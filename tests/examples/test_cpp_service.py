@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.error
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -331,8 +332,6 @@ def test_a_bundle_that_is_replaced_before_its_tokenizer_is_read_is_not_served_wi
     [
         ("tokenizer.json", "tokenizer.json: cannot be read ("),
         ("tokenization.json", "tokenization.json cannot be read ("),
-        ("tokenizer_config.json", "tokenizer_config.json: cannot be read (not JSON)"),
-        ("genai_config.json", "genai_config.json: cannot be read (not JSON)"),
     ],
 )
 def test_a_damaged_tokenizer_is_not_served_as_none(bundle: Path, tmp_path: Path, name: str, says: str) -> None:
@@ -343,14 +342,35 @@ def test_a_damaged_tokenizer_is_not_served_as_none(bundle: Path, tmp_path: Path,
     assert says in done.stderr and "export the model again" in done.stderr and len(done.stderr) < 1000
 
 
-def test_a_tokenizer_that_genai_reads_in_another_way_is_told_and_token_ids_are_served(bundle: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(bundle, tmp_path / "engines")
-    told = json.loads((other / "tokenization.json").read_text())
+def _other_sample(text: str) -> str:
+    told = json.loads(text)
     told["samples"][3]["ids"][0] += 1
-    text = json.dumps(told)
-    (other / "tokenization.json").write_text(text)
+    return json.dumps(told)
+
+
+def _with(text: str, value: str) -> str:
+    """A setting more, as Python's json writes and reads it."""
+    return text.rstrip()[:-1] + f', "more": {value}}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("tokenization.json", _other_sample, "in another way than Hugging Face"),
+        ("tokenizer_config.json", lambda text: _with(text, "Infinity"), "the tokenizer failed ("),
+        ("tokenizer_config.json", lambda text: _with(text, "NaN"), "the tokenizer failed ("),
+        ("tokenizer_config.json", lambda text: _with(text, r'"\ud800"'), "the tokenizer failed ("),
+        ("genai_config.json", lambda text: text[:-2], "the tokenizer failed ("),
+    ],
+)
+def test_a_tokenizer_that_genai_does_not_read_or_in_another_way_is_told_and_token_ids_are_served(
+    bundle: Path, tmp_path: Path, name: str, change: Callable[[str], str], reason: str
+) -> None:
+    other = shutil.copytree(bundle, tmp_path / "engines")
+    text = change((other / name).read_text())
+    (other / name).write_text(text)
     manifest = json.loads((other / "bundle.json").read_text())
-    (entry,) = [file for file in manifest["files"] if file["path"] == "tokenization.json"]
+    (entry,) = [file for file in manifest["files"] if file["path"] == name]
     entry["size"] = len(text)
     (other / "bundle.json").write_text(json.dumps(manifest))
     ids = Server(other)
@@ -359,5 +379,5 @@ def test_a_tokenizer_that_genai_reads_in_another_way_is_told_and_token_ids_are_s
     assert ids.process.stderr is not None
     ids.ask_to_end()
     says = ids.process.stderr.read()
-    assert "in another way than Hugging Face" in says and says.endswith("(this server takes and gives token ids only)\n")
+    assert reason in says and says.endswith("(this server takes and gives token ids only)\n")
     assert ids.stop() == 0

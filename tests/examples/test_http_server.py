@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import re
 import socket
@@ -86,7 +87,7 @@ def _sent(server: Server, data: bytes) -> tuple[int, str]:
         (b"GET /health HTTP/1.1\r\nA: " + b"b" * 9000 + b"\r\n\r\n", 400, "a line of it is longer than 8 KiB"),
         (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
         (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", 414, "the path is longer than 8 KiB"),
-        (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000, 431, "the request's head is longer than 64 KiB"),
+        (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000, 431, "the request's head is longer than 64 KiB, or has more than"),
         (b"GET /health HTTP/1.1\r\nContent-Length: abc\r\n\r\n", 400, "Content-Length 'abc' is not a number of bytes"),
         (b"GET /health HTTP/1.1\r\nContent-Length: +5\r\n\r\n", 400, "Content-Length '+5' is not a number of bytes"),
         (b"GET /health HTTP/1.1\r\nContent-Length: 1,2\r\n\r\n", 400, "Content-Length '1,2' is not a number of bytes"),
@@ -99,6 +100,14 @@ def _sent(server: Server, data: bytes) -> tuple[int, str]:
             b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
             400,
             "Content-Length and Transfer-Encoding are both there",
+        ),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 1\0\r\n\r\n", 400, "is not a number of bytes"),
+        (b"GET /health HTTP/1.1\r\nContent-Length : 1\r\n\r\n", 400, "a header's name has a space in it"),
+        (b"GET /health HTTP/1.1\r\n Content-Length: 1\r\n\r\n", 400, "a header's name has a space in it"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: gzip\r\n\r\n0\r\n\r\n",
+            400,
+            "Transfer-Encoding is there more than once",
         ),
         (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
         (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
@@ -122,15 +131,49 @@ def test_a_body_that_is_announced_too_large_or_by_no_number_is_not_waited_for(bu
     assert patient.stop() == 0
 
 
-def test_heads_of_any_length_take_no_memory_and_those_of_64_kib_are_read(server: Server) -> None:
+def _head(size: int, first: bytes = b"GET /health HTTP/1.1\r\n") -> bytes:
+    lines, rest = divmod(size - len(first) - 2, 1000)
+    head = first + (b"a:" + b"b" * 996 + b"\r\n") * (lines - 1) + b"c:" + b"d" * (rest + 996) + b"\r\n\r\n"
+    assert len(head) == size
+    return head
+
+
+def _sent_in_pieces(server: Server, pieces: list[bytes]) -> int:
+    """The status."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            with contextlib.suppress(OSError):  # it has refused what came before
+                connection.sendall(piece)
+            time.sleep(0.02)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        return answer.status
+
+
+@pytest.mark.parametrize(("size", "status"), [(65_536, 200), (65_537, 431), (65_600, 431), (81_920, 431)])
+def test_the_longest_head_has_64_kib_however_it_comes(server: Server, size: int, status: int) -> None:
+    whole, body = _head(size), json.dumps(GOOD).encode()
+    for cuts in ([], [100], [100, 16_484, 32_868, 49_252], [size - 1], [size - 2], [65_530]):
+        ends = [0, *cuts, size]
+        assert _sent_in_pieces(server, [whole[start:end] for start, end in itertools.pairwise(ends)]) == status
+    post = _head(size, b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n" % len(body))
+    assert _sent_in_pieces(server, [post + body]) == status
+    assert _sent_in_pieces(server, [post, body]) == status
+
+
+def test_a_head_has_255_lines_at_most(server: Server) -> None:
+    for lines, status in ((254, 200), (255, 431)):
+        assert _sent_in_pieces(server, [b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * lines + b"\r\n"]) == status
+
+
+def test_a_long_head_takes_no_memory(server: Server) -> None:
     before = _resident_bytes(server.process.pid)
     for _ in range(4):
         status, text = _sent(server, b"GET /health HTTP/1.1\r\n" + b"a:b\r\n" * 1_000_000)
-        assert (status, json.loads(text)["error"]["message"]) == (431, "the request's head is longer than 64 KiB")
+        says = "the request's head is longer than 64 KiB, or has more than 255 lines"
+        assert (status, json.loads(text)["error"]["message"]) == (431, says)
     assert _resident_bytes(server.process.pid) - before < 16 << 20
-    body = json.dumps(GOOD).encode() + b" " * 100_000  # counts for the head only where it does not end
-    head = b"POST /v1/completions HTTP/1.1\r\n" + b"a:b\r\n" * 12_000
-    assert _sent(server, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))[0] == 200
 
 
 def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:

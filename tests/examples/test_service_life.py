@@ -113,6 +113,17 @@ def test_a_service_that_cannot_accept_any_more_finishes_what_runs_and_says_so(fa
         assert says == "no more connections can be accepted (Bad file descriptor); start the service again\n"
 
 
+def test_the_first_signal_after_that_does_not_end_what_runs(failing_accept: Path, bundle: Path) -> None:
+    with _failing(failing_accept, [0, errno.EBADF], bundle, "--rows", "1") as server, _streaming(server) as answer:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=30):
+            pass
+        assert server.process.stderr is not None
+        assert server.process.stderr.readline().startswith("no more connections can be accepted")
+        server.ask_to_end()
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        assert server.stop() == 1
+
+
 def test_a_service_out_of_descriptors_lets_clients_wait(bundle: Path) -> None:
     small = Server(bundle, "--arrival-s", "2")
     used = len(os.listdir(f"/proc/{small.process.pid}/fd"))
@@ -146,6 +157,51 @@ def test_a_signal_before_it_listens_ends_a_service_at_once(bundle: Path, tmp_pat
         assert loading.returncode == -by
 
 
+def _until_stopping(server: Server) -> None:
+    """Wait until a service says of itself that it ends, ten seconds at most."""
+    for _ in range(200):
+        try:
+            server.get("/health")
+        except urllib.error.HTTPError as error:
+            assert json.loads(error.read()) == {"status": "stopping"}
+            return
+        time.sleep(0.05)
+    raise AssertionError("it does not stop")
+
+
+@contextlib.contextmanager
+def _streaming(server: Server) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps({**LONG, "prompt": [PROMPT] * 16}))
+    with contextlib.closing(connection):
+        yield connection.getresponse()
+
+
+def test_signals_in_a_row_are_one_and_what_runs_is_finished(bundle: Path) -> None:
+    """As of timeout(1), which tells its child and then the process group that this is in."""
+    for pause_s in (0, 0.001, 0.1):
+        ending = Server(bundle, "--rows", "1")
+        with _streaming(ending) as answer:
+            for by in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+                ending.ask_to_end(by)
+                time.sleep(pause_s)
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+        assert ending.stop() == 0
+
+
+def test_an_interrupt_that_was_ignored_when_it_started_stays_ignored(bundle: Path) -> None:
+    """As a shell has it for what a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        background = Server(bundle)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    background.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert json.loads(background.get("/health")) == {"status": "ok"}
+    assert background.stop() == 0
+
+
 def test_a_second_signal_does_not_wait_for_what_runs(bundle: Path) -> None:
     ending = Server(bundle, "--rows", "1", "--queue", "20000")
     body = json.dumps({"prompt": [[5]] * 20_000, "max_tokens": 128, "ignore_eos": True}).encode()
@@ -153,13 +209,8 @@ def test_a_second_signal_does_not_wait_for_what_runs(bundle: Path) -> None:
         asked = pool.submit(ending.post, body)
         ending.until("rows_running", 1)
         ending.ask_to_end()
-        for _ in range(100):
-            with contextlib.suppress(urllib.error.HTTPError):
-                ending.get("/health")
-                time.sleep(0.05)
-                continue
-            break
-        assert ending.process.poll() is None
+        _until_stopping(ending)
+        time.sleep(1.1)  # one that comes sooner is the first again
         ending.ask_to_end(signal.SIGINT)
         assert ending.stop() == -signal.SIGINT
         assert asked.exception() is not None
