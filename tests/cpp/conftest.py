@@ -22,6 +22,11 @@ from tests.zoo import Zoo, edit_config
 
 BUILD = Path(__file__).parents[2] / "build" / "cpp"
 LIBRARIES = BUILD / "deps" / "lib"
+SANITIZERS = {
+    "ASAN_OPTIONS": "detect_leaks=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": f"suppressions={Path(__file__).parent / 'thread_sanitizer.supp'} ignore_noninstrumented_modules=1",
+}
 LONG = 600  # tokens of a prompt that take two passes (decoder.cc)
 LENGTHS = {"ragged": [2, 7, 1, 3], "long": [3, LONG]}  # of prompts
 

@@ -118,6 +118,13 @@ void skd_free(void* memory) { std::free(memory); }
 
 namespace {
 
+// Whether something comes to hold within ten seconds.
+template <typename Holds>
+bool Comes(const Holds& holds) {
+  for (int look = 0; look < 1000 && !holds(); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return holds();
+}
+
 class Requests {
  public:
   explicit Requests(uint32_t rows = 1) {
@@ -155,10 +162,7 @@ class Requests {
   bool failing() const { return batcher_->failing(); }
   // Whether it comes to be so within ten seconds.
   bool ComesTo(bool failing) const {
-    for (int look = 0; look < 1000 && batcher_->failing() != failing; ++look) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    return batcher_->failing() == failing;
+    return Comes([&] { return batcher_->failing() == failing; });
   }
 
   // Wait for its thread, which counts a row out after its client has the last token.
@@ -176,8 +180,7 @@ class Requests {
 // Whether a number comes to a value within ten seconds.
 template <typename Number>
 bool Becomes(const std::atomic<Number>& metric, Number value) {
-  for (int look = 0; look < 1000 && metric != value; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  return metric == value;
+  return Comes([&] { return metric == value; });
 }
 
 // The next piece of a stream that has something in it.

@@ -15,24 +15,18 @@ import pytest
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.cpp.conftest import BUILD, LIBRARIES, Driver
+from tests.cpp.conftest import BUILD, LIBRARIES, SANITIZERS, Driver
 from tests.models import LAYERS, MAX_LENGTH
 from tests.one_core import one_core
 from tests.standin import driver as standin
 from tests.zoo import Zoo
 
 ROOT = Path(__file__).parents[2]
-_SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"
-_SANITIZERS = {
-    "ASAN_OPTIONS": "detect_leaks=1",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": f"suppressions={_SUPPRESSIONS} ignore_noninstrumented_modules=1",
-}
 
 
 def environment(**more: str | Path) -> dict[str, str]:
     """The process's own, with the sanitizers' settings; their dlopen does not look where the library's own run path says."""
-    return {**os.environ, **_SANITIZERS, "LD_LIBRARY_PATH": str(LIBRARIES), **{key: str(value) for key, value in more.items()}}
+    return {**os.environ, **SANITIZERS, "LD_LIBRARY_PATH": str(LIBRARIES), **{key: str(value) for key, value in more.items()}}
 
 
 @pytest.fixture(scope="module")

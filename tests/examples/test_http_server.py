@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import BUILD, GOOD, PROMPT, ROOT, Server
+from tests.cpp.conftest import SANITIZERS
+from tests.examples.conftest import BUILD, GOOD, PROMPT, Server
 
 
 def _curl(*arguments: str) -> tuple[int, str]:
@@ -284,11 +285,7 @@ def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
 def test_connections_under_the_thread_sanitizer(bundle: Path) -> None:
     """Answers, refusals, streams, clients that go away and shutdown, beside each other."""
     program = BUILD / "thread" / "cpp_service" / "skd_service"
-    suppressions = ROOT / "tests" / "cpp" / "thread_sanitizer.supp"
-    sanitized = Server(
-        bundle, "--connections", "6", "--rows", "2", "--queue", "40", program=program,
-        TSAN_OPTIONS=f"suppressions={suppressions} ignore_noninstrumented_modules=1",
-    )  # fmt: skip
+    sanitized = Server(bundle, "--connections", "6", "--rows", "2", "--queue", "40", program=program, **SANITIZERS)
     body = json.dumps({**GOOD, "stream": True}).encode()
     post = b"POST /v1/completions HTTP/1.1\r\nContent-Length: "
     sent = [

@@ -7,7 +7,6 @@
 #include <future>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <system_error>
 #include <utility>
 
@@ -153,8 +152,9 @@ std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Iden
   if (!for_cpu && target.tied_weight) {
     tied_weight = ShareTiedWeight(path / *target.tied_weight, manifest.model, memory, &embed, &head);
   }
-  std::set<std::filesystem::path> listed;
-  for (const File& file : manifest.files) listed.insert(path / file.path);
+  std::vector<std::filesystem::path> listed;
+  listed.reserve(manifest.files.size());
+  for (const File& file : manifest.files) listed.push_back(path / file.path);
   ReleaseLoadingMemory(listed);
   const std::chrono::duration<double> load_s = std::chrono::steady_clock::now() - began;
   return std::unique_ptr<const Bundle>(new Bundle{std::filesystem::absolute(path), identity, std::move(manifest), memory,

@@ -5,13 +5,14 @@
 
 #include <cstdint>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <string>
 #include <system_error>
 
 namespace skd {
 
-void ReleaseLoadingMemory(const std::set<std::filesystem::path>& files) {
+void ReleaseLoadingMemory(const std::vector<std::filesystem::path>& files) {
   malloc_trim(0);  // glibc would keep it
   std::error_code none;
   std::set<std::string> names;  // as the system has them, without links

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation import parity
 from tests.models import LAYERS
 from tests.runtime.validation.conftest import answer_here
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_config
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,7 @@ def test_a_window_that_only_long_prompts_fill_is_compared(tmp_path: Path, monkey
     generator = skipdecode.load(tmp_path / "b")
     monkeypatch.setattr(parity, "_ask", answer_here)
     right = parity.measure_parity(generator, str(folder))
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "sliding_window": None}))
+    edit_config(folder, sliding_window=None)
     wrong = parity.measure_parity(generator, str(folder))
     assert all(row["holds"] for row in right)
     assert [row["name"] for row in wrong if not row["holds"]] == ["v4, 600 tokens"]
