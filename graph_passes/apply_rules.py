@@ -1,4 +1,4 @@
-"""What passes do that are made of rewrite rules: apply them, say how often they did, and remove what nobody reads any more."""
+"""Apply rewrite rules on behalf of a pass: log how often they matched, and remove the nodes that they left unused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def apply_rules(model: ir.Model, *rules: rewriter.RewriteRule) -> bool:
-    """Whether any of `rules` applied."""
+    """Apply `rules` to `model` in place; whether any of them matched."""
     count: int = rewriter.RewriteRuleSet(rules).apply_to_model(model)
     if count:
         RemoveUnusedNodesPass()(model)

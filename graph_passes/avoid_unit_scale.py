@@ -2,9 +2,9 @@
 
     Attention(query, key, value, mask, scale=1) -> Attention(query * 4, key, value, mask, scale=1/4)
 
-Why: the parser multiplies query and key by the scale's root. Where that is 1 the builder removes the product on the key and
-leaves a copy of the *whole* key buffer in each step (TensorRT-RTX 1.7.1, seen in the built engine's layers; any other scale goes
-into the attention kernel). 4 and its root are exact in every float type.
+Why: TensorRT's parser multiplies query and key by the square root of the scale. Where that is 1, the builder removes the product
+on the key, but copies the *whole* key buffer in each step (TensorRT-RTX 1.7.1, seen in the built engine's layers). Any other
+scale moves into the attention kernel. 4 and its root are exact in every float type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FACTOR = 4.0
 
 
 class AvoidUnitScalePass(ir.passes.InPlacePass):
-    """Leaves every attention alone whose scale is not 1."""
+    """Leaves attention with any scale but 1 as it is."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "Attention" and node.attributes["scale"].as_float() == 1.0]

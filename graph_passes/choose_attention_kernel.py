@@ -1,23 +1,30 @@
-"""GroupQueryAttention's quicker kernel where each row has one new token and many to attend to.
+"""Choose the faster of GroupQueryAttention's two CPU kernels for decode steps that attend to many positions.
 
     GroupQueryAttention(query, .., scale)
-    -> If(one new token, more positions than a few):  GroupQueryAttention(query * scale, .., head_sink = -inf, scale = 1)
-       else:                                          GroupQueryAttention(query, .., scale)
+    -> If(one new token a row, many positions):  GroupQueryAttention(query * scale, .., head_sink = -inf, scale = 1)
+       else:                                     GroupQueryAttention(query, .., scale)
 
-    GroupQueryAttention(query, .., sinks or a cap, scale)  ->  GroupQueryAttention(query * scale, .., scale = 1)
+    GroupQueryAttention(query, .., sinks, a cap or another layer's keys, scale)
+    -> GroupQueryAttention(query * scale, .., scale = 1)
 
-Why: for one new token ONNX Runtime 1.32 has two kernels. Its own choice reads each key by dot products; the other one multiplies
-matrices, and is taken where there are sinks (one of -inf takes nothing). MLAS packs a matrix before it multiplies a single row by
-it, unless the factor is 1. The matrix kernel is the quicker one for a key's second query and those after it, not for the first.
+Why: for one new token ONNX Runtime 1.32 has two kernels. The default one reads each key by dot products. The other one multiplies
+matrices, and runs where there are sinks (a sink of -inf takes no share). MLAS packs the matrix even to multiply a single row by
+it, unless the factor is 1, so the scale moves to the query. The matrix kernel is faster for the second and later query heads of a
+key head, not for the first.
 
-A decode step in int4 at batch 1, 16 layers of 1024 with 16 query and 4 key heads of 64, in one segment, four pairs of bundles
-that were exported one after another, taking turns in one process (AMD EPYC with AVX-512, 2 cores): among 1900 positions 1.14x
-to 1.19x as fast, among 700 1.06x and 1.10x, among 400 and 500 0.99x to 1.06x; the `If` costs 6 to 20 us a layer, so that among
-32 and 100 it is 0.95x to 0.98x. (Bundles of different age differ by up to a tenth: the pages of their files lie differently.)
+A decode step in int4 at batch 1, 16 layers of width 1024 with 16 query and 4 key heads of 64 in one segment, four pairs of
+bundles exported one after another, interleaved in one process (AMD EPYC with AVX-512, 2 cores): 1.14x to 1.19x as fast at 1900
+positions, 1.06x and 1.10x at 700, 0.99x to 1.06x at 400 and 500. The `If` costs 6 to 20 us a layer, so that at 32 and 100
+positions it is 0.95x to 0.98x. (Bundles of different age differ by up to a tenth: the pages of their files lie differently.)
 
-The operator alone, 8 layers taking turns, among 100, 500 and 2000 positions: 16 and 4 heads of 64 1.5x, 2.2x, 1.6x; 32 and 8
-1.7x, 1.7x, 2.4x; of 128, 16 and 8 1.3x, 0.8x, 0.7x, 32 and 8 1.5x, 1.2x, 0.9x, 28 and 4 1.5x, 1.5x, 1.0x. A scale of 1 alone,
-64 and 8 heads of 64 with sinks: 1.5x.
+The operator by itself, 8 layers, interleaved (query/key heads x head size):
+
+    positions   16/4 x 64   32/8 x 64   16/8 x 128   32/8 x 128   28/4 x 128
+    100         1.5x        1.7x        1.3x         1.5x         1.5x
+    500         2.2x        1.7x        0.8x         1.2x         1.5x
+    2000        1.6x        2.4x        0.7x         0.9x         1.0x
+
+Only the scale of 1, with sinks and 64 query and 8 key heads of 64: 1.5x.
 """
 
 from __future__ import annotations
@@ -34,18 +41,18 @@ from skipdecode import bindings
 from skipdecode.graph_passes.conventions import add_constant, constant, inputs_by_name, optional, required, static_dim
 
 logger = logging.getLogger(__name__)
-_WORTH = 262_144  # numbers of a query times positions from which the matrix kernel is the quicker one in a step
-_SHARE = 8  # of the positions that the KV buffer may have, one in so many may be fewer than that
-_QUERIES, _HEAD_SIZE = 4, 64  # of a key at least, of a head at most
-_SINKS = 11  # the operator's input
+_WORTH = 262_144  # NH * D * positions from which the matrix kernel is the faster one in a decode step
+_SHARE = 8  # at most 1/8 of the longest KV buffer's positions may lie below that
+_QUERIES, _HEAD_SIZE = 4, 64  # query heads of a key head at least, D at most
+_SINKS = 11  # index of the operator's input
 
 
 class ChooseAttentionKernelPass(ir.passes.InPlacePass):
-    """Declines where few positions fit. Two kernels are for small heads whose keys many queries read, without a window, as the
-    matrix kernel reads what lies before it too.
+    """Declines where the KV buffer is short. The `If` is only for small key heads shared by many query heads, and never with a
+    window, because the matrix kernel reads the positions before the window too.
 
     Args:
-        max_length: positions that the KV buffer has at most.
+        max_length: the most positions that the KV buffer can have.
     """
 
     def __init__(self, *, max_length: int) -> None:
@@ -68,13 +75,13 @@ class ChooseAttentionKernelPass(ir.passes.InPlacePass):
 
 
 def _takes_matrix_kernel(node: ir.Node) -> bool:
-    """Whether the operator takes it by itself: sinks, a cap, keys of another layer."""
+    """Whether the operator runs the matrix kernel in any case: it has sinks, a cap, or another layer's keys."""
     sinks = optional(node, _SINKS) is not None
     return sinks or "softcap" in node.attributes or len(node.outputs) == 1
 
 
 def _gains_by_choice(node: ir.Node) -> bool:
-    """Whether the matrix kernel is quicker among many positions, and not taken already."""
+    """Whether the matrix kernel is faster at many positions, and not the one that runs already."""
     queries = node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
     windowed = "local_window_size" in node.attributes
     return not _takes_matrix_kernel(node) and not windowed and queries >= _QUERIES and _head_size(node) <= _HEAD_SIZE
@@ -93,12 +100,12 @@ def _width(node: ir.Node, heads: str) -> int:
 
 
 def _few(node: ir.Node) -> int:
-    """Positions up to which the kernel by dot products is the quicker one."""
+    """Positions up to which the dot-product kernel is the faster one."""
     return _WORTH // _width(node, "num_heads")
 
 
 def _many(graph: ir.Graph, first: ir.Node, few: int) -> ir.Value:
-    """Whether there is one new token a row, and more than `few` positions: bool [1], made before the `first` attention."""
+    """Whether there is one new token a row and more than `few` positions: bool [1], computed before the `first` attention."""
     total = inputs_by_name(graph)[bindings.TOTAL_SEQUENCE_LENGTH]
     tape = Tape()
     limit = tape.op("Constant", [], {"value": ir.tensor(np.array([few], np.int32))})
@@ -109,7 +116,7 @@ def _many(graph: ir.Graph, first: ir.Node, few: int) -> ir.Value:
 
 
 def _choose(graph: ir.Graph, node: ir.Node, many: ir.Value) -> None:
-    """`node` becomes an `If`, with the matrix kernel where there are many positions."""
+    """Replace `node` by an `If` that runs the matrix kernel where there are many positions."""
     heads = node.attributes["num_heads"].as_int()
     sinks = _shared(graph, "no_sinks", np.full(heads, -np.inf, np.float32))
     scaled = _scaled(graph, node)
@@ -135,7 +142,7 @@ _ONE = {"scale": ir.AttrFloat32("scale", 1.0)}
 
 
 def _scaled(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """The query times the scale, beside key and value as they are where rows hold all three; None for a scale of 1."""
+    """The query times the scale; None for a scale of 1. Key and value are left unscaled where they are packed with the query."""
     if _scale(node) == 1.0:
         return None
     others = 2 * _width(node, "kv_num_heads") if node.inputs[1] is None else 0
@@ -144,7 +151,7 @@ def _scaled(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
 
 
 def _shared(graph: ir.Graph, title: str, array: np.ndarray[tuple[int], np.dtype[np.float32]]) -> ir.Value:
-    """A constant that the layers of a graph have once."""
+    """An initializer that all layers of a graph share."""
     name = f"{title}_{zlib.crc32(array.tobytes()):08x}"
     if name not in graph.initializers:
         add_constant(graph, ir.Tensor(array, name=name))
@@ -156,7 +163,7 @@ def _again(node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Mapping
 
 
 def _branch(node: ir.Node, title: str, nodes: list[ir.Node]) -> ir.Graph:
-    """A graph of `nodes`, the last of which gives what `node` gives; its values' names are its own, as ONNX wants."""
+    """A subgraph of `nodes`, the last of which makes what `node` makes. ONNX wants value names that are unique in the model."""
     for number, value in enumerate(value for each in nodes for value in each.outputs):
         value.name = f"{node.outputs[0].name}.{title}.{number}"
     for old, new in zip(node.outputs, nodes[-1].outputs, strict=True):

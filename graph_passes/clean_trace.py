@@ -1,7 +1,7 @@
-"""From the tracer's raw graph to standard ONNX: shape arithmetic folded, norms and rotary as one operator each.
+"""Turn the tracer's raw graph into standard ONNX: shape arithmetic folded, norms and rotary embeddings as one operator each.
 
-Every weight keeps its parameter name and its stored form: nothing that reads a parameter is folded, nothing of equal value is
-merged (two norms of ones are two parameters).
+Every weight keeps its parameter name and its stored form. So nodes that read a parameter are not folded, and parameters of equal
+value are not merged (two norms of ones are two parameters).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from skipdecode.graph_passes.unflatten_rows import UnflattenRowsPass
 from skipdecode.graph_passes.widen_states import WidenStatesPass
 from skipdecode.graph_passes.write_out_inverse_root import WriteOutInverseRootPass
 
-# without x + 0, which takes a norm's epsilon of 1e-8 for 0
+# without the rule for x + 0, which takes a norm's epsilon of 1e-8 for 0
 _TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_inference_rule, *_collapse_slices.rules.rules]
 
 
 def clean_trace(model: ir.Model) -> ir.passes.PassResult:
-    """Apply what every traced graph goes through, in place; parameters are the initializers whose names hold a dot."""
+    """Apply the passes for every traced graph, in place. Initializers with a dot in their names are parameters."""
     return ir.passes.Sequential(
         common.InlinePass(),
         ir.passes.PassManager(
@@ -59,7 +59,7 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         FuseHalvesRotaryPass(),
         FuseBackwardRotaryPass(),
         FuseComplexRotaryPass(),
-        FuseInterleavedRotaryPass(),  # and parts of heads, whichever rule found them
+        FuseInterleavedRotaryPass(),  # also widens rotations of parts of heads, whichever pass fused them
         DropGroupChoicePass(),
         common.RemoveUnusedNodesPass(),
         UnflattenRowsPass(),
@@ -76,5 +76,5 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
 
 
 def _fold(node: ir.Node) -> bool | None:
-    """False where a parameter is read, else the folder's own rule."""
+    """False for nodes that read a parameter, else None: the folder decides."""
     return False if any(value is not None and value.is_initializer() and is_parameter(value) for value in node.inputs) else None

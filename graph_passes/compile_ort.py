@@ -9,14 +9,14 @@ import onnxruntime as ort
 from skipdecode.engines.ort import use_threads
 from skipdecode.errors import TargetError
 
-_PACKS_QUANTISED = (1, 32)  # before, `MatMulNBits` stored nothing packed, and read NaN where it was told to
+_PACKS_QUANTISED = (1, 32)  # older versions store no packed weights of `MatMulNBits`, and read them as NaN if told to store them
 
 
 def check_packs_quantised() -> None:
     """Refuse an ONNX Runtime that cannot store packed quantised weights.
 
     Raises:
-        TargetError: with what to install.
+        TargetError: it names the version to install.
     """
     if tuple(map(int, ort.__version__.split(".")[:2])) < _PACKS_QUANTISED:
         needed = ".".join(map(str, _PACKS_QUANTISED))
@@ -28,14 +28,14 @@ def check_packs_quantised() -> None:
 
 
 def compile_ort(source: Path, engine: Path) -> None:
-    """Write `engine` (an ORT graph) and beside it `<name>.bin` with its prepacked weights, quantised ones too.
+    """Write `engine` (an ORT graph) and next to it `<name>.bin` with its prepacked weights, including quantised ones.
 
     Args:
         source: the lowered graph, its weights by reference below its own folder.
         engine: `.onnx` path to write.
 
-    The `.bin` holds each weight twice, plain and prepacked: ORT reads the plain one at load (zeroed, results change) and keeps
-    only the prepacked one mapped.
+    The `.bin` holds each weight twice, plain and prepacked. ORT reads the plain copy at load (zeroing it changes the results) and
+    keeps only the prepacked one mapped.
     """
     weights = engine.with_suffix(".bin")
     use_threads(None)

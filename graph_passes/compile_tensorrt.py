@@ -1,11 +1,12 @@
-"""Compile a lowered graph to a TensorRT plan: the real parser, the real builder, and what both said, read.
+"""Compile a lowered graph to a TensorRT plan with the real parser and builder, and check what they report.
 
-TensorRT-RTX builds without a GPU. What could give wrong results silently is an error here: an input that the parser ignored, a
-KV update that is not in place. (An attention that no fused kernel takes cannot be built: the parser calls it not decomposable.)
+TensorRT-RTX builds without a GPU. Anything that could silently give wrong results is an error here: an input that the parser
+ignored, a KV update that is not in place. (An attention without a fused kernel fails to build: the parser marks it as not
+decomposable.)
 
-A builder takes 3x its engine's weights in memory and gives little of it back, so each runs in a process of its own:
-`python -m skipdecode.graph_passes.compile_tensorrt`, a `PlanRequest` as JSON on standard input. polygraphy configures and runs
-it, and keeps the timing cache.
+A builder takes 3x its engine's weights in memory and releases little of that, so each one runs in a process of its own:
+`python -m skipdecode.graph_passes.compile_tensorrt`, with a `PlanRequest` as JSON on standard input. polygraphy configures and
+runs the builder and keeps the timing cache.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
 Range = tuple[int, int, int]  # least, most likely, most
-_REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder's process: its last line is the error, or the system's number of it
+_REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder process; its last line is the TargetError, or the OSError's errno
 _ELSEWHERE = "export for cuda, which needs no builder"
-_STANDSTILL_S = 120  # without a moment of processor time, after which a builder is taken to wait for what never comes
+_STANDSTILL_S = 120  # without any CPU time, after which a builder is considered deadlocked
 _OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
@@ -62,14 +63,14 @@ class PlanRequest:
     profiles: tuple[Profile, ...]
     capabilities: tuple[str, ...] = ()  # sm89, ...; none: Ampere and later (tensorrt-rtx), the GPU at hand (tensorrt)
     options: BuilderOptions = BuilderOptions()
-    timing_cache: str | None = None  # file that is read, and added to: what kernels took, so that they are not timed again
+    timing_cache: str | None = None  # file of kernel timings, read and added to so that no kernel is timed twice
 
 
 def library(target: str) -> Any:
     """The Python package of a TensorRT target, to build with.
 
     Raises:
-        TargetError: it or polygraphy is not installed, or it is too old.
+        TargetError: the package or polygraphy is not installed, or the package is too old.
     """
     module = tensorrt.library(target)
     if not hasattr(module.LayerType, "KV_CACHE_UPDATE"):
@@ -84,7 +85,7 @@ def build_plan(request: PlanRequest) -> None:
     """Parse, build and write `request.plan`.
 
     Raises:
-        TargetError: the parser or the builder refused the graph, or took it in a way that gives wrong results.
+        TargetError: the parser or the builder refused the graph, or accepted it in a way that gives wrong results.
     """
     trt = library(request.target)
     log = tensorrt.log_of(trt, warnings=True)
@@ -109,17 +110,17 @@ def build_plan(request: PlanRequest) -> None:
 
 
 def _remedy(reason: str) -> str:
-    """What to do where a builder gave this reason."""
+    """What to do about a builder's error."""
     if "workspace" in reason:
         return "choose a larger --workspace"
     return "free some memory" if tensorrt.NO_MEMORY.search(reason) else _ELSEWHERE
 
 
 def check_gpu(target: str) -> None:
-    """Refuse a library that builds on a GPU alone where there is none.
+    """Refuse a library that needs a GPU to build on if there is none.
 
     Raises:
-        TargetError: there is none, or the library is not installed.
+        TargetError: there is no GPU, or the library is not installed.
     """
     trt = library(target)
     _builder(trt, tensorrt.log_of(trt), target)
@@ -128,18 +129,18 @@ def check_gpu(target: str) -> None:
 def _builder(trt: Any, log: Any, target: str) -> Any:
     try:
         return trt.Builder(log)
-    except TypeError as error:  # what its bindings make of a null pointer
+    except TypeError as error:  # raised by the bindings for a null pointer
         raise TargetError(f"{target} found no GPU to build on", "build with --target tensorrt-rtx:smNN") from error
 
 
 def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
-    """`build_plan` in a process of its own.
+    """Run `build_plan` in a process of its own.
 
     Args:
-        stop: once it is set, the process is killed.
+        stop: kills the process once set.
 
     Raises:
-        TargetError: as it does, and where the process was killed, or stood still.
+        TargetError: as `build_plan`, and where the process was killed or stood still.
         OSError: the plan could not be written.
     """
     command = command_of("skipdecode.graph_passes.compile_tensorrt")
@@ -149,11 +150,11 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
         return
     line = (said.strip().splitlines() or ["it said nothing"])[-1]
     if process.returncode == _REFUSED:
-        raise TargetError(line)  # one line already: what, where, what to do
+        raise TargetError(line)  # already complete: what, where, what to do
     if process.returncode == _UNWRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
     reason, remedy = f"failed ({line[:300]})", _ELSEWHERE
-    if stood_still:  # TensorRT-RTX 1.7.1's own threads, after one of them found no memory
+    if stood_still:  # TensorRT-RTX 1.7.1's threads wait for one another after one of them ran out of memory
         reason, remedy = f"stood still for {_STANDSTILL_S} s, probably for want of memory", "free some"
     elif process.returncode == -signal.SIGKILL:
         reason, remedy = "was killed, probably for want of memory", "free some"
@@ -163,13 +164,13 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
 
 
 def _finished(process: subprocess.Popen[str], given: str | None, stop: threading.Event) -> tuple[str, bool]:
-    """What a process wrote to its standard error, when it has ended; and whether it had to be ended because it stood still."""
+    """Wait for a process; its standard error, and whether it was killed because it stood still."""
     worked, moved, stood_still = 0, time.monotonic(), False
     while True:
         try:
             return process.communicate(given, timeout=0.2)[1], stood_still
         except subprocess.TimeoutExpired:
-            given = None  # it has it
+            given = None  # `communicate` takes input in its first call only
         before, worked = worked, _processor_time(process.pid)
         if worked != before:
             moved = time.monotonic()
@@ -179,13 +180,13 @@ def _finished(process: subprocess.Popen[str], given: str | None, stop: threading
 
 
 def _processor_time(pid: int) -> int:
-    """Ticks of a child that was not waited for, all its threads'."""
+    """CPU ticks of all threads of a child that has not been waited for yet."""
     after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return int(after_name[11]) + int(after_name[12])
 
 
 def _check_network(network: Any, trt: Any, where: str) -> None:
-    """Every KV input must be updated in place: the operands of one cache update, network input and output."""
+    """Require that every KV input is updated in place: read by a KV_CACHE_UPDATE layer whose output is a network output."""
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
     in_place = {u.get_input(0).name for u in updates if u.get_input(0).is_network_input and u.get_output(0).is_network_output}
@@ -207,17 +208,17 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
         profiles.append(shapes)
     workspace = request.options.workspace_mib
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it always sets a timing cache, which TensorRT-RTX has no use for
+        warnings.simplefilter("ignore", DeprecationWarning)  # polygraphy always sets a timing cache, unused by TensorRT-RTX
         config = polygraphy.create_config(
             builder, network, profiles=profiles, load_timing_cache=request.timing_cache,
             memory_pool_limits=None if workspace is None else {trt.MemoryPoolType.WORKSPACE: workspace << 20},
             builder_optimization_level=request.options.optimization_level, profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
-            tf32=False,  # fp32 is for what sums up many tokens
+            tf32=False,  # a plan is in fp32 only where it sums over many tokens
         )  # fmt: skip
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
-        # without it TensorRT-RTX may allocate while it runs, which a CUDA graph cannot catch
+        # without it TensorRT-RTX may allocate while it runs, which a CUDA graph cannot capture
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    config.max_aux_streams = 0  # a step has nothing to do side by side, and a CUDA graph that catches it holds one stream's work
+    config.max_aux_streams = 0  # a step has no parallel work, and the CUDA graph that captures it records one stream
     if request.capabilities:
         config.num_compute_capabilities = len(request.capabilities)
         for index, name in enumerate(request.capabilities):

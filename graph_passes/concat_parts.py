@@ -1,10 +1,10 @@
-"""Parts that a trace writes one by one into an empty tensor as one Concat (DeepSeek's keys: an expanded part, a rotated one).
+"""Concatenate two parts that a trace writes into an empty tensor one by one (DeepSeek's keys: an expanded part, a rotated one).
 
-    ScatterND(ScatterND(ConstantOfShape, [0 .. n), a), [n .. D), b), with the last axis turned to the front and back
+    ScatterND(ScatterND(ConstantOfShape, [0 .. n), a), [n .. D), b), with the last axis transposed to the front and back
     -> Concat(a, b)
 
-Each of the six Transposes moves all new keys. MiniCPM3's layers, 8 of them in int4: a prompt of 512 tokens 1.10x and 1.16x as
-fast, a step of 16 rows 1.03x and 1.06x, of one 0.98x and 1.02x (AMD EPYC, 2 cores, interleaved, busy, two runs).
+Why: each of the six Transposes moves all new keys. 8 layers of MiniCPM3 in int4: a prompt of 512 tokens is 1.10x and 1.16x as
+fast, a step of 16 rows 1.03x and 1.06x, of one row 0.98x and 1.02x (AMD EPYC, 2 cores, interleaved, busy machine, two runs).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FRONT = [3, 1, 2, 0]  # swaps the first and the last axis
 
 
 class ConcatPartsPass(ir.passes.InPlacePass):
-    """Two parts of the last of four axes; declines where a width is not static or the two do not fill the tensor."""
+    """Joins on the last of four axes. Declines where a width is not static or the two parts do not fill the tensor."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [kind.rule(remove_nodes=False) for kind in (_TwoParts, _TwoNarrowParts)]  # constants have other readers
@@ -33,7 +33,7 @@ class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
         return _written(op, _written(op, self.empty(op, shape), first, start1, end1), second, start2, end2)
 
     def empty(self, op: Any, shape: Any) -> Any:
-        """The pattern of what both parts are written into."""
+        """The pattern of the tensor that both parts are written into."""
         return op.ConstantOfShape(shape)
 
     def check(self, context: Any, first: ir.Value, second: ir.Value, **bounds: ir.Value) -> MatchResult:
@@ -54,7 +54,7 @@ class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class _TwoNarrowParts(_TwoParts):
-    """An empty tensor of narrow floats is traced as a cast one of fp32."""
+    """An empty tensor of narrow floats is traced as a Cast of an fp32 one."""
 
     def empty(self, op: Any, shape: Any) -> Any:
         return op.Cast(op.ConstantOfShape(shape))

@@ -1,5 +1,5 @@
-"""What the passes agree on: whose operators are not standard, which floats are narrow, which operators are norms or keep
-states, which initializers are weights; how constants are added, values cast, inputs, producers and sizes read."""
+"""Conventions that the passes share: opset and operator domain, narrow floats, norms, operators with states, what counts as a
+weight; and helpers that add constants and casts or read inputs, producers and sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 OPSET = 24  # of standard graphs: Attention with a static KV buffer and TensorScatter need it
-MS_DOMAIN = "com.microsoft"  # of the operators that ONNX Runtime has beside the standard ones
+MS_DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-TO_THE_END = (1 << 63) - 1  # where a slice ends that leaves nothing behind it
+TO_THE_END = (1 << 63) - 1  # `ends` of a Slice that runs to the end of its axis
 NORMS = ("RMSNormalization", "LayerNormalization")
 WITH_STATES = ("LinearAttention", "CausalConvWithState")
 
@@ -23,7 +23,7 @@ def is_parameter(value: ir.Value) -> bool:
 
 
 def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """An initializer of the tensor's name, which the graph has not got yet."""
+    """Add an initializer of the tensor's name, which must be new to the graph."""
     shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
     value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
     graph.register_initializer(value)
@@ -31,62 +31,62 @@ def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def integers(*numbers: int) -> ir.Node:
-    """A Constant, int64 [len(numbers)], that is in no graph yet."""
+    """A Constant, int64 [len(numbers)], not yet in any graph."""
     return ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, dtype=np.int64))})
 
 
 def constant(tape: Tape, *numbers: int) -> ir.Value:
-    """The same as a new node of a tape's."""
+    """The same Constant as a new node on a tape."""
     return tape.op("Constant", [], {"value_ints": [*numbers]})
 
 
 def rule_constant(op: Any, *numbers: int) -> Any:
-    """The same in what a rewrite rule puts in a pattern's place."""
+    """The same Constant in a rewrite rule's replacement."""
     return op.Constant(value_ints=[*numbers])
 
 
 def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
-    """A Cast that is in no graph yet."""
+    """A Cast, not yet in any graph."""
     node = ir.node("Cast", [value], {"to": to})
     node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
     return node
 
 
 def producer(value: ir.Value | None) -> ir.Node | None:
-    """The node that makes a value; None: none does, or there is no value."""
+    """The node that makes a value; None where no node does or there is no value."""
     return value.producer() if value is not None else None
 
 
 def uncast(value: ir.Value | None) -> ir.Value | None:
-    """What stands before casts."""
+    """The value before all casts that lead to `value`; itself where it is not cast."""
     node = producer(value)
     return uncast(node.inputs[0]) if node is not None and node.op_type == "Cast" else value
 
 
 def required(node: ir.Node, index: int = 0) -> ir.Value:
-    """An input that the operator cannot be without."""
+    """An input that the operator must have."""
     value = node.inputs[index]
     assert value is not None, f"{node.op_type} without its input {index}"
     return value
 
 
 def optional(node: ir.Node, index: int) -> ir.Value | None:
-    """An input that may be left out, at the end or in between."""
+    """An input that may be missing, at the end or in between."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
 def inputs_by_name(graph: ir.Graph | ir.Function) -> dict[str | None, ir.Value]:
-    """The graph's inputs."""
+    """The graph's inputs, by name."""
     return {value.name: value for value in graph.inputs}
 
 
 def scales_numbers(norm: ir.Node) -> bool:
-    """Whether scale and bias of a norm are [D], of the last axis alone: not of heads or groups, too."""
+    """Whether a norm's scale and bias are [D]: of the last axis only, not also of heads or groups."""
     return all(value is None or (value.shape is not None and len(value.shape) == 1) for value in norm.inputs[1:])
 
 
 def by_ones(tape: Tape, norm: ir.Node, rows: ir.Value) -> ir.Value:
-    """`norm` of `rows` [..,D] with ones [D] in the place of its scale, and without a bias."""
+    """`norm` applied to `rows` [..,D] with a scale of ones [D] and without a bias."""
     size, kind = static_dim(rows, -1), required(norm, 1).dtype
     ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=kind)})
     ones.shape, ones.type = ir.Shape([size]), required(norm, 1).type
@@ -96,7 +96,7 @@ def by_ones(tape: Tape, norm: ir.Node, rows: ir.Value) -> ir.Value:
 
 
 def static_dim(value: ir.Value, axis: int) -> int:
-    """A size that is known when the graph is made."""
+    """The size of a dimension that must be static."""
     size = value.shape[axis] if value.shape is not None else None
     assert isinstance(size, int), f"{value.name}: dimension {axis} is not static"
     return size

@@ -1,8 +1,8 @@
-"""What is summed over nothing, left out: shared experts where there are none (DeepSeek-V3's kind with `n_shared_experts` 0).
+"""Drop products that sum over 0 numbers: shared experts of a model that has none (DeepSeek-V3's kind with `n_shared_experts` 0).
 
     y + Reshape(MatMul(x [..,0], weight [0,N]))      ->      y
 
-Their weights have no numbers, so that a checkpoint may leave them out, and onnx-ir reads none of a file.
+Why: the weights are empty tensors, which a checkpoint may leave out and onnx-ir cannot read from a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_ov
 
 
 class DropEmptyProductsPass(ir.passes.InPlacePass):
-    """Declines where the sum has another shape than the other summand: a bias."""
+    """Declines where the other summand does not have the shape of the sum, as a bias does not."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False
@@ -30,7 +30,7 @@ class DropEmptyProductsPass(ir.passes.InPlacePass):
 
 
 def _other_summand(node: ir.Node) -> ir.Value | None:
-    """Of a sum with zeros what is not zeros."""
+    """The other summand of a sum with an empty product; None where `node` is not such a sum."""
     if node.op_type != "Add" or node.domain != "":
         return None
     left, right = node.inputs

@@ -1,10 +1,10 @@
-"""A router that first chooses groups of experts, where it chooses all of them (GLM-4.5 and others have one): no choice.
+"""Drop a router's choice of expert groups where it chooses all of them (GLM-4.5 and others have a single group).
 
     chosen = TopK(scores of groups, as many as there are)
     Where(Not(Cast(ScatterElements(0, chosen, 1), for each expert)), lowest, scores)      ->      scores
 
-Some ten small operators a layer less, on each target: a step of 8 layers of GLM-4.5's form, of width 640 in int4, is 1.06x as
-fast on a CPU (AMD EPYC, 2 cores, interleaved).
+Why: a layer has some ten small operators less, on every target. A step of 8 layers of GLM-4.5's form and width 640 in int4 is
+1.06x as fast on a CPU (AMD EPYC, 2 cores, interleaved).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from skipdecode.graph_passes.apply_rules import apply_rules
 
 
 class DropGroupChoicePass(ir.passes.InPlacePass):
-    """Declines where the number of groups is not static, or some are left out."""
+    """Declines where the number of groups is not static, or some groups may be left out."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        changed = apply_rules(model, _AllGroups.rule(remove_nodes=False))  # what others read of the choice stays
+        changed = apply_rules(model, _AllGroups.rule(remove_nodes=False))  # other nodes may read parts of the choice
         if changed:
             IdentityEliminationPass()(model)
         return ir.passes.PassResult(model, changed)

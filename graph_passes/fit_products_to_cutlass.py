@@ -1,11 +1,11 @@
-"""Products by quantised weights as CUTLASS's kernels in ONNX Runtime's CUDA provider take them.
+"""Rewrite products by quantised weights for the CUTLASS kernels of ONNX Runtime's CUDA provider.
 
     MatMulNBits(x, weight, scales, .., bias) -> Add(MatMulNBits(x, weight, scales, ..), bias)
-    MatMulNBits(x, weight, scales)           -> MatMulNBits(x, weight, scales, zero points in the middle), of an uneven width
+    MatMulNBits(x, weight, scales)           -> MatMulNBits(x, weight, scales, zero points in the middle), if K % 64 != 0
 
-They take no bias, which the provider adds by a kernel of its own in any case. Of a width that is no multiple of 64 they accept a
-product and fail in its first run (onnxruntime-gpu 1.31.1); zero points, which they do not take, leave it to the provider's other
-kernels, and in the middle of the levels, where they are without being written out, they change nothing.
+Why: these kernels take no bias, which the provider adds by a separate kernel in any case. They accept a width K that is not a
+multiple of 64 and then fail in the first run (onnxruntime-gpu 1.31.1). They take no zero points either, so that zero points leave
+the product to the provider's other kernels. In the middle of the levels, the default, zero points change nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from skipdecode.graph_passes.quantization import middle_zero_points
 from skipdecode.graph_passes.quantize_weights import register_parts
 
 logger = logging.getLogger(__name__)
-_WIDTH = 64  # inputs that a tile of theirs takes
+_WIDTH = 64  # inputs that a tile of the CUTLASS kernels takes
 _WEIGHT, _ZERO_POINTS, _BIAS = 1, 3, 5  # the operator's inputs
 
 
 class FitProductsToCutlassPass(ir.passes.InPlacePass):
-    """Leaves products that have no bias and an even width, or zero points."""
+    """Leaves products without a bias whose width is a multiple of 64 or which have zero points."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "MatMulNBits" and not _is_plain(node)]

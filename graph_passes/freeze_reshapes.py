@@ -1,11 +1,11 @@
-"""Reshapes whose target is worked out at run time, written with constants: 0 copies a dimension, -1 is what is left.
+"""Give Reshapes whose target shape is computed at run time a constant one: 0 copies a dimension, -1 infers the one left.
 
     Reshape(x [B,S,64], Concat(Shape(x)[0], Shape(x)[1], 4, 16)) -> Reshape(x, [0, 0, 4, 16])
     Reshape(x) to the shape that x has                           -> x
     Reshape(x [B*S,64], Concat(B, S, 64)), hidden being [B,S,64] -> Reshape(x, Shape(hidden))
 
-Each layer loses a handful of tiny operators, which cost as much as they compute nothing (2 us each on a CPU), and which ONNX
-Runtime's CUDA provider leaves to the CPU.
+Why: each layer loses a handful of tiny operators. They compute next to nothing, yet cost 2 us each on a CPU, and ONNX Runtime's
+CUDA provider leaves them to the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_ov
 
 
 class FreezeReshapesPass(ir.passes.InPlacePass):
-    """Declines where more than one dimension is neither known nor the input's own at the same place, nor an input so shaped."""
+    """Declines where no graph input has the result's shape and two or more dimensions are neither static nor x's on that axis."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False
@@ -29,7 +29,7 @@ class FreezeReshapesPass(ir.passes.InPlacePass):
             elif _worked_out(node) and (target := _target(model.graph, node)) is not None:
                 model.graph.insert_before(node, target)
                 node.replace_input_with(1, target.outputs[0])
-                node.attributes.pop("allowzero", None)  # torch sets it: a 0 would be a size
+                node.attributes.pop("allowzero", None)  # torch sets it, and with it a 0 is a size
             else:
                 continue
             changed = True
@@ -39,7 +39,7 @@ class FreezeReshapesPass(ir.passes.InPlacePass):
 
 
 def _worked_out(node: ir.Node) -> bool:
-    """Whether it is a Reshape whose target other operators make."""
+    """Whether `node` is a Reshape whose target shape other operators compute."""
     if node.op_type != "Reshape" or node.domain != "" or node.inputs[0] is None or node.inputs[1] is None:
         return False
     producer = node.inputs[1].producer()
@@ -47,7 +47,7 @@ def _worked_out(node: ir.Node) -> bool:
 
 
 def _target(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """What tells a Reshape's shape: constants, or an input of the graph that has it."""
+    """A node that makes a Reshape's target shape: a Constant, or the Shape of a graph input with the same shape."""
     sizes = _constant_sizes(node)
     if sizes is not None:
         return integers(*sizes)

@@ -1,17 +1,19 @@
-"""Give every KV buffer its number of slots: TensorRT updates a cache in place only where its length is static.
+"""Give every KV buffer its number of slots.
 
-past_key.3 [B,KVH,C,D] -> past_key.3 [B,KVH,2048,D], and so wherever C appears
+    past_key.3 [B,KVH,C,D] -> past_key.3 [B,KVH,2048,D], and likewise wherever C appears
+
+Why: TensorRT updates a KV buffer in place only where its length is static.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-_SLOTS = "C"  # the tracer's name of the dimension, see bindings
+_SLOTS = "C"  # the tracer's name for the dimension, see bindings
 
 
 class FreezeSlotsPass(ir.passes.InPlacePass):
-    """Makes the size of KV buffers static, wherever it stands.
+    """Leaves shapes without C as they are.
 
     Args:
         slots: of each layer's KV buffer in this graph.

@@ -1,10 +1,10 @@
-"""A rotary embedding that turns backward (nanochat) as one operator, by the sines' negatives.
+"""Fuse a rotary embedding that rotates backward (nanochat) into one operator, with negated sines.
 
     x * Cos(f, f) + Concat(x_2, -x_1) * Sin(f, f)      ->      RotaryEmbedding(x, Cos(f), -Sin(f))
 
-Why: as in `fuse_interleaved_rotary`; onnxscript's fusion, of which this is another form, knows (-x_2, x_1) alone. On CUDA a
-step of 6 layers is 125 kernels instead of 221; with `fuse_unit_norm` one of 12 layers of width 640 in int4 is 1.08x as fast on
-a CPU, of 8 rows 1.02x (AMD EPYC, 2 cores, interleaved).
+Why: as in `fuse_interleaved_rotary`. onnxscript's fusion only knows (-x_2, x_1). On CUDA a step of 6 layers is 125 kernels
+instead of 221. With `fuse_unit_norm`, a step of 12 layers of width 640 in int4 is 1.08x as fast on a CPU, of 8 rows 1.02x (AMD
+EPYC, 2 cores, interleaved).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary
 
 
 class FuseBackwardRotaryPass(ir.passes.InPlacePass):
-    """Also by tables that were cast; declines where head size or number of heads is not static."""
+    """Also matches tables that were cast. Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, _Backward.rule(), _NarrowBackward.rule())
@@ -45,6 +45,6 @@ class _NarrowBackward(_Backward):
 
 
 def _backward(op: Any, x: Any, cos: Any, sin: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
-    """The pattern of x turned."""
+    """The pattern of x [B,N,S,D] rotated backward."""
     first, second = op.Slice(x, start1, end1, [3], [1]), op.Slice(x, start2, end2, [3], [1])
     return x * op.Unsqueeze(cos, one1) + op.Concat(second, op.Neg(first), axis=-1) * op.Unsqueeze(sin, one2)

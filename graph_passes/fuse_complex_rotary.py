@@ -1,11 +1,10 @@
-"""A rotary embedding by complex numbers (DeepSeek-V2) as one operator.
+"""Fuse a rotary embedding written as a product of complex numbers (DeepSeek-V2) into one operator.
 
-    (real + i imaginary) * (cos + i sin), of the pairs of neighbours of x      ->      RotaryEmbedding<interleaved=1>(x, cos, sin)
+    (real + i imaginary) * (cos + i sin), for pairs of neighbours in x      ->      RotaryEmbedding<interleaved=1>(x, cos, sin)
 
-Why: as in `fuse_interleaved_rotary`, of which this is another form. Traced, a product of complex numbers is four Slices, four
-products and three operators more. The table [B,S,D/2,2] of cosines beside sines may be any. A step of 8 layers of width 640 in
-int4 is 1.07x as fast on a CPU, of 8 rows 1.06x (AMD EPYC, 2 cores, interleaved); on CUDA 6 layers are 419 kernels instead of
-554.
+Why: as in `fuse_interleaved_rotary`. Traced, a product of complex numbers is four Slices, four products and three other
+operators. The table [B,S,D/2,2] of a cosine and a sine for each pair may hold any numbers. A step of 8 layers of width 640 in
+int4 is 1.07x as fast on a CPU, of 8 rows 1.06x (AMD EPYC, 2 cores, interleaved). On CUDA 6 layers are 419 kernels instead of 554.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary, static_
 
 
 class FuseComplexRotaryPass(ir.passes.InPlacePass):
-    """Declines where head size or number of heads is not static."""
+    """Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, _Product.rule(remove_nodes=False))  # query and key read the same table
@@ -47,5 +46,5 @@ class _Product(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 def _parts(op: Any, numbers: Any) -> tuple[Any, Any]:
-    """Of complex numbers [..,2] the real and the imaginary ones, [..,1] each."""
+    """The patterns of the real and imaginary parts, each [..,1], of complex numbers stored as [..,2]."""
     return op.Slice(numbers, [0], [1], [-1]), op.Slice(numbers, [1], [2], [-1])

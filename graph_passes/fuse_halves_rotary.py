@@ -1,11 +1,11 @@
-"""A rotary embedding written for each half of its result (gpt-oss, DeepSeek-V3) as one operator.
+"""Fuse a rotary embedding that computes each half of its result by itself (gpt-oss, DeepSeek-V3) into one operator.
 
     a, b = Split(x);  Concat(a * cos - b * sin, b * cos + a * sin)      ->      RotaryEmbedding(x, cos, sin)
 
-    the same of a, b = every second number of x, from 0 and 1 on
+    the same with a, b = the even and the odd elements of x
     -> RotaryEmbedding(Gather(x, 0 2 .. 1 3 ..), cos, sin)
 
-Why: as in `fuse_interleaved_rotary`, of which this is a third form. The tables [B,S,D/2] may be any: yarn's have a factor.
+Why: as in `fuse_interleaved_rotary`. The tables [B,S,D/2] may hold any numbers: YaRN's are scaled by a factor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary, neighbo
 
 
 class FuseHalvesRotaryPass(ir.passes.InPlacePass):
-    """Declines where head size or number of heads is not static."""
+    """Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [kind.rule(remove_nodes=False) for kind in (_Halves, _Neighbours)]  # the tables have other readers
@@ -58,6 +58,6 @@ class _Neighbours(_Halves):
 
 
 def _turned(op: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
-    """The pattern of pairs (first, second) turned, all firsts in front."""
+    """The pattern of rotated pairs (first, second), with the first elements of all pairs in front."""
     cos_4, sin_4 = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
     return op.Concat(first * cos_4 - second * sin_4, second * cos_4 + first * sin_4, axis=-1)

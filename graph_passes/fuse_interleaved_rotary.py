@@ -1,10 +1,10 @@
-"""A rotary embedding of neighbours (elements 2i and 2i + 1 make a pair, as in GLM and Cohere) as one operator.
+"""Fuse a rotary embedding of neighbours (elements 2i and 2i + 1 are a pair, as in GLM and Cohere) into one operator.
 
-x * twice(Cos(f)) + Reshape([-x_odd, x_even]) * twice(Sin(f))      ->      RotaryEmbedding<interleaved=1>(x, Cos(f), Sin(f))
+    x * twice(Cos(f)) + Reshape([-x_odd, x_even]) * twice(Sin(f))      ->      RotaryEmbedding<interleaved=1>(x, Cos(f), Sin(f))
 
-Why: onnxscript's fusion knows pairs across the halves alone, and only one operator moves into GroupQueryAttention. A layer of
-GLM's has 13 operators instead of 70. A decode step of 12 layers of width 1024 at batch 1, interleaved (AMD EPYC, 2 cores): GLM
-1.29x as fast in int4 and 1.10x in fp32, Cohere 1.20x and 1.06x.
+Why: a rotary embedding can only move into GroupQueryAttention as one operator, and onnxscript's fusion only knows pairs across
+the halves. A GLM layer has 13 operators instead of 70. A decode step of 12 layers of width 1024 at batch 1 (AMD EPYC, 2 cores,
+interleaved): GLM is 1.29x as fast in int4 and 1.10x in fp32, Cohere 1.20x and 1.06x.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from skipdecode.graph_passes.conventions import TO_THE_END, static_dim
 
 
 class FuseInterleavedRotaryPass(ir.passes.InPlacePass):
-    """Whole heads, or the first part of each; declines where head size or number of heads is not static."""
+    """Rotates whole heads, or the first part of each. Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, _AnglesTwice.rule(), _TablesTwice.rule())
 
 
 def fuse_rotary(model: ir.Model, *rules: rewriter.RewriteRule) -> ir.passes.PassResult:
-    """Apply `rules`; then an operator that rotates the first part of each head takes whole heads."""
+    """Apply `rules`, then let operators that rotate the first part of each head take whole heads (`rotary_embedding_dim`)."""
     fused = [apply_rules(model, rule) for rule in (*rules, _PartFusion.rule())]
     return ir.passes.PassResult(model, any(fused))
 
 
 class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
-    """What each form of the tables has in common; the form is the rule's `pattern`."""
+    """Check and replacement for all forms of the tables; a subclass's `pattern` is the form."""
 
     def __init__(self) -> None:
         super().__init__(remove_nodes=False)  # the tables have other readers
@@ -55,7 +55,7 @@ class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class _AnglesTwice(InterleavedFusion):
-    """Cohere: each angle twice, then cosines and sines."""
+    """Cohere: repeats each angle, then takes cosines and sines."""
 
     def pattern(self, op: Any, x: Any, freqs: Any, shape: Any, turned: Any) -> Any:
         angles = op.Reshape(op.Expand(op.Unsqueeze(freqs, [3]), [1, 1, 1, 2]), shape)
@@ -63,7 +63,7 @@ class _AnglesTwice(InterleavedFusion):
 
 
 class _TablesTwice(InterleavedFusion):
-    """GLM, ERNIE, Helium: tables for pairs across the halves; of these the first half, each entry twice."""
+    """GLM, ERNIE, Helium: make tables for pairs across the halves, then repeat each entry of their first half."""
 
     def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, turned: Any) -> Any:
         angles = op.Concat(freqs, freqs, axis=-1)
@@ -72,30 +72,30 @@ class _TablesTwice(InterleavedFusion):
 
 
 def static_head_size(x: ir.Value) -> int | None:
-    """D of x [B,N,S,D]; None where it or the number of heads N is not static."""
+    """The head size D of x [B,N,S,D]; None where D or the number of heads N is not static."""
     heads, size = (x.shape[1], x.shape[3]) if x.shape is not None and len(x.shape) == 4 else (None, None)
     return size if isinstance(heads, int) and isinstance(size, int) else None
 
 
 def entries_twice(op: Any, table: Any, half: Any, shape: Any) -> Any:
-    """The pattern of a table [B,S,D] whose first `half` entries are there twice each: [B,1,S,D]."""
+    """The pattern of the first `half` entries of a table [B,S,D], each twice in a row: [B,1,S,D]."""
     first = op.Slice(op.Unsqueeze(table, [1]), [0], half, [3], [1])
     return op.Reshape(op.Expand(op.Unsqueeze(first, [4]), [1, 1, 1, 1, 2]), shape)
 
 
 def neighbours(op: Any, x: Any) -> tuple[Any, Any]:
-    """The patterns of the first and of the second of each pair of x [B,N,S,D]."""
+    """The patterns of the first and the second elements of the pairs in x [B,N,S,D]."""
     return op.Slice(x, [0], [TO_THE_END], [3], [2]), op.Slice(x, [1], [TO_THE_END], [3], [2])
 
 
 def turn(op: Any, x: Any, shape: Any) -> Any:
-    """The pattern of x [B,N,S,D] with each pair (a, b) as (-b, a)."""
+    """The pattern of x [B,N,S,D] with each pair (a, b) replaced by (-b, a)."""
     even, odd = neighbours(op, x)
     return op.Reshape(op.Concat(op.Unsqueeze(op.Neg(odd), [-1]), op.Unsqueeze(even, [-1]), axis=-1), shape)
 
 
 class _PartFusion(_rotary_embedding.PartialRotaryEmbedding23Fusion):  # type: ignore[misc]
-    """Onnxscript's own, which declines interleaved pairs; the operator's specification does not."""
+    """onnxscript's rule, but also for interleaved pairs, which the operator's specification allows."""
 
     def check(self, _: Any, end1: ir.Value, start2: ir.Value, x_part_1_rope: ir.Value, **__: Any) -> pattern.MatchResult:
         result, end = pattern.MatchResult(), _ir_utils.get_singleton_value(end1)

@@ -1,12 +1,14 @@
-"""A rotary embedding of a narrow graph as one operator: its tables are cast from fp32, which hides it from clean_trace.
+"""Fuse a rotary embedding of a narrow graph into one operator; its tables are cast from fp32, which hides it from clean_trace.
 
     x * Cast(Cos(f)) + rotate_half(x) * Cast(Sin(f))
     -> RotaryEmbedding(x, Cast(Cos(f)), Cast(Sin(f)))
-    Cast(Cast(x) * Cos(f) + Cast(rotate_half(x)) * Sin(f))      (OLMo turns in fp32, whatever its dtype; of pairs ERNIE, Cohere)
+    Cast(Cast(x) * Cos(f) + Cast(rotate_half(x)) * Sin(f))      (OLMo rotates in fp32, whatever its dtype)
     -> the same
 
-So are the tables of pairs of neighbours. What is turned in fp32 is narrow again after it: by narrow tables it is rounded as most
-models' is, and goes into the attention's kernel. On CUDA a step of 6 layers is 141 kernels fewer (OLMo), 198 fewer (ERNIE 4.5).
+The same goes for pairs of neighbours (ERNIE and Cohere rotate them in fp32).
+
+Why: the result of an fp32 rotation is narrow in any case. With narrow tables it is rounded as in most models, and the rotation
+can move into the attention kernel. On CUDA a step of 6 layers is 141 kernels fewer (OLMo), 198 fewer (ERNIE 4.5).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
 
 class FuseNarrowRotaryPass(ir.passes.InPlacePass):
-    """onnxscript's own fusion, with the casts in its pattern; also where only a part of each head is rotated."""
+    """Rotates whole heads, or the first part of each. Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (
@@ -45,7 +47,7 @@ class _NarrowRotaryFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: i
 
 
 class _NarrowTokensFirst(TokensFirstFusion):
-    """Gemma 4's."""
+    """Gemma 4: heads are rotated before they are transposed to the front."""
 
     def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
         return op.Transpose(_with_halves_turned(op, x, freqs, start1, end1, start2, end2, one1, one2), perm=HEADS_FIRST)
@@ -83,7 +85,7 @@ class _WideTablesTwice(_Neighbours):
 
 
 class _WideAnglesTwice(_Neighbours):
-    """Cohere's, whose tables are narrow nevertheless."""
+    """Cohere: rotates in fp32, but by tables that were rounded to the narrow type."""
 
     def pattern(self, op: Any, x: Any, freqs: Any, shape: Any, turned: Any) -> Any:
         angles = op.Reshape(op.Expand(op.Unsqueeze(freqs, [3]), [1, 1, 1, 2]), shape)
@@ -93,7 +95,7 @@ class _WideAnglesTwice(_Neighbours):
 
 
 def _with_halves_turned(op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
-    """The pattern of pairs across the halves, by tables that were cast."""
+    """The pattern of pairs across the halves, rotated by tables that were cast."""
     angles = op.Concat(freqs, freqs, axis=-1)
     cos, sin = op.Unsqueeze(op.Cast(op.Cos(angles)), one1), op.Unsqueeze(op.Cast(op.Sin(angles)), one2)
     return x * cos + _rotary_embedding._rotate_half_pattern(op, x, start1, end1, start2, end2) * sin
@@ -104,5 +106,5 @@ def _rotary(op: Any, x: ir.Value, freqs: Any, interleaved: int) -> Any:
 
 
 def _tables(op: Any, freqs: Any, x: ir.Value) -> tuple[Any, Any]:
-    """Cosines and sines in the type of `x`."""
+    """Cosines and sines of `freqs` in the type of `x`."""
     return op.Cast(op.Cos(freqs), to=x.dtype), op.Cast(op.Sin(freqs), to=x.dtype)

@@ -1,10 +1,10 @@
-"""A root mean square norm as one operator of one type.
+"""Fuse a root mean square norm into one operator of one type.
 
     Cast(x * Reciprocal(Sqrt(ReduceMean(x * x) + epsilon))) * scale      ->      RMSNormalization(x, scale)
 
-Onnxscript's fusion, but for two things that it takes. The operator allows two types, and ONNX Runtime's CUDA provider has no such
-kernel for bf16, its CPU provider none at all. And what else is multiplied onto a norm (a temperature of each position) is no
-scale: passes that move a norm from axis to axis would leave it behind.
+This is onnxscript's fusion, stricter in two ways. The operator allows x and scale of different types, but ONNX Runtime's CUDA
+provider has no such kernel for bf16, and its CPU provider none at all, so casts are added. And not every factor of a norm is a
+scale: passes that move a norm from axis to axis would leave a temperature of each position behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skipdecode.graph_passes.apply_rules import apply_rules
 
 
 class FuseRMSNormPass(ir.passes.InPlacePass):
-    """Declines where the scale is of tokens, or one number; it may be of groups or heads (Falcon-H1), too."""
+    """Declines where the scale is a single number or differs by token. It may differ by group or head (Falcon-H1)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [_Norm.rule("RMSNorm", mul_order=order) for order in (True, False)]

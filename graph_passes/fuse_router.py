@@ -1,12 +1,12 @@
-"""A mixture's router inside the operator, where the model chooses as the operator does: the K largest of a softmax.
+"""Move a mixture's router into the MoE operator where the model chooses as the operator does: the K largest of a softmax.
 
     MoE(flat x, Log(ScatterElements(0, chosen, weights)), ..) * ReduceSum(weights), with chosen and weights from
       TopK(Softmax(logits)), or that divided by its sum, or Softmax(TopK(logits))
-    -> MoE(x, logits, ..), which takes and gives [B,S,H]; in narrow graphs with casts between
+    -> MoE(x, logits, ..), which reads and makes [B,S,H]; narrow graphs have casts in between
 
-Some 15 small operators a layer less. A decode step in int4 at batch 1, processes started anew, taking turns, medians of 7 pairs
-(AMD EPYC with AVX-512, 2 cores): Mixtral-like, 4 of 32 experts of 2048 x 1024, 1.24x as fast (0.92x to 1.35x); Granite-like, 8 of
-32 of 1024 x 512, 1.15x (1.07x to 1.41x).
+Why: a layer has some 15 small operators less. A decode step in int4 at batch 1, medians of 7 pairs of fresh processes,
+interleaved (AMD EPYC with AVX-512, 2 cores): Mixtral-like, 4 of 32 experts of 2048 x 1024, 1.24x as fast (0.92x to 1.35x);
+Granite-like, 8 of 32 of 1024 x 512, 1.15x (1.07x to 1.41x).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class FuseRouterPass(ir.passes.InPlacePass):
-    """Takes what LowerExpertsPass makes; declines other ways to choose or weigh (groups, biases, sigmoids, shared scales)."""
+    """Matches what LowerExpertsPass makes. Declines other ways to choose or weigh (groups, biases, sigmoids, shared scales)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "MoE" and node.domain == MS_DOMAIN]
@@ -46,7 +46,7 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
     flat = node.inputs[0]
     rows = _unflattened(flat)
     assert flat is not None and rows is not None and rows.shape is not None
-    if logits.dtype != rows.dtype:  # a router in fp32, say, whose choice is not that of narrower logits
+    if logits.dtype != rows.dtype:  # a router in fp32, for example, could choose other experts from narrow logits
         return False
     attributes = {**node.attributes, "normalize_routing_weights": ir.AttrInt64("normalize_routing_weights", normalised)}
     fused = ir.node("MoE", [rows, logits, *node.inputs[2:]], attributes, domain=MS_DOMAIN)
@@ -63,13 +63,13 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _unflattened(flat: ir.Value | None) -> ir.Value | None:
-    """The rows [B,S,H] that `flat` [T,H] came from; where it came from elsewhere, itself."""
+    """The rows [B,S,H] that were flattened to `flat` [T,H]; `flat` itself where it is not such a Reshape."""
     rows = _input(_made_by(flat, "Reshape"), 0)
     return rows if rows is not None and flat is not None and rows.dtype == flat.dtype and flattens(rows, flat) else flat
 
 
 def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Value, int] | None:
-    """The logits [T,E], and whether the weights of the chosen experts add up to 1."""
+    """The logits [T,E], and 1 where the weights of the chosen experts add up to 1, else 0; None for another way to choose."""
     top = _made_by(chosen, "TopK")
     if top is None or top.attributes.get_int("largest", default=1) != 1:
         return None
@@ -86,7 +86,7 @@ def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Valu
 
 
 def _made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """What makes a value, where that is such an operator on the last axis."""
+    """The node that makes a value before any casts, if it is an `op_type`; a Softmax or TopK only if on the last axis."""
     node = producer(uncast(value))  # a narrow graph computes softmax and sums in fp32, as the operator does
     if node is None or node.op_type != op_type:
         return None

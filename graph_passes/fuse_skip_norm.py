@@ -1,13 +1,14 @@
-"""A residual sum and the norm that reads it as one operator.
+"""Fuse a residual sum and the norm that reads it into ONNX Runtime's operator for both.
 
     Add(a, b) -> x;  RMSNormalization(x, scale) -> y          ->      y, x = SkipSimplifiedLayerNormalization(a, b, scale)
     Add(a, b) -> x;  LayerNormalization(x, scale, bias) -> y   ->      y, x = SkipLayerNormalization(a, b, scale, bias)
 
-with a projection's bias, where a or b is its sum (Add(product, bias)), as the operator's last input.
+Where a or b is Add(product, bias), the bias of a projection becomes the operator's last input.
 
-A decode step in int4, interleaved (AMD EPYC, 2 cores): OPT 24 x 1024 1.04x as fast at batch 1 and 1.00x at batch 4, Llama-like
-16 x 1024 1.03x at both, 1.00x in another run. In fp32, where weights take the time, 0.98x to 1.00x: for quantised engines there.
-On an H200, where each kernel costs its launch, a step of OPT-1.3B in fp16 at batch 1 goes from 1.92 to 1.68 ms.
+Why: on an H200, where each kernel costs its launch, a step of OPT-1.3B in fp16 at batch 1 goes from 1.92 to 1.68 ms. A decode
+step in int4 on a CPU (AMD EPYC, 2 cores, interleaved): OPT 24 x 1024 1.04x as fast at batch 1 and 1.00x at batch 4, Llama-like
+16 x 1024 1.03x at both, 1.00x in another run. In fp32, where weights take the time, 0.98x to 1.00x, so only quantised engines
+have it there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SKIPPING = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNorma
 
 
 class FuseSkipNormPass(ir.passes.InPlacePass):
-    """Declines where the sum broadcasts, is not of rows [B,S,H], or the norm or its scale is of more than the last axis."""
+    """Declines where the sum broadcasts or is not [B,S,H], or where the norm or its scale spans more than the last axis."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
@@ -37,7 +38,7 @@ class FuseSkipNormPass(ir.passes.InPlacePass):
                 count += 1
         if count:
             model.graph.opset_imports[MS_DOMAIN] = 1
-            RemoveUnusedNodesPass()(model)  # sums of a bias
+            RemoveUnusedNodesPass()(model)  # the Adds of biases
         logger.info("fused %d residual sums with their norms", count)
         return ir.passes.PassResult(model, bool(count))
 
@@ -50,7 +51,7 @@ def _fits(norm: ir.Node, add: ir.Node) -> bool:
 
 
 def _fuse(graph: ir.Graph, norm: ir.Node, add: ir.Node) -> None:
-    one, other = add.inputs if without_bias(add.inputs[0]) else add.inputs[::-1]  # one: with a bias, if any is
+    one, other = add.inputs if without_bias(add.inputs[0]) else add.inputs[::-1]  # one: the summand with a bias, if any has one
     rows, bias = without_bias(one) or (one, None)
     beta = norm.inputs[2:] or [None] if norm.op_type == "LayerNormalization" else []
     inputs = [rows, other, norm.inputs[1], *beta, *([bias] if bias else [])]

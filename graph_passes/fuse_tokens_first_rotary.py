@@ -1,8 +1,8 @@
-"""A rotary embedding of heads that are not yet turned to the front (Gemma 4) as one operator behind the turn.
+"""Fuse a rotary embedding of heads that are transposed to the front only afterwards (Gemma 4) into one operator.
 
     Transpose(x * Unsqueeze(Cos(f, f), 2) + rotate_half(x) * Unsqueeze(Sin(f, f), 2))    ->    RotaryEmbedding(Transpose(x), ..)
 
-Why: as in `fuse_interleaved_rotary`; onnxscript's fusion, of which this is another form, knows x [B,N,S,D] alone, not [B,S,N,D].
+Why: as in `fuse_interleaved_rotary`. onnxscript's fusion only knows x [B,N,S,D], not [B,S,N,D].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
 
 class FuseTokensFirstRotaryPass(ir.passes.InPlacePass):
-    """Declines where head size or number of heads is not static."""
+    """Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, TokensFirstFusion.rule())

@@ -1,8 +1,8 @@
-"""A root mean square norm without weights (Gemma 4's values, all of nanochat's norms) as one operator, with a scale of ones.
+"""Fuse a root mean square norm without weights (Gemma 4's values, all of nanochat's norms) into one operator, scaled by ones.
 
     x * Reciprocal(Sqrt(ReduceMean(x * x) + epsilon))      ->      RMSNormalization(x, ones)
 
-Why: onnxscript's fusion, of which this is another form, looks for the scale; runtimes have a kernel for the whole.
+Why: runtimes have a kernel for the whole norm, and onnxscript's fusion only matches norms with a scale.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skipdecode.graph_passes.conventions import static_dim
 
 
 class FuseUnitNormPass(ir.passes.InPlacePass):
-    """Applies to fp32 numbers whose last axis is static; runs behind onnxscript's fusion, of whose finds it would take a part."""
+    """Declines where x is not fp32 or its last axis not static. Runs after FuseRMSNormPass, whose pattern contains this one."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _UnitNorm.rule()))

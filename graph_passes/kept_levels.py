@@ -1,11 +1,13 @@
-"""Weights that lie on levels already, because their checkpoint was quantised, in the blocks of `QuantizeWeightsPass`, exactly.
+"""Recover the levels of weights whose checkpoint was quantised, so that quantising them again in other blocks is exact.
 
-Rounding them anew takes other levels (a block's largest number decides on them), and so loses what GPTQ, AWQ or training have
-won: normal weights in 4 bits and groups of 128 are 0.10 to 0.11 off (relative norm), after `rtn` in blocks of 32 0.12 to 0.14.
+Rounding such weights again picks other levels, because a block's largest number decides on them, and so loses what GPTQ, AWQ or
+training gained. Normally distributed weights in 4 bits and groups of 128 are 0.10 to 0.11 off (relative norm), and 0.12 to 0.14
+after another `rtn` in blocks of 32.
 
-The levels are found in the numbers, not handed over: by then matrices are joined, turned and put in another order. A block's step
-is the largest number of which all its numbers are multiples (Euclid's algorithm), as they are where the block lies in one group.
-Of matrices that were joined some may be quantised and others not (recipes that leave values in 16 bits), so rows differ.
+The levels are found in the numbers, not passed on from the checkpoint, because by then matrices have been joined, transposed and
+reordered. A block's step is the largest number of which all its numbers are multiples (Euclid's algorithm). There is one where
+the block lies within one group of the checkpoint. Rows may differ, because some of the matrices that were joined may be quantised
+and others not (recipes that leave values in 16 bits).
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-_EXACT = 1e-3  # steps that a number may be off, where it is what scale and level gave
-_ENOUGH = 0.9  # of all blocks; the few whose step is not found, because their numbers are too far apart, are rounded to nearest
-_ENOUGH_OF_A_ROW = 0.5  # where others lie on none: by chance no block does
-_SAMPLED_ROWS, _SAMPLED_BLOCKS = 32, 64  # of each of those rows
+_EXACT = 1e-3  # steps that a number may be off its level where level * scale was not rounded to a narrow type
+_ENOUGH = 0.9  # share of all blocks that must fit; a few whose step is not found (numbers too far apart) are rounded to nearest
+_ENOUGH_OF_A_ROW = 0.5  # share of a row's blocks, where other rows do not fit; no block fits by chance
+_SAMPLED_ROWS, _SAMPLED_BLOCKS = 32, 64  # rows of a matrix, and blocks of each of those rows
 _ROUNDS = 8  # of Euclid's algorithm
 _ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """(levels - zeros) * scales is the weight, in the rows that lie on levels."""
+    """In the rows that lie on levels the weight is (levels - zeros) * scales."""
 
-    rows: Mask  # [N]
+    rows: Mask  # [N], those that lie on levels
     levels: Bytes  # [N, K / block, block]
     scales: Floats  # [N, K / block]
     zeros: Bytes  # [N, K / block]
 
 
 def kept_levels(weight: Floats, bits: int, block: int) -> Levels | None:
-    """Of a matrix [N,K] the rows that lie on at most 2 ** `bits` levels in each block of inputs, 0 among them; None: none."""
+    """The rows of a matrix [N,K] that lie on at most 2 ** `bits` levels in each block of inputs, 0 among them; None: no rows."""
     rows, columns = weight.shape
     sample = weight[:: max(1, rows // _SAMPLED_ROWS), : _SAMPLED_BLOCKS * block].reshape(-1, block)
     allowed = [_EXACT, *(noise for noise in [2 * _rounding(sample) * (1 << bits)] if _EXACT < noise < 0.25)]
@@ -49,7 +51,7 @@ def kept_levels(weight: Floats, bits: int, block: int) -> Levels | None:
         return int(_rows_on_levels(fits.reshape(-1, blocks), multiples.any(1).reshape(-1, blocks)).sum())
 
     found, noise = max(((on_levels(noise), noise) for noise in allowed), key=lambda each: each[0])
-    if not found:  # most matrices: no time is lost with them
+    if not found:  # most matrices end here, at the cost of a sample
         return None
     levels, scales, zeros = np.empty((*shape, block), np.uint8), np.empty(shape, np.float32), np.empty(shape, np.uint8)
     fitting, used = np.empty(shape, np.bool_), np.empty(shape, np.bool_)
@@ -58,7 +60,7 @@ def kept_levels(weight: Floats, bits: int, block: int) -> Levels | None:
         steps, multiples, fits = _steps(weight[part].reshape(-1, block), noise, 1 << bits)
         fitting[part], used[part] = fits.reshape(-1, shape[1]), multiples.any(1).reshape(-1, shape[1])
         lowest, highest = multiples.min(1, keepdims=True), multiples.max(1, keepdims=True)
-        middle = (1 << bits) // 2  # a zero point that need not be stored, so it is taken where it will do
+        middle = (1 << bits) // 2  # the zero point that need not be stored, so the offset is as close to it as the levels allow
         offsets = np.minimum(np.maximum(middle, -lowest), 2 * middle - 1 - highest)
         multiples += offsets
         levels[part] = multiples.reshape(-1, *levels.shape[1:])
@@ -68,7 +70,12 @@ def kept_levels(weight: Floats, bits: int, block: int) -> Levels | None:
 
 
 def _rows_on_levels(fits: Mask, used: Mask) -> Mask:
-    """Of each block [N, K / block] whether its step was found, and whether it has other numbers than 0 -> [N]."""
+    """Which rows lie on levels [N].
+
+    Args:
+        fits: [N, K / block], whether the block's step was found.
+        used: [N, K / block], whether the block has any number but 0.
+    """
     if fits.mean() >= _ENOUGH:
         return np.ones(len(fits), np.bool_)
     mask: Mask = (fits & used).sum(1) >= np.maximum(1, _ENOUGH_OF_A_ROW * used.sum(1))
@@ -76,7 +83,7 @@ def _rows_on_levels(fits: Mask, used: Mask) -> Mask:
 
 
 def _rounding(numbers: Floats) -> float:
-    """The share by which these numbers may have been rounded when they were stored, by the bits that they have."""
+    """The relative rounding error of the narrowest float type that holds these numbers."""
     if not (numbers.view(np.uint32) & 0xFFFF).any():
         return 2**-9  # bf16
     with np.errstate(over="ignore"):
@@ -84,12 +91,16 @@ def _rounding(numbers: Floats) -> float:
 
 
 def _steps(blocks: Floats, noise: float, count: int) -> tuple[Floats, Floats, Mask]:
-    """Blocks [B,b] -> steps [B,1], their multiples that the numbers are [B,b], and whether they are, and at most `count`: [B].
+    """Blocks [n,b] -> each block's step [n,1], its numbers as multiples of the step [n,b], and whether the block fits [n].
 
-    Where they are not, step and multiples are those of rounding to nearest.
+    A block fits where its numbers are multiples of one step and span at most `count` levels, 0 among them. Where it does not,
+    step and multiples are those of rounding to nearest.
+
+    Args:
+        noise: steps that a number half of all levels from 0 may be off its multiple.
     """
     largest = np.abs(blocks).max(1, keepdims=True)
-    with np.errstate(all="ignore"):  # what is no number lies on no level
+    with np.errstate(all="ignore"):  # NaN and infinite numbers do not fit
         step = _common_step(blocks, noise, largest / (2 * count))
         multiples = np.rint(blocks / step)
         step = (np.einsum("ij,ij->i", blocks, multiples) / np.einsum("ij,ij->i", multiples, multiples))[:, None]  # least squares
@@ -97,7 +108,7 @@ def _steps(blocks: Floats, noise: float, count: int) -> tuple[Floats, Floats, Ma
         multiples[largest[:, 0] == 0] = 0
         off = np.abs(blocks / step - multiples).max(1)
         span = np.maximum(multiples.max(1), 0) - np.minimum(multiples.min(1), 0)
-        # numbers are rounded by a share of themselves, so of few steps only by few of the noise that half of all levels may have
+        # rounding is relative: a block whose multiples are small may only be off by a small part of `noise`
         few = np.minimum(1, np.abs(multiples).max(1) / (count // 2))
         fits = (off <= np.maximum(_EXACT, noise * few)) & (span < count)
         others = ~fits
@@ -107,7 +118,7 @@ def _steps(blocks: Floats, noise: float, count: int) -> tuple[Floats, Floats, Ma
 
 
 def _common_step(blocks: Floats, noise: float, least: Floats) -> Floats:
-    """The largest number of which all of a block, and 0, are multiples: [B,1]. What is nearer than `least` is the same."""
+    """The largest step [n,1] of which all numbers of a block [n,b] are multiples. Numbers closer than `least` count as equal."""
     ordered = np.sort(np.pad(blocks, ((0, 0), (0, 1))), axis=1)
     gaps = np.diff(ordered, axis=1)
     gaps[gaps < least] = np.inf
@@ -124,7 +135,7 @@ def _common_step(blocks: Floats, noise: float, least: Floats) -> Floats:
 
 
 def _mean_of_single(gaps: Floats, step: Floats, noise: float) -> Floats:
-    """The step again from all gaps of one, which evens out their noise; as it is where there are none."""
+    """The mean of all gaps of a single step, which evens out their noise; `step` itself where there are none."""
     single = gaps < (1 + 3 * noise) * step
     mean: Floats = np.where(single, gaps, 0).sum(1, keepdims=True) / single.sum(1, keepdims=True)
     return np.where(single.any(1, keepdims=True), mean, step)

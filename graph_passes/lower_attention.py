@@ -1,16 +1,16 @@
-"""Lower `TensorScatter` + `Attention` to ONNX Runtime's GroupQueryAttention with a shared buffer.
+"""Lower `TensorScatter` + `Attention` to ONNX Runtime's GroupQueryAttention, which updates the KV buffer in place.
 
     present = TensorScatter(past, new, start);  Attention(query, present_key, present_value, visible)
     -> GroupQueryAttention(query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache)
 
     Attention(..) * Sigmoid(ReduceLogSumExp(its scores) - sinks)  ->  the same, with `head_sink`
-    Attention(.., Where(visible, bias of each slot, -inf))        ->  the same, with `attention_bias`, `seqlens_k` each row's last
-                                                                      position (`slot_biases`)
-    Attention(query, keys and values that another layer wrote)    ->  the same, with no new key and value
+    Attention(.., Where(visible, bias of each slot, -inf))        ->  the same, with `attention_bias`, and `seqlens_k` as each
+                                                                      row's last position (`slot_biases`)
+    Attention(query, keys and values that another layer wrote)    ->  the same, without a new key and value
 
-Why: Attention-24 on CPU costs what the buffer could hold (3.1 ms at 2048 slots, whatever is valid), GroupQueryAttention what it
-holds (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside, as a table of cosines and sines; a mask that
-shows a window of the last tokens becomes the operator's `local_window_size`.
+Why: on a CPU opset 24's Attention costs what the KV buffer could hold (3.1 ms at 2048 slots, however many are valid),
+GroupQueryAttention what it does hold (0.03 ms at 16 valid slots). A rotary embedding of query and key moves inside as a table of
+cosines and sines. A mask that shows a window of the last tokens becomes the operator's `local_window_size`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 class LowerAttentionPass(ir.passes.InPlacePass):
     """Leaves a rotary embedding outside where query and key are not rotated alike, or not from constant frequencies.
 
-    The layer's KV inputs keep their names; the graph gets two inputs more, `seqlens_k`, unless all its layers have biases, and
-    `total_sequence_length` (`bindings`).
+    The layer's KV inputs keep their names. The graph gets two more inputs (`bindings`): `total_sequence_length`, and `seqlens_k`
+    unless all its layers have biases.
 
     Args:
-        max_length: positions of the rotary table.
+        max_length: positions in the rotary table.
     """
 
     def __init__(self, *, max_length: int) -> None:
@@ -88,16 +88,16 @@ def _lower(graph: ir.Graph, node: ir.Node, max_length: int) -> None:
     inputs = [*rows, *past, *lengths, *_optional_inputs(table, bias, sinks)]
     lowered = ir.node("GroupQueryAttention", inputs, attributes, domain=MS_DOMAIN, num_outputs=3 if new else 1)
     graph.insert_before(out, lowered)
-    for old, written in zip(present, lowered.outputs[1:], strict=False):  # another layer's stay as they are
+    for old, written in zip(present, lowered.outputs[1:], strict=False):  # no outputs for another layer's key and value
         take_over(old, written)
     if out.op_type == "Reshape":
         take_over(out.outputs[0], lowered.outputs[0])
-    else:  # a part of each head: values narrower than keys
+    else:  # `out` takes a part of each head, because values are narrower than keys
         take_over(turn.outputs[0], _reshaped(graph, out, lowered.outputs[0], [0, 0, num_heads, head_size]))
 
 
 def _new_key_and_value(present_key: ir.Value, present_value: ir.Value) -> list[ir.Value]:
-    """What the layer writes, [B,KVH,S,D] each; nothing where another layer has written the slots that it reads."""
+    """The key and value that the layer writes, each [B,KVH,S,D]; empty where it reads slots that another layer wrote."""
     new = []
     for value in (present_key, present_value):
         node = value.producer()
@@ -122,7 +122,7 @@ def _single_consumer(value: ir.Value, op_type: str) -> ir.Node:
 
 
 def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """What is read of an attention, and the sinks [NH] that take their share of its softmax; None: it has none."""
+    """The attention's result with sinks applied, and the sinks [NH], which take a share of its softmax; None: it has no sinks."""
     if len(attention.outputs) < 4:
         return attention.outputs[0], None
     assert attention.attributes["qk_matmul_output_mode"].as_int() == 2, "scores that are not those of the softmax"
@@ -133,7 +133,7 @@ def _beside_sinks(attention: ir.Node) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """Of a mask the slots that each query sees, bool [B,1,S,C], and what is added to their scores [NH,1,C]; None: nothing."""
+    """The slots that each query sees by a mask, bool [B,1,S,C], and the bias of their scores [NH,1,C]; None: no bias."""
     node = mask.producer()
     if node is None or node.op_type != "Where":
         return mask, None
@@ -143,7 +143,7 @@ def _visible_and_bias(mask: ir.Value) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _optional_inputs(table: list[ir.Value] | None, bias: ir.Value | None, sinks: ir.Value | None) -> list[ir.Value | None]:
-    """The operator's inputs from the eighth on: cos_cache, sin_cache, position_ids, attention_bias, head_sink."""
+    """The operator's inputs from index 7 on: cos_cache, sin_cache, position_ids, attention_bias, head_sink."""
     inputs = [*(table or (None, None)), None, bias, sinks]
     while inputs and inputs[-1] is None:
         inputs.pop()
@@ -151,7 +151,7 @@ def _optional_inputs(table: list[ir.Value] | None, bias: ir.Value | None, sinks:
 
 
 def _of_scores(attention: ir.Node, visible: ir.Value, max_length: int) -> dict[str, int | float]:
-    """Scale, cap and window, as the operator's attributes."""
+    """Scale, cap and window as attributes of the operator."""
     found: dict[str, int | float] = {
         name: attention.attributes[name].as_float() for name in ("scale", "softcap") if name in attention.attributes
     }
@@ -162,7 +162,7 @@ def _of_scores(attention: ir.Node, visible: ir.Value, max_length: int) -> dict[s
 
 
 def _window(visible: ir.Value) -> int | None:
-    """Of a mask `slot <= position and slot > position - window` the window, which counts the query itself; None: no window."""
+    """The window of a mask `slot <= position and slot > position - window`, counting the query's own slot; None: no window."""
     mask = visible.producer()
     both = required(mask, 0).producer() if mask is not None and mask.op_type == "Unsqueeze" else None
     if both is None or both.op_type != "And":
@@ -174,7 +174,7 @@ def _window(visible: ir.Value) -> int | None:
 
 
 def _length_input(graph: ir.Graph, name: str, size: str | int) -> ir.Value:
-    """The graph's int32 input of this name [size], added once."""
+    """The graph's input `name`, int32 [size], added if missing."""
     known = inputs_by_name(graph).get(name)
     if known is not None:
         return known
@@ -184,7 +184,7 @@ def _length_input(graph: ir.Graph, name: str, size: str | int) -> ir.Value:
 
 
 def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:
-    """[B,S,W] -> [B,0,width], by which the operator knows that its past has the new tokens already."""
+    """[B,S,W] -> [B,0,width], an empty key or value, which tells the operator that its past already holds the new tokens."""
     starts, ends, axes = integers(0, 0), integers(0, width), integers(1, 2)
     none = ir.node("Slice", [rows, starts.outputs[0], ends.outputs[0], axes.outputs[0]])
     graph.insert_before(before, [starts, ends, axes, none])
@@ -192,7 +192,7 @@ def _no_rows(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir
 
 
 def _reshaped(graph: ir.Graph, before: ir.Node, value: ir.Value, sizes: list[int]) -> ir.Value:
-    """`value` by Reshape: a size of 0 stays what it is."""
+    """`value` reshaped to `sizes`, where 0 keeps a dimension."""
     shape = integers(*sizes)
     reshape = ir.node("Reshape", [value, shape.outputs[0]])
     graph.insert_before(before, [shape, reshape])

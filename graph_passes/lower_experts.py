@@ -1,14 +1,15 @@
-"""Lower a mixture of experts to ONNX Runtime's operator, which computes the chosen experts alone.
+"""Lower a mixture of experts to ONNX Runtime's MoE operator, which computes only the chosen experts.
 
     Sum over E of (MatMul(SwiGLU(MatMul(x, W_gate_up)), W_down) * ScatterElements(0, chosen, weights))
-    -> com.microsoft.MoE(x, Log(weights), W_gate_up with gate and up taking turns, W_down) * sum of weights
+    -> com.microsoft.MoE(x, Log(weights), W_gate_up with rows gate, up, gate, up, .., W_down) * sum of weights
 
-The operator routes by itself: softmax of what it is given, the K largest. Of logarithms that gives back the weights, divided by
-their sum, so that every model's own way to choose experts and weigh them stays in the graph. Biases (gpt-oss) go inside:
-each expert's is weighed with it.
+The operator does its own routing: it takes the softmax of its logits and the K largest. Given logarithms of weights, that returns
+the weights divided by their sum. So each model's own way to choose and weigh experts stays in the graph. Biases (gpt-oss) become
+inputs of the operator, which weighs each with its expert.
 
-Its activation is gate * Sigmoid(alpha * gate) * up. The square of a ReLU (Nemotron-H, which has no gate) is that of an up that is
-its own gate, with a steep alpha: so a step reads those weights twice, 1.5x of an expert's, for which no operator is needed.
+The operator's activation is gate * Sigmoid(alpha * gate) * up. The square of a ReLU (Nemotron-H, which has no gate) becomes that
+activation with up as its own gate and a steep alpha. It needs no other operator, but a step reads the up weights twice, 1.5x the
+bytes of an expert.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, is_parame
 from skipdecode.graph_passes.mapped import release_pages
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_STEEP = 1e4  # x^2 Sigmoid(_STEEP x) differs from Relu(x)^2 by at most 5e-9, where |x| is about 1e-4
+_STEEP = 1e4  # x^2 Sigmoid(_STEEP x) differs from Relu(x)^2 by at most 5e-9, at |x| of about 1e-4
 
 
 class LowerExpertsPass(ir.passes.InPlacePass):
-    """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
+    """Matches what the exporter traces (`exporter.experts`). Leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (Experts, TurnedExperts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)
@@ -63,7 +64,7 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
         return op.Mul(gate, op.Sigmoid(gate))
 
     def turned(self, op: Any, parameter: Any) -> Any:
-        """The pattern of a parameter [E,N,K] as [E,K,N]."""
+        """The pattern of a parameter [E,N,K] transposed to [E,K,N]."""
         return op.Transpose(parameter, perm=[0, 2, 1])
 
     def check(self, _: Any, chosen: ir.Value, gate_up: ir.Value, down: ir.Value, **__: Any) -> MatchResult:
@@ -77,14 +78,14 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class GeluExperts(Experts):
-    """Gemma 4's, which ONNX Runtime's operator has not: for `split_experts` and `write_out_experts`."""
+    """Gemma 4's GELU, which ONNX Runtime's operator lacks; for `split_experts` and `write_out_experts`."""
 
     def activated(self, op: Any, gate: Any) -> Any:
         return op.Gelu(gate, approximate="tanh")
 
 
 class TurnedExperts(Experts):
-    """Llama 4's: W_gate_up [E,H,2I], W_down [E,I,H]."""
+    """Llama 4: W_gate_up [E,H,2I], W_down [E,I,H]."""
 
     def turned(self, op: Any, parameter: Any) -> Any:
         return parameter
@@ -113,9 +114,9 @@ class SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
-    """gpt-oss': W_gate_up [E,H,2I] with gate and up taking turns already, W_down [E,I,H], biases, gate and up clamped.
+    """gpt-oss: W_gate_up [E,H,2I] with columns gate, up, gate, up, .., W_down [E,I,H], biases, gate and up clamped.
 
-    (up + beta) * gate * Sigmoid(alpha * gate), gate at most `limit` and up within it
+    (up + beta) * gate * Sigmoid(alpha * gate), gate at most `limit` and up within -limit .. limit
     """
 
     def pattern(
@@ -130,7 +131,7 @@ class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
 
     def clamped(self, op: Any, value: Any, low: Any, high: Any) -> Any:
-        """The pattern of values within two bounds, or up to one."""
+        """The pattern of a value clamped to low .. high, or only to high."""
         return op.Clip(value, low, high)
 
     def check(
@@ -156,7 +157,7 @@ class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class NarrowBiasedExperts(BiasedExperts):
-    """Bounds of narrow floats are traced as two operators."""
+    """Clamping narrow floats is traced as Max and Min."""
 
     def clamped(self, op: Any, value: Any, low: Any, high: Any) -> Any:
         return op.Min(value if low is None else op.Max(value, low), high)
@@ -172,7 +173,7 @@ def _check(chosen: ir.Value, gate_up: ir.Value, down: ir.Value) -> MatchResult:
 
 
 def _weighted(op: Any, products: Any, zeros: Any, chosen: Any, weights: Any) -> Any:
-    """The pattern of every expert's product [E,T,H] times its weight or 0."""
+    """The pattern of every expert's product [E,T,H] times its weight, or 0 where it was not chosen."""
     shares = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
     return op.Mul(products, shares)
 
@@ -180,7 +181,7 @@ def _weighted(op: Any, products: Any, zeros: Any, chosen: Any, weights: Any) -> 
 def _mixture(
     op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, parameters: tuple[Any, ...], **activation: Any
 ) -> Any:
-    """The operator; `parameters` are W_gate_up [E,2I,H], its bias [E,2I], W_down [E,H,I], its bias [E,H]."""
+    """The MoE operator; `parameters` are W_gate_up [E,2I,H], its bias [E,2I], W_down [E,H,I] and its bias [E,H]."""
     shares = op.ScatterElements(zeros, chosen, weights, axis=1)
     logits = op.Log(shares)
     shares.type = logits.type = weights.type
@@ -193,13 +194,13 @@ def _mixture(
 
 
 def number(value: ir.Value) -> float | None:
-    """Of a constant that is one number."""
+    """The number in a constant of one element; None for any other value."""
     number: float | None = _ir_utils.get_singleton_value(value)
     return number
 
 
 def _taking_turns(gate_up: ir.Value) -> ir.LazyTensor:
-    """A parameter [E,2I,H] of gates above ups as gate, up, gate, up, .."""
+    """A parameter [E,2I,H] with all gate rows before all up rows, reordered to gate, up, gate, up, .."""
 
     def interleaved(weight: Array) -> Array:
         experts, doubled, width = weight.shape
@@ -209,19 +210,24 @@ def _taking_turns(gate_up: ir.Value) -> ir.LazyTensor:
 
 
 def _twice(up: ir.Value) -> ir.LazyTensor:
-    """A parameter [E,I,H] as gate and up, taking turns, that are the same: [E,2I,H]."""
+    """A parameter [E,I,H] with each row repeated, as gate and up: [E,2I,H]."""
     return _put_in_order(up, "twice", lambda weight: weight.repeat(2, axis=1), (0, 1, 2), stretch=2)
 
 
 def turned_experts(parameter: ir.Value) -> ir.LazyTensor:
-    """A parameter [E,K,N] as [E,N,K]."""
+    """A parameter [E,K,N] transposed to [E,N,K]."""
     return _put_in_order(parameter, "turned", lambda weight: weight.swapaxes(1, 2).copy(), (0, 2, 1))
 
 
 def _put_in_order(
     parameter: ir.Value, how: str, order: Callable[[Array], Array], axes: tuple[int, ...], stretch: int = 1
 ) -> ir.LazyTensor:
-    """A parameter put in order each time it is read; `axes`: which of its axes are whose; `stretch`: of the second one."""
+    """A parameter that `order` rearranges each time it is read.
+
+    Args:
+        axes: for each axis of the result, the parameter's axis that it takes its size from.
+        stretch: factor on the size of the result's second axis.
+    """
     tensor = parameter.const_value
     assert tensor is not None
     sizes, name = [tensor.shape.numpy()[axis] for axis in axes], f"{parameter.name}.{how}"

@@ -1,11 +1,11 @@
-"""Rows of one matrix that hold query, key and value already, in the order in which GroupQueryAttention takes them.
+"""Put the columns of a weight that yields query, key and value in the order of GroupQueryAttention's packed input.
 
     rows = MatMul(x, W) + b;  GroupQueryAttention(Reshape, Split, Squeeze, Slice, .. of rows, for query, key and value, ..)
-    -> GroupQueryAttention(MatMul(x, W') + b', -, -, ..)      W', b': the columns in another order, if they are in one
+    -> GroupQueryAttention(MatMul(x, W') + b', -, -, ..)      W', b': columns of W and b reordered; `rows` itself if in order
 
-GPT-NeoX, BLOOM and Falcon keep what belongs to a head together, CodeGen what belonged to a core, GPT-2 and MPT have all queries
-first. A decode step at batch 1 in int4, interleaved (AMD EPYC, 2 cores): GPT-NeoX 12 x 768 1.06x and 1.08x as fast, 24 x 1024
-1.03x and 1.01x, Falcon 8 x 2048 1.02x and 1.01x.
+GPT-NeoX, BLOOM and Falcon store the columns by head, CodeGen by TPU core; GPT-2 and MPT have all queries first.
+Measured: a decode step at batch 1 in int4, interleaved runs (AMD EPYC, 2 cores): GPT-NeoX 12 x 768 1.06x and 1.08x as fast,
+24 x 1024 1.03x and 1.01x, Falcon 8 x 2048 1.02x and 1.01x.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BATCH, _TOKENS = 2, 3
 
 
 class OrderQKVPass(ir.passes.InPlacePass):
-    """Declines where the three are more or less than all of some rows, or other rows read the matrix as it is."""
+    """Declines where the three are not all columns of one product, or the product needs reordering and has several readers."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return feed_side_by_side(model, _ordered)
 
 
 def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
-    """Query, key and value side by side; None where they are not moved from one value's rows."""
+    """Query, key and value side by side; None where they are not rearranged from the rows of one value."""
     parts = [value for value in node.inputs[:3] if value is not None]
     rows = _moved_from(parts[0])
     if any(_moved_from(part) is not rows for part in parts) or rows.shape is None or len(rows.shape) != 3:
@@ -49,7 +49,7 @@ def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
 
 
 def _moved_from(value: ir.Value) -> ir.Value:
-    """What its numbers are taken from, none of them changed."""
+    """The value whose numbers `value` rearranges without changing any."""
     node = value.producer()
     while node is not None and node.op_type in _MOVES and node.domain == "" and node.inputs[0] is not None:
         value = node.inputs[0]
@@ -58,7 +58,7 @@ def _moved_from(value: ir.Value) -> ir.Value:
 
 
 def _order(graph: ir.Graph, rows: ir.Value, parts: list[ir.Value]) -> Order | None:
-    """For each column of the parts side by side, the column of `rows` [B,S,W] that it is; None where it is not all of them."""
+    """For each column of the concatenated parts, its column in `rows` [B,S,W]; None if this is not a permutation of them all."""
     width = rows.shape[2] if rows.shape is not None else None
     if not isinstance(width, int):
         return None

@@ -1,9 +1,9 @@
-"""One product of several by the same rows.
+"""Merge products of the same rows into one.
 
     MatMul(x, W1), MatMul(x, W2), ..  ->  Split(MatMul(x, [W1 W2 ..]))
 
-TensorRT does it by itself where the weights are floats, and not where they are quantised: a step of two Llama layers is 28
-kernels then, packed 22, as many as in fp16 (TensorRT-RTX 1.7.1, its builder's list).
+TensorRT does this by itself for float weights, but not for quantised ones: with these a step of two Llama layers takes 28
+kernels, and 22 when packed, as many as in fp16 (TensorRT-RTX 1.7.1, its builder's list of kernels).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _Found = tuple[ir.Node, ir.Value]  # the product and its parameter
 
 
 class PackProductsPass(ir.passes.InPlacePass):
-    """Leaves a product alone whose rows no other one takes, and routers, which are not quantised.
+    """Declines products that share their rows with no other, and routers, which are not quantised.
 
-    Biases stay where they are, behind the split.
+    Biases stay behind the split.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -41,7 +41,7 @@ class PackProductsPass(ir.passes.InPlacePass):
 
 
 def _pack(graph: ir.Graph, source: ir.Value, transposed: bool, group: list[_Found]) -> None:
-    """`transposed`: the parameters are stored [N, K]."""
+    """Replace the products in `group` by one. `transposed`: their parameters are stored [N,K]."""
     first, axis = group[0][0], 0 if transposed else 1
     packed = join_parameters(graph, [parameter for _, parameter in group], axis)
     product = multiply(graph, first, source, packed, transposed, None)

@@ -1,11 +1,11 @@
-"""One matrix for query, key and value, where GroupQueryAttention takes their rows side by side.
+"""Join the projections of query, key and value into one product, which GroupQueryAttention takes as its packed input.
 
     GroupQueryAttention(MatMul(x, Wq) + bq, MatMul(x, Wk) + bk, MatMul(x, Wv) + bv, ..)
     -> GroupQueryAttention(MatMul(x, [Wq Wk Wv]) + [bq bk bv], -, -, ..)
 
-A decode step at batch 1, interleaved (AMD EPYC, 2 cores): the shipped 24 x 128 model 1.14x as fast, OPT 24 x 1024 1.01x in fp32,
-1.07x in int4, Llama-like 16 x 1024 1.00x and 1.05x. A constant factor on the query (OPT) goes into the attention's own scale.
-Where the model has one matrix already: `order_qkv`.
+A constant factor on the query (OPT) moves into the attention's scale. `order_qkv` handles models that have one matrix already.
+Measured: a decode step at batch 1, interleaved runs (AMD EPYC, 2 cores): the shipped 24 x 128 model 1.14x as fast, OPT 24 x 1024
+1.01x in fp32 and 1.07x in int4, Llama-like 16 x 1024 1.00x and 1.05x.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from skipdecode.graph_passes.projection import Projection, find_projection, join
 
 
 class PackQKVPass(ir.passes.InPlacePass):
-    """Declines where the three do not read the same rows, or something lies between a projection and the attention."""
+    """Declines where the three do not read the same rows, or another operator lies between a projection and the attention."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return feed_side_by_side(model, _packed)
 
 
 def feed_side_by_side(model: ir.Model, rows_of: Callable[[ir.Graph, ir.Node], ir.Value | None]) -> ir.passes.PassResult:
-    """Give each attention that has three inputs the one of `rows_of`, where that finds one."""
+    """Replace query, key and value of each attention by the packed rows that `rows_of` returns; None leaves it unchanged."""
     changed = False
     for node in list(model.graph):
         if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
@@ -41,7 +41,7 @@ def feed_side_by_side(model: ir.Model, rows_of: Callable[[ir.Graph, ir.Node], ir
 
 
 def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
-    """The rows of one product that has taken the place of three."""
+    """The rows of one product that replaces the three projections; None where they cannot be joined."""
     parts = [part for part in map(find_projection, node.inputs[:3]) if part is not None]
     if len(parts) < 3 or not _alike(parts):
         return None
@@ -54,7 +54,7 @@ def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
 
 
 def _alike(parts: list[Projection]) -> bool:
-    """Whether they read the same rows in the same way; a factor only the query may have."""
+    """Whether the projections read the same rows in the same way; only the query may have a factor."""
     query, *others = parts
     same = [(part.transposed, part.bias is None) == (query.transposed, query.bias is None) for part in others]
     return all(same) and all(part.source is query.source and part.factor == 1.0 for part in others)

@@ -1,4 +1,4 @@
-"""From a schedule to variants and segments: which layers are compiled together, and which segments each variant climbs."""
+"""From a schedule to variants and segments: which layers are compiled together, and which segments each variant runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from skipdecode.schedule import Schedule, active_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Segments partition `0 .. L - 1`; a variant is a subset of them, climbed in order."""
+    """Segments partition the layers `0 .. L - 1`; a variant is a subset of the segments, run in order."""
 
     segments: tuple[tuple[int, ...], ...]  # consecutive layers each, lowest first
-    variants: tuple[tuple[int, tuple[int, ...]], ...]  # (layer count, indices of its segments), most layers first
+    variants: tuple[tuple[int, tuple[int, ...]], ...]  # (layer count, segment indices), most layers first
 
 
 def plan_variants(schedule: Schedule, *, max_layers_per_segment: int | None = None, border: int | None = None) -> Plan:
     """Cut the layers wherever some variant's set of active layers begins or ends.
 
-    Full depth is always a variant: prefill and the baseline use it. Segments are maximal, but no longer than
-    `max_layers_per_segment` (compiling needs a whole segment in memory), and one begins at `border`, where there is one.
+    Full depth is always a variant: prefill and the baseline use it. Segments are as long as possible, up to
+    `max_layers_per_segment` (compiling holds a whole segment in memory). If `border` is given, a segment begins at that layer.
     """
     depth = schedule.num_layers
     counts = sorted({depth, *schedule.variants}, reverse=True)

@@ -1,4 +1,4 @@
-"""A linear layer as a graph has it, and parameters made of those of others."""
+"""Recognise linear layers in a graph, and build parameters by joining or reordering existing ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Projection:
 
 
 def find_projection(value: ir.Value | None) -> Projection | None:
-    """`value` as MatMul(source, weight) [+ bias] [* factor], read by nobody else; None where it is something else."""
+    """`value` as MatMul(source, weight) [+ bias] [* factor] with a single reader at each step; None if it is not one."""
     factor, bias = 1.0, None
     node = _sole_producer(value)
     if node is not None and node.op_type == "Mul":
@@ -48,7 +48,7 @@ def find_projection(value: ir.Value | None) -> Projection | None:
 
 
 def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
-    """The two-dimensional parameter that the node multiplies, and whether it is stored [N, K] (outputs, inputs)."""
+    """The two-dimensional parameter that the node multiplies by, and whether it is stored [N,K] (outputs, inputs)."""
     if node.op_type not in ("MatMul", "Gemm") or node.domain != "" or node.inputs[1] is None:
         return None
     transposed_rows, transposed = (node.attributes.get_int(name, default=0) == 1 for name in ("transA", "transB"))
@@ -63,7 +63,7 @@ def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
 
 
 def without_bias(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """Rows and the bias [N] that are summed to `value`, which nobody else reads; None where it is something else."""
+    """The rows and the bias [N] whose sum is `value`; None if it is not such a sum, or has more than one reader."""
     add = _sole_producer(value)
     return _parts(add) if add is not None and add.op_type == "Add" else None
 
@@ -82,7 +82,7 @@ def _sole_producer(value: ir.Value | None) -> ir.Node | None:
 def multiply(
     graph: ir.Graph, before: ir.Node, source: ir.Value, weight: ir.Value, transposed: bool, bias: ir.Value | None
 ) -> ir.Value:
-    """`source` [B,S,K] times `weight` (`transposed`: stored [N,K]), plus `bias`, as new nodes."""
+    """Add nodes for `source` [B,S,K] times `weight` (`transposed`: stored [N,K]), plus `bias`, in front of `before`."""
     tape = Tape()
     product = tape.op("MatMul", [source, tape.op("Transpose", [weight], {"perm": [1, 0]}) if transposed else weight])
     rows = product if bias is None else tape.op("Add", [product, bias])
@@ -91,7 +91,7 @@ def multiply(
 
 
 def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Value:
-    """A parameter of all of them side by side."""
+    """A parameter that concatenates `values` along `axis`."""
     tensors = [value.const_value for value in values if value.const_value is not None]
     sizes = list(tensors[0].shape.numpy())
     sizes[axis] = sum([tensor.shape.numpy()[axis] for tensor in tensors])
@@ -100,7 +100,7 @@ def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Va
 
 
 def reorder_parameter(graph: ir.Graph, value: ir.Value, order: np.ndarray[tuple[int], np.dtype[np.int64]], axis: int) -> ir.Value:
-    """A parameter of the same rows (axis 0) or columns (1), the one at `order[i]` as the i-th."""
+    """A parameter with the rows (axis 0) or columns (axis 1) of `value` reordered: the i-th is `order[i]` of `value`."""
     assert value.const_value is not None
     tensor = value.const_value
     return _made_when_read(
@@ -115,7 +115,7 @@ def _made_when_read(
     tensors: list[ir.TensorProtocol],
     make: Callable[[list[np.ndarray[Any, np.dtype[Any]]]], np.ndarray[Any, np.dtype[Any]]],
 ) -> ir.Value:
-    """A parameter that is put together of others each time it is read, and holds no memory between."""
+    """A parameter computed from `tensors` each time it is read; it holds no memory in between."""
 
     def made() -> ir.TensorProtocol:
         array = make([tensor.numpy() for tensor in tensors])

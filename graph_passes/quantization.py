@@ -1,9 +1,9 @@
-"""What quantised weights are, block by block, made by ONNX Runtime's own quantisers.
+"""Quantise weights block by block with ONNX Runtime's own quantisers.
 
-Methods: `rtn` rounds to nearest, symmetric; `k-quant` searches each block's scale and zero point for the least squared error,
-large weights counting more (llama.cpp's, as ONNX Runtime ships it). Weights of a quantised checkpoint keep their levels.
+Methods: `rtn` rounds to nearest, symmetric. `k-quant` (llama.cpp's, as ONNX Runtime ships it) searches each block's scale and
+zero point for the least squared error, in which large weights count more. Weights of a quantised checkpoint keep their levels.
 
-Without onnx_ir, so that `skip-export --help` and what refuses an option take 0.35 s, where they took 0.93 (AMD EPYC).
+This module does not import onnx_ir, so that `skip-export --help` and a rejected option take 0.35 s instead of 0.93 s (AMD EPYC).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from skipdecode.graph_passes.kept_levels import Bytes, Floats, Levels, kept_leve
 
 Parts = dict[str, np.ndarray[Any, np.dtype[Any]]]  # the operator's inputs after the first, in order
 
-BLOCK_SIZES = (32, 64, 128)  # that ONNX Runtime's CPU kernels multiply in int8
-_ROWS_AT_A_TIME = 256  # whose turned copy a cache holds better than 1024: 0.49 s for 64 Mi numbers, not 0.63 (AVX-512)
+BLOCK_SIZES = (32, 64, 128)  # those that ONNX Runtime's CPU kernels multiply in int8
+_ROWS_AT_A_TIME = 256  # their transposed copy suits the CPU's caches: 64 Mi numbers take 0.49 s, with 1024 rows 0.63 s (AVX-512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +28,22 @@ class Quantization:
     """How weights are quantised."""
 
     bits: int  # 4 or 8
-    block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES; plans in int8 have one scale an output
+    block_size: int = 32  # inputs that share one scale, one of BLOCK_SIZES; int8 plans have one scale per output instead
     method: str = "rtn"  # a name of METHODS
-    outer_bits: int | None = None  # of embedding and head; None: the same
+    outer_bits: int | None = None  # bits of embedding and head; None: same as `bits`
 
     @property
     def name(self) -> str:
-        """`int4`, as manifests say it."""
+        """The name in manifests, such as `int4`."""
         return f"int{self.bits}"
 
     @property
     def outer(self) -> Quantization:
-        """What embedding and head are."""
+        """How embedding and head are quantised."""
         return replace(self, bits=self.outer_bits or self.bits, outer_bits=None)
 
     def parts(self, weight: Floats) -> Parts:
-        """A matrix [N, K] to what the operator takes of it; rows that lie on levels already keep them."""
+        """Quantise a matrix [N,K] to the operator's inputs. Rows that lie on levels already keep them."""
         kept = kept_levels(weight, self.bits, self.block_size)
         if kept is None or not kept.rows.all():
             rounded = METHODS[self.method](weight, self.bits, self.block_size)
@@ -61,17 +61,18 @@ class Quantization:
         return merged
 
     def with_zero_points(self, parts: Parts) -> Parts:
-        """The same matrix, its zero points written out where they are in the middle of the levels."""
+        """The same matrix with explicit zero points, where the operator's default (the middle level) was implied."""
         outputs, blocks, *_ = parts["weight"].shape
         return parts if "zero_points" in parts else parts | middle_zero_points(outputs, blocks, self.bits)
 
 
 def _round_to_nearest(weight: Floats, bits: int, block: int) -> Parts:
-    """A matrix [N, K] to blocks [N, K / block, block * bits / 8] and their scales [N * K / block].
+    """Quantise a matrix [N,K] to blocks [N, K / block, block * bits / 8] and their scales [N * K / block].
 
-    Some rows at a time: the quantiser wants a copy turned, and counts no more than 2**31 numbers (Gemma 4's per-layer inputs).
+    Works on some rows at a time: the quantiser needs a transposed copy and handles at most 2**31 numbers (Gemma 4's per-layer
+    inputs have more).
     """
-    guard = logging.NullHandler()  # importing the quantiser would switch on everybody's INFO messages
+    guard = logging.NullHandler()  # without a handler, importing the quantiser sets the root logger to INFO
     logging.getLogger().addHandler(guard)
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
@@ -86,14 +87,14 @@ def _round_to_nearest(weight: Floats, bits: int, block: int) -> Parts:
 
 
 def _k_quant(weight: Floats, bits: int, block: int) -> Parts:
-    """As above, with zero points [N, ceil(K / block * bits / 8)]; some rows at a time: the search takes 10x their memory."""
+    """Like `_round_to_nearest`, with zero points [N, ceil(K / block * bits / 8)]. The search takes 10x its rows' memory."""
     from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
 
     outputs, inputs = weight.shape
     packed, scales, zeros = [], [], []
     for start in range(0, outputs, _ROWS_AT_A_TIME):
         rows = np.ascontiguousarray(weight[start : start + _ROWS_AT_A_TIME])
-        with np.errstate(invalid="ignore"):  # of a block of zeros, as padding tokens have in an embedding, its search says so
+        with np.errstate(invalid="ignore"):  # 0 / 0 in blocks of zeros: an embedding's padding tokens
             levels, scale, zero = quant_tensor_k_quant_cpu(rows, bits, block)
         levels, scale, zero = _begun_at_zero(rows.reshape(-1, block), bits, levels.reshape(-1, block), scale, zero)
         packed.append(_nibbles(levels.astype(np.uint8).reshape(-1, block), bits).reshape(len(rows), inputs // block, -1))
@@ -103,10 +104,13 @@ def _k_quant(weight: Floats, bits: int, block: int) -> Parts:
 
 
 def _begun_at_zero(blocks: Floats, bits: int, levels: Any, scale: Any, zero: Any) -> tuple[Any, Any, Any]:
-    """Blocks [B,b] and what was found of them, but blocks of one sign rounded to nearest between 0 and their largest number.
+    """Redo blocks whose numbers share a sign: round to nearest, with levels spanning 0 to the number of largest magnitude.
 
-    The search lets their levels begin at their least number, for which the operator has no zero point: 0.015 .. 0.02 came out
+    The search starts their levels at the smallest number, which no zero point of the operator can express: 0.015 .. 0.02 came out
     74 % off.
+
+    Args:
+        blocks: B blocks of b numbers, [B,b]; `levels`, `scale` and `zero` are what the search found for them.
     """
     one_sign, most = (blocks.min(1) > 0) | (blocks.max(1) < 0), (1 << bits) - 1
     steps = np.abs(blocks[one_sign]).max(1, keepdims=True) / most
@@ -126,12 +130,12 @@ def _packed(kept: Levels, bits: int) -> Parts:
 
 
 def middle_zero_points(outputs: int, blocks: int, bits: int) -> Parts:
-    """In the middle of the levels, where the operator has them if they are not given: [N, ceil(K / block * bits / 8)]."""
+    """The operator's default zero points, the middle level, written out: [N, ceil(K / block * bits / 8)]."""
     return {"zero_points": _nibbles(np.full((outputs, blocks), 1 << (bits - 1), np.uint8), bits)}
 
 
 def _nibbles(levels: Bytes, bits: int) -> Bytes:
-    """Two levels a byte, the lower one first, along the last axis; levels of 8 bits as they are."""
+    """Pack 4-bit levels along the last axis, two per byte, the first in the low half; 8-bit levels stay as they are."""
     if bits == 8:
         return levels
     even = np.pad(levels, [(0, 0)] * (levels.ndim - 1) + [(0, levels.shape[-1] % 2)])

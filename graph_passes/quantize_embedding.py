@@ -1,9 +1,9 @@
-"""The token embedding in the blocks that QuantizeWeightsPass makes of a head.
+"""Quantise the token embedding in the same blocks that QuantizeWeightsPass uses for the head.
 
     Gather(W, input_ids) -> com.microsoft.GatherBlockQuantized(W quantised, input_ids, scales[, zero points])
 
-A step reads one row a token of it, so this saves no time; it saves the copy: a tied embedding and head are the same bytes.
-Other tables (positions) stay as they are: they are small, and every hidden state begins with their error.
+A step reads only one row per token, so this saves no time. It saves a copy: a tied embedding and head become the same bytes.
+Other tables (positions) stay as they are: they are small, and their error would enter every hidden state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizeEmbeddingPass(ir.passes.InPlacePass):
-    """Declines a table whose width is no multiple of the block, and any that is not looked up by the token ids alone."""
+    """Declines tables whose width is not a multiple of the block size, and tables not indexed directly by `input_ids`."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()
@@ -61,5 +61,5 @@ class QuantizeEmbeddingPass(ir.passes.InPlacePass):
 
 
 def _by_row(parts: Parts) -> Parts:
-    """The same bytes, as the lookup wants them: a row of blocks, a row of scales."""
+    """The same bytes in the lookup's layout, one row of each input per table row."""
     return {name: data.reshape(len(parts["weight"]), -1) for name, data in parts.items()}

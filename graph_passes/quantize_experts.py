@@ -1,9 +1,9 @@
-"""A mixture of experts in the blocks that QuantizeWeightsPass makes of matrices.
+"""Quantise a mixture of experts in the same blocks that QuantizeWeightsPass uses for matrices.
 
     com.microsoft.MoE(x, router, W_gate_up [E,2I,H], its bias, W_down [E,H,I], its bias)
     -> com.microsoft.QMoE(x, router, both quantised, each with its scales and bias[, zero points]), activations in int8
 
-ONNX Runtime packs these as it does matrices: for a CPU what it packs is stored and mapped, for a GPU each load packs anew.
+ONNX Runtime packs them as it packs matrices: for a CPU the packed form is stored and mapped, on a GPU every load packs again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizeExpertsPass(ir.passes.InPlacePass):
-    """Takes every mixture; their widths must be multiples of the block (`exporter.feasible` sees to it)."""
+    """Applies to every mixture; widths must be multiples of the block size (`exporter.feasible` checks this)."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         ir.convenience.replace_nodes_and_values(graph, node, [node], [quantised], node.outputs, quantised.outputs)
 
     def _parts(self, parameter: ir.Value) -> Parts:
-        """A parameter [E,N,K] to levels [E, N, K * bits / 8], scales [E, N, K / block] and zero points beside them."""
+        """Quantise a parameter [E,N,K] to levels [E, N, K * bits / 8], scales [E, N, K / block] and, if needed, zero points."""
         tensor = parameter.const_value
         assert tensor is not None
         outputs = tensor.shape.numpy()[1]
@@ -65,4 +65,4 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         if any("zero_points" in parts for parts in each):
             each = [self.how.with_zero_points(parts) for parts in each]
         stacked = {name: np.stack([parts[name].reshape(outputs, -1) for parts in each]) for name in each[0]}
-        return stacked | {"scales": stacked["scales"].astype(tensor.dtype.numpy())}  # the rows' own dtype: CUDA takes no other
+        return stacked | {"scales": stacked["scales"].astype(tensor.dtype.numpy())}  # CUDA takes only the rows' dtype

@@ -1,12 +1,12 @@
-"""The experts' matrices as levels, for TensorRT, of which a step reads those that it chooses.
+"""Quantise the experts' matrices in standard operators, for TensorRT, so that a step reads only the levels of its experts.
 
     W [E,N,K]  ->  Reshape(Cast(DequantizeLinear(levels [E*N,K], scales fp32)), [E,N,K])
 
-Levels and scales as `quantize_plan_weights` has them. TensorRT-RTX 1.7.1 makes one kernel of this, the look-up by which a step
-chooses, its product and its sum (`write_out_experts`). For a prompt it writes the matrix out, once a pass. With scales of 16 bits
-and no Cast it would not, but keep levels of 4 bits twice, in two orders.
+Levels and scales are as in `quantize_plan_weights`. TensorRT-RTX 1.7.1 fuses these nodes with a step's look-up, product and sum
+(`write_out_experts`) into one kernel. For a prompt it writes the dequantised matrix out, once per pass. With 16-bit scales and no
+Cast it would not, but it would store 4-bit levels twice, in two orders.
 
-What levels lack whose zero is not in their middle is added to each block.
+Where a zero point is not the middle level, (8 - zero) * scale is added to each number of its block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizePlanExpertsPass(ir.passes.InPlacePass):
-    """Takes parameters [E,N,K] that are looked up; declines, in 4 bits, those whose K is no multiple of the block."""
+    """Applies to parameters [E,N,K] read by a Gather; in 4 bits declines those whose K is not a multiple of the block size."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()
@@ -86,5 +86,5 @@ def _replace(graph: ir.Graph, parameter: ir.Value, how: Quantization) -> None:
 
 
 def _missing(parts: Parts) -> Array:
-    """`what_is_missing`, 0 where every zero is in the middle."""
+    """`what_is_missing`, or zeros where there are no zero points."""
     return what_is_missing(parts) if "zero_points" in parts else np.zeros(parts["weight"].shape[:2], np.float32)

@@ -1,17 +1,18 @@
-"""Weight-only quantisation in standard operators, whose levels TensorRT reads as they are stored.
+"""Weight-only quantisation in standard operators, for TensorRT, which reads the levels as they are stored.
 
     MatMul(x, Transpose(W)) or MatMul(x, W) or Gemm(x, W, bias)  ->  MatMul(x, DequantizeLinear(levels, scales)) [+ bias]
 
-In 4 bits a scale belongs to a block of inputs, in 8 to an output: TensorRT-RTX 1.7.1 makes one kernel of either and its product,
-and writes a matrix in blocks of 8 bits out as floats first, in each step (its builder's list of kernels). Levels of 4 bits lie
-[N,K], as ONNX Runtime's quantiser gives them, and are turned; of 8 bits [K,N], as a plan would hold turned ones twice.
+4-bit levels have one scale per block of inputs, 8-bit levels one per output. TensorRT-RTX 1.7.1 fuses either form with its
+product into one kernel, but would write out a matrix of 8-bit blocks as floats in every step (its builder's list of kernels).
+4-bit levels are stored [N,K], as ONNX Runtime's quantiser yields them, and transposed in the graph. 8-bit levels are stored
+[K,N], because a plan would hold transposed ones twice.
 
-TensorRT takes levels whose zero is in their middle. What others (k-quant's, AWQ's) lack is a product of its own, of each block's
-sum of inputs:
+TensorRT takes only levels whose zero is the middle one. For other zero points (k-quant's, AWQ's) a second product, with the sum
+of each block's inputs, adds what is missing:
 
     x (levels - zero) scale  =  x (levels - 8) scale + sum(x) (8 - zero) scale
 
-A step of two Llama layers is 36 kernels then instead of 22, and another number is read for each block.
+A step of two Llama layers then takes 36 kernels instead of 22, and reads one more number per block.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from skipdecode.graph_passes.quantize_weights import as_rows, quantisable
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
-Store = Callable[[str, Array], ir.Value]  # what they are, the numbers (uint8: pairs of 4 bits) -> an initializer
-_MIDDLE = 0x88  # of two levels of 4 bits; without it they are signed ones
+Store = Callable[[str, Array], ir.Value]  # name suffix, numbers (uint8: pairs of 4-bit levels) -> initializer
+_MIDDLE = 0x88  # the middle level, 8, in both halves of a byte; XOR with it makes 4-bit levels signed
 _ROWS_AT_A_TIME = 1024
 
 
 class QuantizePlanWeightsPass(ir.passes.InPlacePass):
-    """Declines what `quantisable` does; in 8 bits, whose scales are one an output, inputs may be of any number."""
+    """Declines what `quantisable` leaves out; in 8 bits, with one scale per output, any number of inputs will do."""
 
     def __init__(self, how: Quantization) -> None:
         super().__init__()
@@ -93,12 +94,12 @@ def _multiply_in_4_bits(tape: Tape, rows: ir.Value, parts: Parts, block: int, st
 
 
 def signed_pairs(parts: Parts) -> Array:
-    """Levels of 4 bits, two a byte, less 8."""
+    """Packed 4-bit levels less 8, that is, as INT4."""
     return parts["weight"] ^ np.uint8(_MIDDLE)
 
 
 def what_is_missing(parts: Parts) -> Floats:
-    """(8 - zero) scale of each block [N, K / block], where a zero is not 8."""
+    """(8 - zero) * scale of each block, [N, K / block]."""
     outputs, blocks, _ = parts["weight"].shape
     pairs = parts["zero_points"]
     zeros = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(outputs, -1)[:, :blocks]
@@ -107,7 +108,7 @@ def what_is_missing(parts: Parts) -> Floats:
 
 
 def _block_sums(tape: Tape, rows: ir.Value, block: int) -> ir.Value:
-    """Rows [..,K] to [..,K / block]."""
+    """The sum of each block of rows [..,K]: [..,K / block]."""
     assert rows.shape is not None
     blocks = tape.op("Reshape", [rows, constant(tape, *[0] * (len(rows.shape) - 1), -1, block)])
     return tape.op("ReduceSum", [blocks, constant(tape, -1)], {"keepdims": 0})
@@ -120,7 +121,7 @@ def _multiply_in_8_bits(tape: Tape, rows: ir.Value, weight: Floats, floats: ir.D
 
 
 def levels_by_output(weight: Floats, stored: ir.DataType) -> tuple[Array, Floats]:
-    """A matrix [N,K] to int8 [N,K] and a scale an output [N], which `stored` holds exactly; rows on levels already keep them."""
+    """Quantise a matrix [N,K] to int8 [N,K] with one scale per output [N], exact in `stored`; rows on levels keep them."""
     outputs, inputs = weight.shape
     levels, scales = np.empty(weight.shape, np.int8), np.empty(outputs, np.float32)
     least = float(np.nextafter(stored.numpy().type(0), stored.numpy().type(1)))  # TensorRT refuses a scale of 0
@@ -138,7 +139,7 @@ def levels_by_output(weight: Floats, stored: ir.DataType) -> tuple[Array, Floats
 
 
 def _rounded_up(numbers: Floats, stored: ir.DataType) -> Floats:
-    """As the dtype holds them, none smaller than it is."""
+    """The numbers rounded up to what the dtype `stored` can hold."""
     nearest = numbers.astype(stored.numpy())
     above = np.nextafter(nearest, stored.numpy().type(np.inf))
     rounded: Floats = np.where(nearest.astype(np.float32) < numbers, above, nearest).astype(np.float32)

@@ -1,11 +1,11 @@
-"""Weight-only quantisation of products, block by block.
+"""Weight-only quantisation of products, block by block, for ONNX Runtime.
 
     MatMul(x, Transpose(W)) or MatMul(x, W) [+ bias] or Gemm(x, W, bias)
     -> com.microsoft.MatMulNBits(x, W quantised, scales[, zero points][, bias]), blocks of inputs, activations in int8
 
-Decoding at batch 1 reads every weight once a step, so bytes are time (measured on 12 layers of width 1024, 2 cores: 17.9 ms in
-fp32, 9.5 in int8, 7.5 in int4). `accuracy_level=4` matters: without it 8 bits are 15x slower. The
-bias inside makes an OPT 24 x 1024 step in int4 1.05x as fast at batch 1 and at batch 4 (AMD EPYC, 2 cores, interleaved).
+Decoding at batch 1 reads every weight once per step, so bytes are time (measured on 12 layers of width 1024, 2 cores: 17.9 ms
+in fp32, 9.5 in int8, 7.5 in int4). `accuracy_level=4` matters: without it 8 bits are 15x slower. Moving the bias inside makes an
+OPT 24 x 1024 step in int4 1.05x as fast, at batch 1 and at batch 4 (AMD EPYC, 2 cores, interleaved runs).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "Attention", "GroupQueryAtt
 
 
 class QuantizeWeightsPass(ir.passes.InPlacePass):
-    """Declines widths that are no multiple of the block, what is not a parameter, or one of several products, and routers.
+    """Declines matrices that are not parameters or serve several products, widths not a multiple of the block size, and routers.
 
-    A mixture's router is a thousandth of its layer, and an error of its changes which experts compute.
+    A mixture's router is a thousandth of its layer, and its error changes which experts compute.
     """
 
     def __init__(self, how: Quantization) -> None:
@@ -53,9 +53,12 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
 
 
 def quantisable(graph: ir.Graph, multiple: int) -> Iterator[tuple[ir.Node, ir.Value, bool]]:
-    """Each product by a parameter of its own whose width is such a multiple, but for routers; with `matrix_parameter` of it.
+    """Yield each product, except routers, by a parameter that no other product reads, with its `matrix_parameter`.
 
-    It may be replaced before the next one is asked for.
+    The caller may replace a product before it asks for the next.
+
+    Args:
+        multiple: the parameter's number of inputs must be a multiple of it.
     """
     for node in list(graph):
         found = matrix_parameter(node)
@@ -64,7 +67,7 @@ def quantisable(graph: ir.Graph, multiple: int) -> Iterator[tuple[ir.Node, ir.Va
 
 
 def is_router(node: ir.Node) -> bool:
-    """Whether what the node gives decides a choice, before any other matrix."""
+    """Whether the node's result reaches a TopK, or the router input of MoE, without passing another product."""
     waiting, seen = [node], {node}
     while waiting:
         for reader, index in [(use.node, use.idx) for value in waiting.pop().outputs for use in value.uses()]:
@@ -77,20 +80,20 @@ def is_router(node: ir.Node) -> bool:
 
 
 def _is_shared(parameter: ir.Value) -> bool:
-    """Whether several products read it: Gemma 3n's router of its streams, four rows, does so before and after a layer."""
+    """Whether several products read it, as they do Gemma 3n's stream router: four rows, read before and after each layer."""
     readers = [use.node for use in parameter.uses()]
     turned = [reader for reader in readers if reader.op_type == "Transpose"]
     return len(readers) - len(turned) + sum(len(reader.outputs[0].uses()) for reader in turned) > 1
 
 
 def _num_inputs(parameter: ir.Value, transposed: bool) -> int:
-    """K."""
+    """K, the number of inputs."""
     assert parameter.const_value is not None
     return int(parameter.const_value.shape.numpy()[1 if transposed else 0])
 
 
 def as_rows(parameter: ir.Value, transposed: bool) -> Floats:
-    """The parameter as [N, K] float32, mapped where it is stored so."""
+    """The parameter as [N,K] float32, without a copy where it is stored so."""
     assert parameter.const_value is not None
     data = parameter.const_value.numpy()
     return np.asarray(data if transposed else data.T, dtype=np.float32)
@@ -101,10 +104,10 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
     parts = how.parts(weight)
     outputs, inputs = weight.shape
     assert parameter.const_value is not None
-    parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # the rows' own dtype, says the operator
+    parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # must be the dtype of the rows
     registered = register_parts(graph, str(parameter.name), parts)
     for part in registered:
-        part.meta.update(parameter.meta)  # which tells what of an expert's matrix a step reads
+        part.meta.update(parameter.meta)  # READ_SHARE of an expert's matrix
     values: list[ir.Value | None] = [*registered]
     bias, last = _bias(node, outputs)
     if bias is not None:
@@ -117,7 +120,7 @@ def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bo
 
 
 def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
-    """What is added to each row of the product, by itself or by an Add that alone reads it; and the node that gives the sum."""
+    """The product's bias, its own or that of an Add that is its only reader, and the node that yields the sum."""
     if node.op_type == "Gemm":
         return optional(node, 2), node
     readers = list(node.outputs[0].consumers())
@@ -129,5 +132,5 @@ def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
 
 
 def register_parts(graph: ir.Graph, parameter: str, parts: Parts) -> list[ir.Value]:
-    """Initializers called after the parameter they stand for."""
+    """Add the parts as initializers named after the parameter that they replace."""
     return [add_constant(graph, ir.tensor(data, name=f"{parameter}.quantised.{part}")) for part, data in parts.items()]

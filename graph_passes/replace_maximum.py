@@ -1,9 +1,9 @@
-"""The largest number of a row, and its place, by TopK.
+"""Replace maxima over the last axis by TopK.
 
     ReduceMax(x, axes [-1], keepdims=1)      ->      TopK(x, 1)
     ArgMax(x, axis=-1, keepdims=0)           ->      Squeeze(TopK(x, 1), [-1])
 
-ONNX Runtime's CUDA provider asks cuDNN for maxima, and for nothing else of a decoder; of bf16 it has no ArgMax.
+Why: maxima are all that ONNX Runtime's CUDA provider needs cuDNN for in a decoder, and its ArgMax does not support bf16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from skipdecode.graph_passes.conventions import integers, optional
 
 
 class ReplaceMaximumPass(ir.passes.InPlacePass):
-    """Leaves maxima over other axes."""
+    """Declines maxima over other axes."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type in ("ReduceMax", "ArgMax") and _of_rows(node)]

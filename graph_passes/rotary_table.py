@@ -1,4 +1,4 @@
-"""A rotary embedding's cosines and sines as two tables, a row for each position, which GroupQueryAttention can rotate by.
+"""Precompute a rotary embedding as the tables of cosines and sines, one row per position, that GroupQueryAttention rotates by.
 
 RotaryEmbedding(x, Cos(position * frequencies) * factor, Sin(position * frequencies) * factor)
 -> cos_cache, sin_cache [max_length, rotary D / 2]
@@ -15,7 +15,9 @@ from skipdecode.graph_passes.conventions import add_constant, producer, static_d
 
 
 def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> list[ir.Value] | None:
-    """cos_cache and sin_cache; None, where rotary stays outside: the operator has one rotation, from constant frequencies.
+    """The initializers cos_cache and sin_cache, shared by layers with the same frequencies.
+
+    None where rotation must stay outside the operator, which rotates query and key alike and by constant frequencies.
 
     Args:
         rotated: the query, and the new key where there is one.
@@ -33,16 +35,16 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
         return None
     assert frequencies.const_value is not None
     values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
-    if values.shape[1] % 8 or static_dim(rotated[0], 3) % 16:  # the operator's own limits
+    if values.shape[1] % 8 or static_dim(rotated[0], 3) % 16:  # limits of the operator
         return None
     steps = np.arange(max_length, dtype=np.float32)[:, None] * values
     tables, kind = [], rotated[0].dtype or ir.DataType.FLOAT
     for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
-        # layers of one graph may have frequencies of their own (Gemma 3)
+        # layers of one graph may have different frequencies (Gemma 3)
         name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"
         if name not in graph.initializers:
             table = function(steps) * np.float32(factor)
-            add_constant(graph, ir.Tensor(table.astype(kind.numpy()), dtype=kind, name=name))  # the operator wants the query's
+            add_constant(graph, ir.Tensor(table.astype(kind.numpy()), dtype=kind, name=name))  # must be the query's dtype
         tables.append(graph.initializers[name])
     return tables
 
@@ -55,7 +57,7 @@ def _same(one: ir.Node, other: ir.Node) -> bool:
 
 
 def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
-    """Narrow graphs compute it for each of its readers, from the same angles."""
+    """Whether two values are the same cosines or sines. Narrow graphs compute them once per reader, from the same angles."""
     (made, factor), (its, its_factor) = _unscaled(one), _unscaled(other)
     if made is None or its is None:
         return one is other
@@ -63,7 +65,7 @@ def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
 
 
 def _unscaled(value: ir.Value | None) -> tuple[ir.Node | None, float]:
-    """What makes `value`, were it not for a cast (tables are computed in fp32 in narrow graphs too) and a factor (yarn's)."""
+    """The node that produces `value`, looking through casts (narrow graphs compute tables in fp32), and the factor (yarn's)."""
     node, factor = producer(value), 1.0
     while node is not None and node.op_type in ("Cast", "Mul"):
         if node.op_type == "Mul":

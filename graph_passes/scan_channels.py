@@ -1,11 +1,11 @@
-"""Linear attention of one number a value and a decay for each number of a key (Mamba), for a CPU: a Scan over all channels.
+"""Rewrite linear attention with values of size 1 and a decay per key number (Mamba) as a Scan over all channels, for CPUs.
 
     LinearAttention(C and B [B,S,N] of each of I heads, u [B,S,I], past [B,I,N,1], dt [B,S,I] * A [I,N])
     ->  Scan over the tokens: state = Exp(dt * A^T) * state + B u [B,N,I], y = C state
 
-Why: ONNX Runtime's operator goes from head to head, of which there are thousands here, and wants their keys, queries and decays
-written out. Four layers as falcon-mamba-7b's (8192 channels, N = 16) in int4: a step 12.6 ms with the scan, 15.9 with the
-operator, of 4 rows 25.5 and 38.5, a prompt of 64 tokens 259 and 401 (AMD EPYC with AVX-512, 2 cores, interleaved).
+Why: ONNX Runtime's operator loops over heads, thousands of them here, and needs keys, queries and decays expanded for each. Four
+layers like falcon-mamba-7b's (8192 channels, N = 16) in int4: a step takes 12.6 ms with the Scan and 15.9 with the operator, a
+step of 4 rows 25.5 and 38.5, a prompt of 64 tokens 259 and 401 (AMD EPYC with AVX-512, 2 cores, interleaved runs).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skipdecode.graph_passes.conventions import constant, static_dim
 
 
 class ScanChannelsPass(ir.passes.InPlacePass):
-    """Leaves other linear attention to `lower_linear_attention`."""
+    """Declines other linear attention, which `lower_linear_attention` handles."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _ScanChannels.rule()))
@@ -61,7 +61,7 @@ class _ScanChannels(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 def _one_token(rates: ir.Value, size: int, channels: int) -> ir.Graph:
-    """The body: state [B,N,I], step and value [B,I], key and query [B,N] -> state, y [B,I]; `rates` [N,I] is from without."""
+    """The body: state [B,N,I], step and value [B,I], key and query [B,N] -> state, y [B,I]; `rates` [N,I] is an outer value."""
     numbers = ir.TensorType(ir.DataType.FLOAT)
     shapes = {"state": (size, channels), "step": (channels,), "value": (channels,), "key": (size,), "query": (size,)}
     state, step, value, key, query = (
@@ -76,5 +76,5 @@ def _one_token(rates: ir.Value, size: int, channels: int) -> ir.Graph:
     for result, shape in ((present, (size, channels)), (out, (channels,))):
         result.shape, result.type = ir.Shape(["B", *shape]), numbers
     for index, made in enumerate(output for node in tape.nodes for output in node.outputs):
-        made.name = f"token_{index}"  # that of no value around the body
+        made.name = f"token_{index}"  # must differ from every name outside the body
     return ir.Graph([state, step, value, key, query], [present, out], nodes=tape.nodes, name="one_token")

@@ -1,10 +1,10 @@
-"""A weight that embedding and head share, as an input of both: on a device they read one copy of it.
+"""Make a weight that embedding and head share a graph input of both, so that they read one copy on a device.
 
     Gather(W, ids)                     ->      Gather(tied_weight, ids)
     MatMul(x [B,1,E], Transpose(W))    ->      Unsqueeze(Gemm(Squeeze(x, 1), tied_weight, transB=1)[:, :V], 1)
 
-Gemm, because an input is transposed in each step where a weight of the engine's own is once, at load. The input has a multiple
-of 8 rows; where V is one, nothing is cut off.
+Gemm replaces Transpose and MatMul because an engine transposes its own weights once, at load, but an input in every step. The
+input's rows are padded to a multiple of 8; the Slice is left out where V is one already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skipdecode.graph_passes.conventions import add_constant
 
 
 class ShareTiedWeightPass(ir.passes.InPlacePass):
-    """Applies to a graph that has the parameter `name`, [V,E], and multiplies one position by it, if any."""
+    """Declines graphs without the parameter `name` [V,E]. A product with it must be of a single position."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ShareTiedWeightPass(ir.passes.InPlacePass):
 
 
 def _multiply(graph: ir.Graph, node: ir.Node, weight: ir.Value, vocabulary: int) -> None:
-    """`node` is MatMul(x [B,1,E], the transposed weight)."""
+    """Replace `node`, MatMul(x [B,1,E], transposed weight), by a Gemm with `weight`."""
     rows, axes = node.inputs[0], _constant(graph, "axes", 1)
     assert node.op_type == "MatMul" and rows is not None and rows.shape is not None and rows.shape[1] == 1
     flat = ir.node("Squeeze", [rows, axes])

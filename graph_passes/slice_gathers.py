@@ -1,9 +1,9 @@
-"""One of several parts as a slice.
+"""Replace a Gather of one constant index by a Slice.
 
     Gather <axis = 3> (x [B,S,H,3,D], 1)  ->  Squeeze(Slice(x, 1, 2), 3)
 
-Why: where quantised weights give query, key and value side by side and norms follow (Persimmon), TensorRT-RTX 1.7.1's builder
-ends with signal 11 over the one and builds the other.
+Why: where quantised weights yield query, key and value side by side and norms follow (Persimmon), TensorRT-RTX 1.7.1's builder
+crashes with signal 11 on the Gather but builds the Slice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from skipdecode.graph_passes.conventions import TO_THE_END, integers, required
 
 
 class SliceGathersPass(ir.passes.InPlacePass):
-    """Leaves look-ups alone: of what is stored or given, and by indices that are not one constant number."""
+    """Declines look-ups in initializers or graph inputs, and indices that are not a constant scalar."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [(node, index) for node in model.graph if (index := _part(node)) is not None]
@@ -30,7 +30,7 @@ class SliceGathersPass(ir.passes.InPlacePass):
 
 
 def _part(node: ir.Node) -> int | None:
-    """Which part of what another node gives; None where the node gives something else."""
+    """The constant index that the node takes from another node's result; None if the node does something else."""
     if node.op_type != "Gather" or node.domain != "" or required(node).producer() is None:
         return None
     index = required(node, 1).const_value

@@ -1,9 +1,9 @@
-"""Splits into unlike parts as a Slice each.
+"""Replace a Split into parts of different sizes by one Slice per part.
 
     Split(x, sizes [4, 2, 2]) -> Slice(x, 0, 4), Slice(x, 4, 6), Slice(x, 6, 8)
 
-Why: for unlike parts ONNX Runtime's CUDA provider copies a table from the host's memory at each run, which a CUDA graph
-would read where something else lies by then.
+Why: for different sizes ONNX Runtime's CUDA provider copies a table from host memory in each run. A CUDA graph would replay that
+copy after the memory has been reused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skipdecode.graph_passes.take_over import take_over
 
 
 class SliceUnevenSplitsPass(ir.passes.InPlacePass):
-    """Leaves Splits into equal parts, of which the provider needs no table."""
+    """Declines Splits into equal parts, for which the provider needs no table."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         uneven = [(node, sizes) for node in model.graph if (sizes := _unlike_sizes(node))]
@@ -27,7 +27,7 @@ class SliceUnevenSplitsPass(ir.passes.InPlacePass):
 
 
 def _unlike_sizes(node: ir.Node) -> list[int]:
-    """Of the parts; none where they are alike."""
+    """The sizes of the parts; empty where they are equal or the node is not such a Split."""
     given = optional(node, 1) if node.op_type == "Split" else None
     if given is None:
         return []

@@ -1,13 +1,13 @@
-"""Linear biases (ALiBi) as GroupQueryAttention takes them: for each query, as long as the longest row.
+"""Rebuild linear biases (ALiBi) in the shape that GroupQueryAttention takes: per query, as long as the longest row.
 
     slope of a head * (slot - the query's position) [B,NH,S,C]      ->      the same [B,NH,S,total_sequence_length]
 
-CUDA's operator, where it has biases (unfused_attention.cu of ONNX Runtime 1.31), takes the last of S new tokens for the last
-valid slot, also of a row that a pass over prompts pads: with n valid slots its queries would be those at n - S .. n - 1. So it
-is told that padding is valid, too (`last_slots`): no query sees what comes after it, and the next steps write over it.
+With biases CUDA's operator (unfused_attention.cu of ONNX Runtime 1.31) assumes that the last of S new tokens is in the last valid
+slot, even in a row that prefill pads: with n valid slots it would place the queries at n - S .. n - 1. `last_slots` therefore
+declares padding valid, too. That is harmless: no query sees what comes after it, and the next steps overwrite the padding.
 
-Both are made once a graph: a step of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as with each layer's own (AMD
-EPYC, 2 cores, interleaved). The length is a number on the host, which Slice reads there.
+Biases and last slots are computed once per graph: a step of BLOOM's 24 layers of width 1024 in int4 is 1.07x as fast as when each
+layer computes its own (AMD EPYC, 2 cores, interleaved runs). The length is on the host, where Slice reads it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LAST_SLOTS = "last_slots"
 
 
 def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Value, max_length: int) -> ir.Value:
-    """The operator's `attention_bias`, which layers of one graph with the same slopes share.
+    """The operator's `attention_bias`, shared by all layers of the graph that have the same slopes.
 
     Args:
-        bias: slopes times the ways from query to slot, perhaps cast.
+        bias: the traced slopes times distances from query to slot, perhaps cast.
         total: the graph's input `total_sequence_length`.
-        max_length: the most that it can be.
+        max_length: upper bound of `total`.
     """
     slopes = _slopes(bias)
     name = f"alibi_{zlib.crc32(slopes.tobytes()):08x}"
@@ -54,7 +54,7 @@ def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Valu
 
 
 def last_slots(graph: ir.Graph, before: ir.Node) -> ir.Value:
-    """The operator's `seqlens_k` where it has biases, int32 [B]: each row's last position, be it padding or not."""
+    """The operator's `seqlens_k` where it has biases, int32 [B]: each row's last position, padding included."""
     known = _known(graph, _LAST_SLOTS)
     if known is not None:
         return known
@@ -68,17 +68,17 @@ def last_slots(graph: ir.Graph, before: ir.Node) -> ir.Value:
 
 
 def _known(graph: ir.Graph, name: str) -> ir.Value | None:
-    """What a node of the graph has made already."""
+    """The value of this name, if a node of the graph produces it already."""
     return next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
 
 
 def _positions(graph: ir.Graph) -> ir.Value:
-    """[B,S]"""
+    """The graph's position ids [B,S]."""
     return inputs_by_name(graph)[bindings.POSITION_IDS]
 
 
 def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]]:
-    """[1,NH,1,1]"""
+    """The constant slopes in `bias`, [1,NH,1,1]."""
     product = _made_by(bias, "Mul")
     slopes, ways = product.inputs
     assert slopes is not None and slopes.const_value is not None, "slopes that are not constant"
@@ -88,7 +88,7 @@ def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np
 
 
 def _made_by(value: ir.Value | None, op_type: str) -> ir.Node:
-    """What makes `value`, were it not for casts."""
+    """The node that produces `value`, looking through casts; it must be an `op_type`."""
     node = producer(uncast(value))
     assert node is not None and node.op_type == op_type, f"{value and value.name} is not made by {op_type}"
     return node

@@ -1,14 +1,15 @@
-"""A mixture with an activation that ONNX Runtime's operator has not, for a CPU: each expert multiplies the tokens that chose it.
+"""Split a mixture of GELU experts into one product per expert with the tokens that chose it, for CPUs.
 
     Sum over E of (MatMul(Gelu(gate) * up, W_down) * ScatterElements(0, chosen, weights))
     -> x of each choice, sorted by expert, split into E parts: MatMul(part, W_gate_up of its expert), joined
        Gelu(gate) * up, split again: MatMul(part, W_down of its expert), joined, times the weights, added up by token
 
-A part may have no rows, and then its product costs next to nothing. Each expert has matrices of its own, which are quantised,
-packed and mapped as all others are. The experts of a layer of Gemma 4 26B-A4B (8 of 128, 2816 x 704) in int4, beside the operator
-with the activation that it has, SwiGLU: a step 2.2 ms (1.7), of 4 rows 6.1 (8.5), 64 tokens 57 (55). An If for each expert, which
-was tried first, is 0.95x as fast a step, 0.90x of 4 rows, and takes half a GB more of 30 layers (random weights, AMD EPYC, 2
-cores, interleaved).
+Why: ONNX Runtime's operator lacks this activation. A part without rows costs next to nothing. Each expert has its own matrices,
+which are quantised, packed and mapped like all others.
+
+Measured: the experts of a layer of Gemma 4 26B-A4B (8 of 128, 2816 x 704) in int4, in brackets the operator with SwiGLU, which it
+has: a step 2.2 ms (1.7), a step of 4 rows 6.1 (8.5), 64 tokens 57 (55). With an If per expert instead a step is 0.95x as fast,
+one of 4 rows 0.90x, and 30 layers take half a GB more (random weights, AMD EPYC, 2 cores, interleaved runs).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SplitExpertsPass(ir.passes.InPlacePass):
-    """Takes gated experts with a GELU; leaves other mixtures to `lower_experts`."""
+    """Applies to gated experts with a GELU; `lower_experts` handles other mixtures."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _ByExpert.rule()))
@@ -56,7 +57,7 @@ class _ByExpert(GeluExperts):
         return op.ScatterND(nothing, op.Unsqueeze(tokens, last), weighed, reduction="add")
 
     def _products(self, op: Any, rows: ir.Value, counts: ir.Value, parameter: ir.Value, chosen: ir.Value) -> ir.Value:
-        """Rows [T*K,K'] in the experts' order, of each as many as `counts` [E] says, by its matrix: [T*K,N]."""
+        """Multiply rows [T*K,K'], sorted by expert with `counts` [E] rows each, by their expert's matrix: [T*K,N]."""
         experts, outputs, inputs = (static_dim(parameter, axis) for axis in range(3))
         parts = op.Split(rows, counts, axis=0, _outputs=experts)
         assert parameter.const_value is not None
@@ -74,7 +75,7 @@ class _ByExpert(GeluExperts):
 
 
 def _one_by_one(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
-    """Gives each matrix of a tensor [E,N,K], in turn; a tensor that is cast as it is read is read once for all of them."""
+    """Return a reader of the matrices of a tensor [E,N,K], to be read in order. A lazily cast tensor is evaluated only once."""
     held: Array | None = None
 
     def read(expert: int) -> Array:

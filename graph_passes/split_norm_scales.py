@@ -1,12 +1,12 @@
-"""Norms of which each group or head has its own weights (Falcon-H1's Mamba, Cohere's query and key) with the weights behind them.
+"""Move the weights of norms that differ by group or head (Falcon-H1's Mamba, Cohere's query and key) behind the norm.
 
     RMSNormalization(x [B,S,N,D], scale [N,D])             ->      RMSNormalization(x, ones [D]) * scale
     LayerNormalization(x [B,S,N,D], scale [N,D], bias)     ->      LayerNormalization(x, ones [D]) * scale + bias
 
-Why: ONNX Runtime's CUDA kernels (1.31.1) broadcast a scale only where it has the rank of x and the axis is 2; of any other they
-take the first D numbers for every row, and say nothing (microsoft/onnxruntime#28971). The CPU's broadcast all. TensorRT's
-normalization layer is built with a scale of [1,1,N,D], but its documentation has 1 where an axis is not normalized. Narrow floats
-are rounded once more, between norm and product.
+Why: ONNX Runtime's CUDA kernels (1.31.1) broadcast a scale only where it has the rank of x and the axis is 2. In any other case
+they silently apply the first D numbers to every row (microsoft/onnxruntime#28971). The CPU's kernels broadcast all. TensorRT's
+normalization layer builds with a scale of [1,1,N,D], but its documentation requires 1 on axes that are not normalized. Narrow
+floats are rounded once more, between norm and product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales
 
 
 class SplitNormScalesPass(ir.passes.InPlacePass):
-    """Leaves norms alone whose weights are D numbers. Runs behind what fuses norms."""
+    """Declines norms whose weights are [D]. Runs after the passes that fuse norms."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type in NORMS and not scales_numbers(node)]

@@ -1,9 +1,9 @@
-"""A table with more numbers than a tensor may have, in parts of whole rows.
+"""Split a table with more numbers than a tensor may have into parts of whole rows.
 
     Gather(table [V,W], ids) -> Where(ids < R, Gather(table[:R], min(ids, R - 1)), Gather(table[R:], max(ids - R, 0)))
 
-Why: TensorRT's kernels count a tensor's numbers in 32 bits (its issue 1948) and its builder takes a larger constant without a
-word; Gemma 4's per-layer inputs have 2.3e9 numbers (E2B). The parts lie where the table lay.
+Why: TensorRT's kernels index a tensor's numbers with 32 bits (its issue 1948), yet its builder accepts larger constants without a
+warning. Gemma 4's per-layer inputs have 2.3e9 numbers (E2B). The parts refer to the same bytes of the weights file as the table.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from skipdecode.graph_passes.conventions import add_constant, constant, required
 
 
 class SplitTablePass(ir.passes.InPlacePass):
-    """Splits initializers that are looked up by rows.
+    """Declines tables of at most `most` numbers, and initializers that are not looked up by rows.
 
     Args:
-        most: numbers of a part. Smaller tables are left alone, and what is not looked up by rows.
+        most: the most numbers that a part may have.
     """
 
     def __init__(self, *, most: int) -> None:
@@ -56,7 +56,7 @@ def _is_table(value: ir.Value) -> bool:
 
 
 def _part(graph: ir.Graph, table: ir.TensorProtocol, first: int, count: int) -> ir.Value:
-    """An initializer: `count` rows of the table from `first` on."""
+    """Add an initializer with `count` rows of the table, from row `first` on."""
     shape, name = ir.Shape([count, table.shape.numpy()[1]]), f"{table.name}.{first}"
     if isinstance(table, ir.ExternalTensor):
         row = table.nbytes // table.shape.numpy()[0]
@@ -70,7 +70,7 @@ def _part(graph: ir.Graph, table: ir.TensorProtocol, first: int, count: int) -> 
 
 
 def _look_up(tape: Tape, ids: ir.Value, parts: dict[int, ir.Value], rows: int) -> ir.Value:
-    """The rows `ids` [...] of all parts, [..., W]; `parts`, by their first row, have `rows` each, but the last."""
+    """Look up rows `ids` [...]: [..., W]. `parts` maps first row to part; each has `rows` rows, the last one perhaps fewer."""
 
     def number(value: int) -> ir.Value:
         return tape.op("Constant", [], {"value": ir.tensor(np.array(value, dtype=np.int64))})

@@ -1,4 +1,4 @@
-"""From single graphs to one: a layer's template with its own names, layers to a segment, everything to a whole variant."""
+"""Instantiate a template for a layer, and stitch graphs into one: layers into a segment, everything into a whole variant."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import onnx_ir as ir
 from skipdecode import bindings
 from skipdecode.graph_passes.conventions import inputs_by_name, is_parameter
 
-LAYER_INDEX = "layer_index"  # an input of templates, [1] int64, that becomes a constant
+LAYER_INDEX = "layer_index"  # a template's input, [1] int64, which becomes a constant
 _SHARED_INPUTS = {bindings.HIDDEN, bindings.POSITION_IDS, bindings.SEQLENS_K, bindings.TOTAL_SEQUENCE_LENGTH}
 
 
 def instantiate(template: ir.Model, layer: int, keys_of: int | None, prefix: str) -> ir.Model:
-    """A copy of a traced layer as layer `layer`: KV names get its number, parameters the checkpoint's names.
+    """Copy a traced layer as layer `layer`: KV names get its number, parameters the checkpoint's names.
 
     Args:
-        keys_of: the layer whose keys and values it is given.
-        prefix: what the checkpoint's names of its parameters begin with, where the template's begin with `layer.`.
+        keys_of: the layer whose keys and values it reads, if it reads another layer's.
+        prefix: replaces `layer.` at the start of the template's parameter names.
     """
     model = template.clone()
     for value in [*model.graph.inputs, *model.graph.outputs]:
@@ -43,13 +43,13 @@ def _tell_index(graph: ir.Graph, layer: int) -> None:
 
 
 def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
-    """One graph that feeds each graph's hidden state to the next one's; inputs of the same name become one.
+    """Join graphs into one, feeding each graph's hidden state to the next; inputs of the same name become one.
 
-    An input that has the name of an output below it (keys and values that a layer reads of another) becomes that output.
+    An input named like an output of an earlier graph (keys and values that a layer reads of another) becomes that output.
 
-    Values keep their names where these say something (inputs, outputs, parameters) and get the graph's name in front
-    where they do not. Parameters of the same name (a tied embedding and head) become one initializer; what a trace names alike
-    and is not (rotary frequencies of layers that have their own) does not.
+    Inputs, outputs and parameters keep their names; nodes and all other values get their graph's name as a prefix. Weights of the
+    same name (a tied embedding and head) become one initializer. Other initializers of the same name do so only if they are equal
+    (layers may have different rotary frequencies).
     """
     graph = ir.Graph([], [], nodes=[], name=name, opset_imports={})
     inputs: dict[str, ir.Value] = {}
@@ -75,13 +75,13 @@ def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
 
 
 def _claim_names(model: ir.Model) -> None:
-    """Put the graph's name before every anonymous value and node, so that graphs can be joined."""
+    """Prefix all nodes, intermediate values and constants with the graph's name, so that graphs can be joined."""
     graph = model.graph
     kept = {value.name for value in [*graph.inputs, *graph.outputs]}
     for node in graph:
         node.name = f"{graph.name}.{node.name or node.op_type}"
         for value in node.outputs:
-            if value.name and value.name not in kept:  # an output that is left out has none
+            if value.name and value.name not in kept:  # an omitted output has no name
                 value.name = f"{graph.name}.{value.name}"
     for value in list(graph.initializers.values()):
         if not is_parameter(value):
@@ -117,7 +117,7 @@ def _merge_initializers(graph: ir.Graph, part: ir.Graph) -> None:
 
 
 def _same(one: ir.Value, other: ir.Value) -> bool:
-    """Whether initializers of one name are one tensor: weights of the checkpoint, which lie in its file, go by their names."""
+    """Whether two initializers of the same name are the same tensor; the checkpoint's weights (external) are, by their name."""
     first, second = one.const_value, other.const_value
     if first is None or second is None or isinstance(first, ir.ExternalTensor):
         return True

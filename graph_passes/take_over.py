@@ -1,4 +1,4 @@
-"""What passes do when one value takes another's place."""
+"""Replace one value by another."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import onnx_ir as ir
 
 
 def can_take_over(old: ir.Value, new: ir.Value) -> bool:
-    """False where `old` is an output of the graph and `new` has a name to keep: an input or output of the graph too."""
+    """Whether `new` may replace `old`. Not if `old` is a graph output and `new` a graph input or output, with a name to keep."""
     return not (old.is_graph_output() and (new.is_graph_input() or new.is_graph_output()))
 
 
 def take_over(old: ir.Value, new: ir.Value) -> None:
-    """`new` replaces `old` everywhere, also as an output of the graph, with its shape and type, and under its name."""
+    """Replace `old` by `new` everywhere, also as a graph output; `new` gets its shape, type and, if free to change, its name."""
     assert can_take_over(old, new), f"{new.name} cannot be {old.name} too"
     new.shape, new.type = old.shape, old.type
     if not (new.is_graph_input() or new.is_graph_output()):
@@ -21,6 +21,6 @@ def take_over(old: ir.Value, new: ir.Value) -> None:
 
 
 def same_shape(one: ir.Value, other: ir.Value) -> bool:
-    """Whether both are known to have the same dimensions."""
+    """Whether both values have the same dimensions, all of them known."""
     known = one.shape is not None and all(isinstance(size, int) or size.value is not None for size in one.shape)
     return known and one.shape == other.shape

@@ -1,12 +1,12 @@
-"""Heads [B,N,S,D] with tokens first [B,S,N,D], as the attention that runtimes have takes them.
+"""Rebuild heads [B,N,S,D] with tokens first [B,S,N,D], the layout that ONNX Runtime's attention takes.
 
     Concat(Split(Transpose(x))[0], RotaryEmbedding(Split(Transpose(x))[1]))
     -> Concat(Split(x)[0], RotaryEmbedding(Split(x)[1]))
 
-Why: models turn heads to the front and norm, cut, rotate and join them there, all within the last axis, so that it can be done on
-what was turned as well, and nothing has to be turned back. Turning one token is a copy: on CUDA a step of 6 layers has 24 fewer
-(GPT-NeoX, EXAONE 4) or 30 (DeepSeek-V3); on a CPU a step is 1.00x to 1.03x as fast (these, Gemma 3, MiniCPM3; 8 to 18 layers of
-width 640 to 768 in int4; AMD EPYC, 2 cores, interleaved).
+Why: models transpose heads to the front, then normalise, cut, rotate and join them within the last axis. All of this works on the
+untransposed heads as well, and then nothing has to be transposed back. Transposing a single token is a copy: on CUDA a step of
+6 layers has 24 copies fewer (GPT-NeoX, EXAONE 4) or 30 (DeepSeek-V3). On a CPU a step is 1.00x to 1.03x as fast (these, Gemma 3,
+MiniCPM3; 8 to 18 layers of width 640 to 768 in int4; AMD EPYC, 2 cores, interleaved runs).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ HEADS_FIRST = [0, 2, 1, 3]
 
 
 class TokensFirst:
-    """Heads of one attention; what several of them are made of is made once.
+    """The heads of one attention with tokens first; nodes that several of them share are rebuilt once.
 
     Args:
-        before: nodes are added to `graph` in front of it.
+        before: new nodes are inserted in front of it.
     """
 
     def __init__(self, graph: ir.Graph, before: ir.Node) -> None:
@@ -32,7 +32,7 @@ class TokensFirst:
         self._turned: dict[ir.Value, ir.Value] = {}
 
     def rows(self, heads: ir.Value) -> ir.Value:
-        """[B,S,N*D]; what `heads` came from by Reshape and Transpose, where it did."""
+        """`heads` as rows [B,S,N*D]: the source of their Reshape and Transpose, where that is how they were made."""
         turned = self.heads(heads)
         node, width = turned.producer(), static_dim(turned, 2) * static_dim(turned, 3)
         source = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
@@ -41,7 +41,7 @@ class TokensFirst:
         return self._reshaped(turned, [0, 0, width], [*turned.shape[:2], width])  # type: ignore[index]
 
     def heads(self, heads: ir.Value) -> ir.Value:
-        """[B,S,N,D], turned here only where that which `heads` is made of was not."""
+        """`heads` as [B,S,N,D], with a new Transpose only where they cannot be rebuilt from what was transposed."""
         if heads not in self._turned:
             node = heads.producer()
             if node is not None and _turns(node):
@@ -55,7 +55,7 @@ class TokensFirst:
         return self._turned[heads]
 
     def _of_one_head(self, heads: ir.Value) -> ir.Value:
-        """The same numbers in the same order."""
+        """A single head as [B,S,1,D]: the same numbers in the same order."""
         assert heads.shape is not None
         batch, _, tokens, _ = heads.shape
         size = static_dim(heads, 3)
@@ -66,11 +66,11 @@ class TokensFirst:
         return self._reshaped(rows, [0, 0, 1, size], [batch, tokens, 1, size])
 
     def _make_again(self, node: ir.Node) -> None:
-        """What `node` makes, of heads with tokens first."""
+        """Repeat `node` on heads with tokens first."""
         (made, *_), attributes = node.outputs, list(node.attributes.values())
         assert made.shape is not None
         (batch, _, tokens, _), count, size = made.shape, static_dim(made, 1), static_dim(made, 3)
-        if node.op_type == "RotaryEmbedding":  # of four axes the second is heads
+        if node.op_type == "RotaryEmbedding":  # given four axes, it takes the second for heads
             again = ir.Node("", "RotaryEmbedding", [self.rows(required(node)), *node.inputs[1:]], attributes)
             again.outputs[0].shape, again.outputs[0].type = ir.Shape([batch, tokens, count * size]), made.type
             self._graph.insert_before(self._before, again)
@@ -83,7 +83,7 @@ class TokensFirst:
             self._add(ir.Node("", node.op_type, inputs, attributes, num_outputs=len(node.outputs)), node.outputs)
 
     def _add(self, node: ir.Node, heads: Sequence[ir.Value]) -> None:
-        """`node`, which makes `heads` with tokens first."""
+        """Insert `node`, whose outputs are `heads` with tokens first."""
         self._graph.insert_before(self._before, node)
         for turned, value in zip(node.outputs, heads, strict=True):
             turned.type = value.type
@@ -103,7 +103,7 @@ class TokensFirst:
 
 
 def _is_free(heads: ir.Value) -> bool:
-    """Whether no number has to move, because it is a single head or all that `heads` is made of was turned."""
+    """Whether no number has to move: it is a single head, was transposed, or is computed from only such heads."""
     node = heads.producer()
     if _heads(heads) == 1 or (node is not None and _turns(node)):
         return True
@@ -111,7 +111,7 @@ def _is_free(heads: ir.Value) -> bool:
 
 
 def _is_within_heads(node: ir.Node) -> bool:
-    """Whether it is known here, and does the same to each head of each token."""
+    """Whether the node is an operator known here that treats every head of every token alike."""
     made, axis = node.outputs[0], node.attributes.get_int("axis", -1 if node.op_type in NORMS else 0)
     if node.domain != "" or made.shape is None or len(made.shape) != 4 or _heads(made) is None:
         return False
@@ -128,14 +128,14 @@ def _is_within_heads(node: ir.Node) -> bool:
             return _heads(required(node)) == 1 and [source[0], *source[2:]] == [made.shape[0], *made.shape[2:]]  # type: ignore[index]
         case "RotaryEmbedding":
             return "num_heads" in node.attributes
-        case "Mul":  # a factor of each token's
+        case "Mul":  # by one factor per token
             return all(_heads(required(node, index)) is not None for index in range(2))
         case kind:
             return kind == "Cast"
 
 
 def _of_heads(node: ir.Node) -> list[ir.Value]:
-    """Those of its inputs that are heads."""
+    """The node's inputs that hold heads [B,N,S,D]."""
     return [required(node, index) for index in range(len(node.inputs) if node.op_type in ("Concat", "Mul") else 1)]
 
 
@@ -149,7 +149,7 @@ def _heads(value: ir.Value) -> int | None:
 
 
 def _numbers(node: ir.Node, index: int) -> list[int]:
-    """Of a constant input; none where it is not constant."""
+    """The numbers of a constant input; empty where it is not constant."""
     value = node.inputs[index]
     constant = value.const_value if value is not None else None
     return constant.numpy().tolist() if constant is not None else []

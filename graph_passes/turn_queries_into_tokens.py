@@ -1,11 +1,11 @@
-"""Queries that share keys, as further tokens of one head, where there are more slots than the kernel of a single token takes.
+"""Turn query heads that share keys into further tokens of one head, where a step has more slots than its kernel takes.
 
     Attention(query [B,NH,S,D], keys [B,KVH,C,D], values, mask [B,1,S,C])
     -> Reshape(Attention(Reshape(query, [B,NH/n,n*S,D]), keys, values, Concat(n of mask)), [B,NH,S,D])
 
-Why: TensorRT-RTX 1.7.1's kernel of one token has slots and head size in 48 KiB. Its kernel of several tokens has no such limit,
-and serves a step whose heads are tokens. Before it the slots are copied, once for each head that is left: few are left. Written
-out (`write_out_attention`), 32 heads of 65,536 slots would take 4 GiB of scratch memory; this takes 1 GiB.
+Why: TensorRT-RTX 1.7.1's kernel for a single token must fit slots and head size in 48 KiB. Its kernel for several tokens has no
+such limit, and takes a step whose heads are tokens. The slots are copied in front of it, but only once per remaining head:
+32 heads of 65,536 slots take 1 GiB of scratch memory, where written out (`write_out_attention`) they would take 4 GiB.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from onnx_ir.tape import Tape
 
 from skipdecode.graph_passes.conventions import constant, producer, required, static_dim
 
-# of queries, that TensorRT-RTX 1.7.1 has a kernel for: 1, 2 and 3 do not build, whatever their size and the number of key heads
+# query heads for which TensorRT-RTX 1.7.1 has a kernel: 1, 2 and 3 do not build, whatever the head size and number of key heads
 LEAST_HEADS = 4
-_MOST = 24576  # slots and a head's numbers, for the kernel of one token: 8 more do not build, whatever the heads and the GPU
+_MOST = 24576  # slots + head size that the single-token kernel takes: 8 more do not build, whatever the heads and the GPU
 
 
 class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
-    """Leaves attention that the kernel of one token takes. WriteOutAttentionPass has run before: what no kernel takes, whatever
-    the slots (a cap, say, or further outputs), is not told apart here.
+    """Declines attention that the single-token kernel takes. Runs after WriteOutAttentionPass, because it does not recognise
+    attention that no kernel takes, whatever the slots (with a cap, say, or further outputs).
 
     Args:
-        slots: of each layer's KV buffer in this graph.
+        slots: number of slots of each layer's KV buffer in this graph.
     """
 
     def __init__(self, *, slots: int) -> None:
@@ -41,7 +41,7 @@ class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
 
 
 def is_long(node: ir.Node, slots: int) -> bool:
-    """Whether a step has one token a head, and more slots than the kernel of one token takes."""
+    """Whether a step has one token per head and more slots than the single-token kernel takes."""
     return slots + static_dim(required(node), 3) > _MOST and not _has_heads_as_tokens(node)
 
 
@@ -51,8 +51,8 @@ def _has_heads_as_tokens(node: ir.Node) -> bool:
 
 
 def heads_as_tokens(node: ir.Node) -> int:
-    """How many heads that share keys become tokens of one; 1: none do."""
-    if static_dim(required(node, 3), 1) != 1:  # a mask for each head
+    """How many heads that share keys become tokens of one head; 1 if none do."""
+    if static_dim(required(node, 3), 1) != 1:  # heads have masks of their own
         return 1
     heads, kv_heads = (static_dim(required(node, index), 1) for index in range(2))
     group = heads // kv_heads
@@ -71,6 +71,6 @@ def _rewrite(graph: ir.Graph, node: ir.Node, count: int) -> None:
 
 
 def _more_tokens(like: ir.Value, heads: int) -> ir.Value:
-    """What is to be made of `like` [B,N,S,..]: [B,heads,..,..], of more tokens."""
+    """A new value like `like` [B,N,S,X], but with `heads` heads and more tokens: [B,heads,?,X]."""
     assert like.shape is not None
     return ir.Value(shape=ir.Shape([like.shape[0], heads, None, like.shape[3]]), type=like.type)

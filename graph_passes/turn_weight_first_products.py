@@ -1,8 +1,8 @@
-"""A product of a weight and turned rows (Mamba's time steps) in the form that all other linear layers have.
+"""Rewrite products of a weight by transposed rows (Mamba's time steps) to the form of all other linear layers.
 
     Transpose(MatMul(weight [N,K], Transpose(x [B,S,K])))      ->      MatMul(x, Transpose(weight))
 
-Why: what packs and quantises weights knows that form alone.
+Why: the passes that pack and quantise weights know only that form.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from skipdecode.graph_passes.conventions import is_parameter
 
 
 class TurnWeightFirstProductsPass(ir.passes.InPlacePass):
-    """Takes parameters [N,K] that multiply a batch of matrices."""
+    """Declines unless the weight is a parameter [N,K]."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        rule = _WeightFirst.rule(remove_nodes=False)  # what others read of the product stays
+        rule = _WeightFirst.rule(remove_nodes=False)  # other readers of the product keep it
         return ir.passes.PassResult(model, apply_rules(model, rule))
 
 

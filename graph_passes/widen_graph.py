@@ -1,6 +1,8 @@
-"""A graph of fp16 or bf16 computed in fp32: ONNX Runtime's CPU provider has no kernel for matrices of narrow floats.
+"""Compute fp16 and bf16 graphs in fp32, because ONNX Runtime's CPU provider has no kernel for matrices of narrow floats.
 
-MatMul(x fp16, W fp16) -> MatMul(x fp32, W fp32), weights cast one at a time when they are written; casts between them vanish
+    MatMul(x fp16, W fp16)  ->  MatMul(x fp32, W fp32)
+
+Weights are cast one at a time, when they are written. Casts between narrow and fp32 are removed.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from skipdecode.graph_passes.mapped import release_pages
 
 
 class WidenGraphPass(ir.passes.InPlacePass):
-    """Values are exactly the narrow ones; products and sums are rounded less."""
+    """Declines graphs without narrow values. Weights convert exactly; products and sums are rounded less."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         values = [*model.graph.inputs, *model.graph.initializers.values(), *(out for node in model.graph for out in node.outputs)]
         narrow = [value for value in values if value.dtype in NARROW]
         for value in narrow:
-            value.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: a clone's values share theirs with the original's
+            value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object: a clone's values share theirs with the original's
             if value.const_value is not None:
                 value.const_value = _wide(value.const_value)
         for node in model.graph:
@@ -30,7 +32,7 @@ class WidenGraphPass(ir.passes.InPlacePass):
             if filling is not None and filling.dtype in NARROW:
                 node.attributes["value"] = ir.AttrTensor("value", ir.tensor(filling.numpy().astype(np.float32)))
         if narrow:
-            clean_trace(model)  # without the casts between them, norms and rotary are found as one operator each
+            clean_trace(model)  # norms and rotary embeddings fuse once the casts are gone
         return ir.passes.PassResult(model, bool(narrow))
 
     def ensures(self, model: ir.Model) -> None:

@@ -1,6 +1,6 @@
-"""Logits in fp32, whatever the head computes in: they are compared and exponentiated, by one code for every target.
+"""Cast logits to fp32, whatever the head computes in: the same code compares and exponentiates them on every target.
 
-head -> logits fp16      ->      head -> Cast(to=FLOAT) -> logits fp32
+logits fp16  ->  Cast(logits), fp32
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from skipdecode.graph_passes.conventions import NARROW, cast
 
 
 class WidenLogitsPass(ir.passes.InPlacePass):
-    """Applies to every output of a narrow float."""
+    """Applies to every graph output of a narrow float."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         narrow = [value for value in model.graph.outputs if value.dtype in NARROW]

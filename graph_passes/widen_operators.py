@@ -1,8 +1,8 @@
-"""Operators that ONNX Runtime's CUDA provider has no bf16 kernel of, in fp32, which holds every bf16 number.
+"""Compute operators in fp32 where ONNX Runtime's CUDA provider has no bf16 kernel; fp32 holds every bf16 number.
 
     Log(x bf16)      ->      Cast(Log(Cast(x)))
 
-fp16 has kernels of all.
+All of these operators have fp16 kernels.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import onnx_ir as ir
 from skipdecode.graph_passes.conventions import cast
 from skipdecode.graph_passes.take_over import take_over
 
-_WITHOUT_BF16 = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Log", "Pad")  # 1.31.1, those that decoders have
+_WITHOUT_BF16 = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Log", "Pad")  # in 1.31.1, of those that decoders use
 
 
 class WidenOperatorsPass(ir.passes.InPlacePass):
-    """Applies to bf16 graphs."""
+    """Declines operators whose first input is not bf16."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type in _WITHOUT_BF16 and _is_narrow(node.inputs[0])]
@@ -39,6 +39,6 @@ def _widen(graph: ir.Graph, node: ir.Node) -> None:
     if _is_narrow(made):
         narrowed = cast(made, ir.DataType.BFLOAT16)
         graph.insert_after(node, narrowed)
-        take_over(made, narrowed.outputs[0])  # also as what it casts itself
+        take_over(made, narrowed.outputs[0])  # replaces the Cast's own input, too: the next line restores it
         narrowed.replace_input_with(0, made)
         made.type = ir.TensorType(ir.DataType.FLOAT)

@@ -1,10 +1,10 @@
-"""Layers that keep states, computed in fp32 between their convolution and what follows their recurrence, the states too.
+"""Compute layers that keep states in fp32, from their convolution through their recurrence, and keep the states in fp32.
 
     CausalConvWithState(x fp16, W, bias, past fp16) .. LinearAttention(.., past fp16) -> y fp16
     -> CausalConvWithState(Cast(x), Cast(W), Cast(bias), past fp32) .. LinearAttention(.., past fp32) -> Cast(y)
 
-Why: a state sums up every token before, so each step's rounding stays in it (the configurations of Qwen3.5 and Nemotron-H ask
-for fp32, `mamba_ssm_dtype`), and ONNX Runtime's CUDA kernels take one type for all of an operator's inputs.
+Why: a state accumulates all earlier tokens, so the rounding of every step stays in it (the configurations of Qwen3.5 and
+Nemotron-H ask for fp32, `mamba_ssm_dtype`). ONNX Runtime's CUDA kernels require one type for all inputs of an operator.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import onnx_ir as ir
 from skipdecode.bindings import PAST
 from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast, producer
 
-_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # beyond which another part of the layer begins
-_TURNS = ("Squeeze", "Transpose")  # a Mamba's state, to how it is kept
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # these delimit the part of a layer that is widened
+_TURNS = ("Squeeze", "Transpose")  # bring a Mamba's state to its stored layout
 
 
 class WidenStatesPass(ir.passes.InPlacePass):
-    """Applies to narrow graphs: graph inputs and outputs that are states change their type."""
+    """Applies to narrow graphs, and changes the type of their inputs and outputs that are states."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         states = [node for node in model.graph if node.op_type in WITH_STATES and node.outputs[0].dtype in NARROW]
@@ -38,7 +38,7 @@ class WidenStatesPass(ir.passes.InPlacePass):
 
 
 def _add_after(state: ir.Value, wide: set[ir.Node]) -> None:
-    """Add to `wide` what leads from an operator's state to the graph's output."""
+    """Add to `wide` the nodes between an operator's state and the graph output."""
     for reader, _ in state.uses():
         if reader.op_type in _TURNS:
             wide.add(reader)
@@ -46,7 +46,7 @@ def _add_after(state: ir.Value, wide: set[ir.Node]) -> None:
 
 
 def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
-    """Add to `wide` what leads from a state, or from an operator with one, to `node`; returns whether anything does."""
+    """Add to `wide` the nodes on paths from a state, or an operator with one, to `node`; return whether there are any."""
     found = False
     for value in node.inputs:
         found |= value is not None and _is_state(value)
@@ -60,7 +60,7 @@ def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
 
 
 def _is_state(value: ir.Value) -> bool:
-    """Whether it is what the layer kept of the tokens before."""
+    """Whether the value is a state input: what the layer kept of earlier tokens."""
     return value.is_graph_input() and str(value.name).startswith(PAST)
 
 
@@ -82,7 +82,7 @@ def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
 
 
 def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Node]) -> None:
-    """An output of a wide node: others read it as narrow as it was, but for what widens it anyway."""
+    """Make an output of a wide node fp32. Other nodes read it cast back, except casts to fp32, which are removed."""
     narrow, value.type = value.dtype, ir.TensorType(ir.DataType.FLOAT)
     assert narrow is not None
     narrowed: ir.Node | None = None

@@ -1,13 +1,17 @@
-"""Attention that TensorRT has no fused kernel for, in the operators that it is made of.
+"""Write out attention that TensorRT has no fused kernel for as primitive operators.
 
     Attention(query, keys, values, mask, softcap=c)
     -> MatMul(Softmax(Where(mask, c * Tanh(MatMul(query * scale, keys^T) / c), -inf)), values)
 
-Why: its parser takes no cap (Gemma 2) and no output but the first (attention sinks ask for the scores), and it has no kernel
-for fewer than 4 heads, nor for heads of fewer than 16 or more than 256 numbers (Gemma 4), nor for a step's one token where
-there are some 24,000 slots (but see `turn_queries_into_tokens`), nor, in one plan, for a second attention to the same keys
-(layers that read those of others; TensorRT-RTX 1.7.1's builder ends with signal 11). Queries that share keys are rows of one
-product, so that no key is there twice; the softmax is in fp32. TensorRT-RTX 1.7.1 copies all slots for each of both products.
+Why: TensorRT's parser takes no cap (Gemma 2) and no output but the first (attention sinks need the scores). It has no kernel for
+- fewer than 4 heads,
+- heads of fewer than 16 or more than 256 numbers (Gemma 4),
+- a step's single token with some 24,000 slots or more (but see `turn_queries_into_tokens`),
+- a second attention to the same keys in one plan (layers that read another layer's keys): TensorRT-RTX 1.7.1's builder crashes
+  with signal 11.
+
+Queries that share keys become rows of one product, so that no key is duplicated. The softmax is in fp32. TensorRT-RTX 1.7.1
+copies all slots once for each of the two products.
 """
 
 from __future__ import annotations
@@ -20,15 +24,15 @@ from skipdecode.graph_passes.conventions import constant, required, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.turn_queries_into_tokens import LEAST_HEADS, heads_as_tokens, is_long
 
-_HEAD_SIZES = range(16, 257)  # that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
+_HEAD_SIZES = range(16, 257)  # those that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
 _ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
 
 
 class WriteOutAttentionPass(ir.passes.InPlacePass):
-    """Leaves attention that has a kernel; slots must be static.
+    """Declines attention that has a kernel. Slots must be static.
 
     Args:
-        slots: of each layer's KV buffer in this graph.
+        slots: number of slots of each layer's KV buffer in this graph.
     """
 
     def __init__(self, *, slots: int) -> None:
@@ -43,7 +47,7 @@ class WriteOutAttentionPass(ir.passes.InPlacePass):
 
 
 def without_kernel(graph: ir.Graph, slots: int) -> list[ir.Node]:
-    """The attention that is to be written out; `slots` of each layer's KV buffer, which need not be static here."""
+    """The attention nodes without a kernel for KV buffers of `slots` slots. The graph's own slots may still be dynamic."""
     served: set[ir.Value | None] = set()
     found = []
     for node in (node for node in graph if node.op_type == "Attention"):
@@ -62,7 +66,7 @@ def _has_kernel(node: ir.Node, slots: int) -> bool:
 
 
 class _WrittenOut:
-    """One attention: query [B,NH,S,D], keys and values [B,KVH,C,D]."""
+    """Writes out one attention: query [B,NH,S,D], keys and values [B,KVH,C,D]."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
         assert {*node.attributes} <= _ATTRIBUTES, f"attention with {[*node.attributes]}"
@@ -85,7 +89,7 @@ class _WrittenOut:
         self._graph.remove(self._node, safe=True)
 
     def _scores(self) -> ir.Value:
-        """[B,NH,S,C] in fp32: scaled, capped, masked."""
+        """The scaled, capped and masked scores, [B,NH,S,C] in fp32."""
         op = self._tape.op
         scale, cap = self._node.attributes["scale"].as_float(), self._node.attributes.get_float("softcap", 0.0)
         assert self._query.dtype is not None

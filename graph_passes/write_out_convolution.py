@@ -1,9 +1,9 @@
-"""A causal convolution that keeps a state, for TensorRT, which knows no such operator: a Conv of the state and the new tokens.
+"""Write out a causal convolution that keeps a state as a Conv over state and new tokens: TensorRT lacks the operator.
 
     CausalConvWithState(x [B,C,S], weight [C,1,K], bias, past [B,C,K-1])
     -> Conv <group = C> (Concat(past, x), weight, bias), and the last K - 1 of Concat(past, x)
 
-The graph is one of an older opset again.
+The graph goes back to the opset of standard graphs (`OPSET`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
 
 
 class WriteOutConvolutionPass(ir.passes.InPlacePass):
-    """Leaves graphs without such convolutions as they are."""
+    """Applies to every CausalConvWithState, with activation SiLU or none."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "CausalConvWithState"]

@@ -1,12 +1,12 @@
-"""Mixtures of experts for TensorRT, which has no operator for them: a step reads the experts that it chooses, where they lie.
+"""Write out mixtures of experts for TensorRT, which has no operator for them, so that a step reads only the chosen experts.
 
     experts(x [B*S,H], chosen [B*S,K], weights [B*S,K]), in a graph whose hidden state is [B,S,..]
-    ->  each row's first token: the matrices of its K experts, looked up, times x and summed up over the inputs
-        its other tokens: every expert's product, times its weight or 0, as it was traced
+    ->  each row's first token: the matrices of its K experts, looked up, times x elementwise and summed over the inputs
+        its other tokens: every expert's product, times its weight or 0, as traced
 
-Why: of a look-up, a product and a sum TensorRT-RTX 1.7.1 makes one kernel, which reads no more than that; for a product of
-matrices it would copy what it looked up first. Its builder knows that a step has no other tokens, and is left with three kernels
-behind the router. A prompt reads all experts anyway; here it is multiplied by all of them, too.
+Why: TensorRT-RTX 1.7.1 fuses a look-up, an elementwise product and a sum into one kernel, which reads the chosen matrices in
+place. For a MatMul it would first copy what was looked up. Its builder knows that a step has no other tokens, which leaves three
+kernels behind the router. A prompt reads all experts anyway; here it is also multiplied by all of them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from skipdecode.graph_passes.lower_experts import (
     turned_experts,
 )
 
-READ_SHARE = "read share"  # in a parameter's `meta`: what of it a step of one row reads
-# op, a product with `up` [.., N], its dtype -> [.., I]
+READ_SHARE = "read share"  # key in a parameter's `meta`: the share of it that a step of one row reads
+# (op, product with `up` [..,N], its dtype) -> [..,I]
 Activation = Callable[[Any, Any, ir.DataType], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Of all experts."""
+    """Weights and biases of all experts."""
 
     up: ir.Value  # [E,N,H]
     down: ir.Value  # [E,H,I]
@@ -48,7 +48,7 @@ class _Weights:
 
 
 class WriteOutExpertsPass(ir.passes.InPlacePass):
-    """Takes what the exporter traces (`exporter.experts`); leaves graphs without experts as they are."""
+    """Applies to mixtures as the exporter traces them (`exporter.experts`)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (_Experts, _GeluExperts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)
@@ -81,11 +81,11 @@ class _Experts(Experts):
 
 
 class _GeluExperts(GeluExperts, _Experts):
-    """The pattern of the one, rewritten as the other does."""
+    """The pattern of `GeluExperts` with the rewrite of `_Experts`."""
 
 
 class _TurnedExperts(TurnedExperts, _Experts):
-    """As the one above, once the matrices are turned."""
+    """Transposes the matrices, then rewrites like `_Experts`."""
 
 
 class _SquaredExperts(SquaredExperts):
@@ -115,7 +115,7 @@ def _mixture(
 ) -> Any:
     node, kind = x.producer(), experts.up.dtype
     assert node is not None and node.graph is not None and kind is not None
-    hidden = inputs_by_name(node.graph)[bindings.HIDDEN]  # [B,S,..], whose tokens x has
+    hidden = inputs_by_name(node.graph)[bindings.HIDDEN]  # [B,S,..], with the same tokens as x
     for parameter in (experts.up, experts.down, experts.up_bias, experts.down_bias):
         if parameter is not None:
             parameter.meta[READ_SHARE] = static_dim(chosen, 1) / static_dim(parameter, 0)
@@ -128,7 +128,7 @@ def _mixture(
 
 
 def _by_the_chosen(op: Any, values: list[Any], experts: _Weights, activation: Activation, kind: ir.DataType) -> Any:
-    """Rows [B,1,H], zeros, experts `chosen` [B,1,K] and their weights [B,1,K] -> [B,1,H]; in fp32."""
+    """Rows [B,1,H], zeros, `chosen` experts [B,1,K] and their weights [B,1,K] -> [B,1,H]. Computed in fp32."""
     rows, _, chosen, weights = values
     which = op.Squeeze(chosen, rule_constant(op, 1))
 
@@ -145,7 +145,7 @@ def _by_the_chosen(op: Any, values: list[Any], experts: _Weights, activation: Ac
 
 
 def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activation, kind: ir.DataType) -> Any:
-    """Rows [B,R,H], zeros [B,R,E], experts `chosen` [B,R,K] and their weights [B,R,K] -> [B,R,H]."""
+    """Rows [B,R,H], zeros [B,R,E], `chosen` experts [B,R,K] and their weights [B,R,K] -> [B,R,H]."""
     rows, zeros, chosen, weights = values
 
     def product(numbers: Any, matrices: ir.Value, bias: ir.Value | None) -> Any:
@@ -158,7 +158,7 @@ def _by_all(op: Any, values: list[Any], experts: _Weights, activation: Activatio
     shares = op.Unsqueeze(shares, rule_constant(op, 3))
     nothing = op.Constant(value=ir.tensor(np.array(0, dtype=kind.numpy()), dtype=kind))
     mixed = op.Mul(product(inner, experts.down, experts.down_bias), shares)
-    # an expert that nobody chose may overflow in fp16, and 0 times infinity is none
+    # an expert that was not chosen may overflow in fp16, and 0 times infinity is NaN
     return op.ReduceSum(op.Where(op.Equal(shares, nothing), nothing, mixed), rule_constant(op, 1), keepdims=0)
 
 
@@ -168,7 +168,10 @@ def _squared_relu(op: Any, up: Any, _: ir.DataType) -> Any:
 
 
 def _clamped(op: Any, both: Any, kind: ir.DataType, alpha: float, beta: float, limit: float) -> Any:
-    """gpt-oss': of gate, up, gate, up, .. (up + beta) * gate * Sigmoid(alpha * gate), where both are within `limit`."""
+    """gpt-oss's activation of alternating gate, up, ..: (up + beta) * gate * Sigmoid(alpha * gate), after clamping.
+
+    Gate is at most `limit`, up within -`limit` and `limit`.
+    """
 
     def constant(value: float) -> Any:
         return op.Constant(value=ir.tensor(np.array(value, dtype=kind.numpy()), dtype=kind))

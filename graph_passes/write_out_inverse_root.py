@@ -1,8 +1,8 @@
-"""The reciprocal of a root written as a power (Gemma 4's norms) as the two operators that norms are found by.
+"""Write a power of -1/2 (Gemma 4's norms) as the two operators by which norms are recognised.
 
     Pow(x, -0.5)      ->      Reciprocal(Sqrt(x))
 
-Why: onnxscript's fusion of RMSNormalization knows that form alone; a layer of Gemma 4 has 6 norms that it then finds.
+Why: onnxscript's fusion of RMSNormalization knows only that form. With it, it finds 6 more norms in a layer of Gemma 4.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skipdecode.graph_passes.apply_rules import apply_rules
 
 
 class WriteOutInverseRootPass(ir.passes.InPlacePass):
-    """Applies wherever the exponent is the constant -1/2."""
+    """Applies to every Pow with the constant exponent -1/2."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _InverseRoot.rule()))

@@ -1,22 +1,23 @@
-"""Linear attention as products of matrices, for TensorRT, which knows no such operator: all tokens of a pass at once.
+"""Write out linear attention as matrix products over all tokens of a pass, for TensorRT, which lacks the operator.
 
     LinearAttention(q, k, v [B,S,H*D], past [B,H,DK,DV], g [B,S,H][, beta [B,S,H]])
     ->  out     = scale ((e^c q) past + (q k^T * decays) u)
         present = e^(c_S) past + (decays[S] k)^T u
 
-where c_t sums up g to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0: g summed up from i on, because a difference
-of two long sums would be rounding, where one of the tokens forgets much. With the rule `gated` u is v (arXiv 2405.21060, section
-5); with `gated_delta` it is what each token changes, which depends on those before it (arXiv 2412.06464, section 3.3):
+where c_t is the sum of g up to token t, and decays[t,i] is e^(c_t - c_i) for i <= t, else 0. c_t - c_i is summed from i + 1 to t,
+because the difference of two long sums would be mostly rounding where a token forgets much. With the rule `gated` u is v
+(arXiv 2405.21060, section 5). With `gated_delta` u is what each token changes, which depends on the tokens before it
+(arXiv 2412.06464, section 3.3):
 
     (1 + A) u = beta (v - (e^c k) past),    A[t,i] = beta_t decays[t,i] k_t k_i for i < t
 
-1 + A is inverted block by block: 1 - A for two tokens, then two blocks make one, as [[X, 0], [-Y C X, Y]] is the inverse of
-[[1/X, 0], [C, 1/Y]]. (The terms of (1 - A)(1 + A^2)(1 + A^4).., which is the same on paper, are too large to cancel.) Blocks are
-masks, so that a pass may have fewer tokens.
+1 + A is inverted block by block. For two tokens the inverse is 1 - A; then pairs of blocks are merged, since
+[[X, 0], [-Y C X, Y]] is the inverse of [[1/X, 0], [C, 1/Y]]. (In (1 - A)(1 + A^2)(1 + A^4).., which is equal on paper, the terms
+grow too large to cancel.) Blocks are masks, so that a pass may have any smaller number of tokens.
 
-A step has one token: TensorRT-RTX 1.7.1, which builds steps and prompts apart, then leaves the inverse out. Of a Scan over the
-tokens, as the operator is specified, it would make a loop in each step, whose trips the host counts; an If around it does not
-build.
+A step has one token. TensorRT-RTX 1.7.1 builds steps and prompts separately, and leaves the inverse out of steps. A Scan over the
+tokens, as the operator is specified, would become a loop in every step with its trips counted by the host. An If around the Scan
+does not build.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _RULES = ("gated", "gated_delta")
 
 
 class WriteOutLinearAttentionPass(ir.passes.InPlacePass):
-    """Leaves graphs without linear attention as they are.
+    """Applies to every LinearAttention with as many query as KV heads, by the rules `gated` and `gated_delta`.
 
     Args:
-        most_tokens: of a pass; a longer one would be wrong.
+        most_tokens: the most tokens that a pass may have; a longer pass would give wrong results.
     """
 
     def __init__(self, *, most_tokens: int) -> None:
@@ -75,16 +76,16 @@ def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
 
 
 def _decays(tape: Tape, gate: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Of gates [B,H,S,1]: e^(g_(i+1) + .. + g_t) [B,H,S,S], 0 for i > t."""
+    """The decays of gates g [B,H,S,1]: e^(g_(i+1) + .. + g_t), 0 for i > t; [B,H,S,S]."""
     later = _where(tape, tape.op("Greater", [*places]), gate)
-    # the first token's row is zeros: of a single token nothing is left that would be summed up
+    # the first token's row is zeros and left out, so that a single token leaves nothing to sum
     sums = tape.op("CumSum", [_part(tape, later, 1, TO_THE_END), constant(tape, 2)])
     sums = tape.op("Concat", [_part(tape, later, 0, 1), sums], {"axis": 2})
     return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [sums]))
 
 
 def _inverse(tape: Tape, overlaps: ir.Value, places: tuple[ir.Value, ir.Value], most_tokens: int) -> ir.Value:
-    """Of 1 + A [B,H,S,S], where A is what `overlaps` has below its diagonal."""
+    """The inverse of 1 + A [B,H,S,S], where A is `overlaps` below its diagonal."""
     row, column = places
     strict = _where(tape, tape.op("Greater", [row, column]), overlaps)
     one = _where(tape, tape.op("Equal", [row, column]), _number(tape, 1.0))
@@ -99,14 +100,14 @@ def _inverse(tape: Tape, overlaps: ir.Value, places: tuple[ir.Value, ir.Value], 
 
 
 def _places(tape: Tape, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The tokens' numbers in their pass, of rows [B,H,S,D]: [S,1] and [1,S]."""
+    """The tokens' indices within the pass, as [S,1] and [1,S], for rows [B,H,S,D]."""
     count = tape.op("Squeeze", [tape.op("Shape", [rows], {"start": 2, "end": 3})])
     places = tape.op("Range", [_scalar(tape, 0), count, _scalar(tape, 1)])
     return tape.op("Unsqueeze", [places, constant(tape, 1)]), tape.op("Unsqueeze", [places, constant(tape, 0)])
 
 
 def _together(tape: Tape, places: tuple[ir.Value, ir.Value], size: int) -> ir.Value:
-    """Which tokens are in one block of `size`, [S,S]."""
+    """Which pairs of tokens are in the same block of `size` tokens, bool [S,S]."""
     return tape.op("Equal", [tape.op("Div", [place, constant(tape, size)]) for place in places])
 
 
@@ -116,7 +117,7 @@ def _by_head(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
 
 
 def _part(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:
-    """Of [B,H,S,D] some tokens."""
+    """The tokens from `start` to `end` of rows [B,H,S,D]."""
     return tape.op("Slice", [rows, *(constant(tape, bound) for bound in (start, end, 2))])
 
 
@@ -129,7 +130,7 @@ def _transposed(tape: Tape, matrices: ir.Value) -> ir.Value:
 
 
 def _where(tape: Tape, mask: ir.Value, numbers: ir.Value) -> ir.Value:
-    """The numbers, 0 where the mask is not."""
+    """The numbers, and 0 where the mask is false."""
     return tape.op("Where", [mask, numbers, _number(tape, 0.0)])
 
 
