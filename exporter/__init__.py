@@ -11,7 +11,7 @@ __all__ = ["skip_schedule"]
 
 
 def __getattr__(name: str) -> Any:
-    """`skip_schedule`, imported when it is first asked for, since torch comes with it."""
+    """Import `skip_schedule` on first access, since it imports torch."""
     if name != "skip_schedule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from skipdecode.exporter.packages import check_packages

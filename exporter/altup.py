@@ -1,7 +1,7 @@
-"""AltUp (Alternating Updates, arXiv 2301.13310): Gemma 3n's layers have N streams of a token where others have a hidden state.
+"""AltUp (Alternating Updates, arXiv 2301.13310): Gemma 3n's layers have N streams per token where others have one hidden state.
 
-transformers has them as [N,B,S,H]. Here they lie one behind the other, [B,S,N*H], which between layers is one wide hidden state:
-the runtime knows nothing of them. The functions here stand for the `forward` of a layer and of its MLP while it is traced.
+transformers stores them as [N,B,S,H]. Here they are concatenated to [B,S,N*H], one wide hidden state between layers, so the
+runtime knows nothing of them. `gemma_3n_layer` and `gemma_3n_mlp` replace the `forward` of a layer and of its MLP during a trace.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import torch
 
 from skipdecode.exporter.architectures import declared
 
-_LEAST_SQUARE = 1e-5  # of a stream whose length becomes another's
+_LEAST_SQUARE = 1e-5  # lower bound of the mean square that a stream is divided by
 
 
 def streams_width(config: Any) -> int:
-    """N*H, numbers of a token between layers; elsewhere the hidden state is the only stream."""
+    """N*H, the numbers per token between layers; outside Gemma 3n the hidden state is the only stream."""
     width: int = config.hidden_size * (declared(config, "altup_num_inputs") or 1)
     return width
 
 
 def spread(owner: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """A token's embedding [B,S,H] and projections of it that are as long: [B,S,N*H]."""
+    """Embeddings [B,S,H] -> streams [B,S,N*H]: the embedding and its projections, rescaled to its root mean square."""
     others = (_as_long_as(hidden, project(hidden)) for project in getattr(owner, "altup_projections", ()))
     return torch.cat((hidden, *others), dim=-1)
 
 
 class Merged(torch.nn.ModuleList):  # type: ignore[misc]
-    """The projections [H,H] of all streams but the first, as one module: streams [B,S,N*H] -> their mean [B,S,H]."""
+    """The projections [H,H] of all streams but the first, as one module that averages streams [B,S,N*H] to [B,S,H]."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """Each is as long as the first one, once it is projected."""
+        """Project every other stream, rescale it to the first one's root mean square, and take the mean."""
         first, *others = streams.unflatten(-1, (len(self) + 1, -1)).unbind(2)
         projected = [_as_long_as(first, project(stream)) for project, stream in zip(self, others, strict=True)]
         return torch.stack((first, *projected)).mean(dim=0)
 
 
 def _as_long_as(wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows [..,H], as long as those of `wanted`; squares are summed in fp32."""
+    """Rescale `rows` [..,H] to the root mean square of those of `wanted`; squares are averaged in fp32."""
     square, own = (each.float().square().mean(dim=-1, keepdim=True) for each in (wanted, rows))
     return (rows * square.sqrt() / own.clamp(min=_LEAST_SQUARE).sqrt()).to(rows.dtype)
 
@@ -48,7 +48,7 @@ def _as_long_as(wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def gemma_3n_layer(
     self: Any, hidden_states: torch.Tensor, per_layer_input: torch.Tensor, shared_kv_states: Any, **of_attention: Any
 ) -> torch.Tensor:
-    """Streams [B,S,N*H] -> the same: all are predicted, one is computed, and all are corrected by what that became."""
+    """Streams [B,S,N*H] -> [B,S,N*H]: predict all streams, run the layer on the active one, and correct all by its change."""
     altup, active, count = self.altup, self.config.altup_active_idx, self.config.altup_num_inputs
     streams = hidden_states.unflatten(-1, (count, -1))
     mixing = altup.prediction_coefs(altup.compute_router_modalities(streams[:, :, active]))
@@ -66,7 +66,7 @@ def gemma_3n_layer(
 
 
 def _computed(self: Any, hidden: torch.Tensor, **of_attention: Any) -> torch.Tensor:
-    """What the layer makes of one stream [B,S,H]: attention and MLP, and a product of low rank beside them."""
+    """The layer's attention and MLP on one stream [B,S,H], with a low-rank product (LAuReL) added to the attention."""
     normed = self.input_layernorm(hidden)
     attended, _ = self.self_attn(hidden_states=normed, **of_attention)
     hidden = (hidden + self.post_attention_layernorm(attended) + self.laurel(normed)) / math.sqrt(2)
@@ -74,7 +74,10 @@ def _computed(self: Any, hidden: torch.Tensor, **of_attention: Any) -> torch.Ten
 
 
 def gemma_3n_mlp(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[B,S,H] -> the same. Some layers keep what a gate has above a bound: of normal numbers the part that is asked for."""
+    """[B,S,H] -> [B,S,H]. Some layers keep only the part of the gate above a bound.
+
+    The bound would zero a fraction `activation_sparsity` of normally distributed numbers.
+    """
     gate = self.gate_proj(hidden_states)
     if self.activation_sparsity > 0:
         wide = gate.float()

@@ -1,4 +1,4 @@
-"""Which Hugging Face decoders are known, where each keeps its parts, and what its layers are."""
+"""Which Hugging Face decoders are supported, where each keeps its parts, and what kinds of layers it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
 from skipdecode.model import Keys
 
-# mixtures of experts, whose layers choose a few of many MLPs for each token; Granite 4, Jamba and Nemotron-H may have none
+# mixtures of experts, whose layers choose a few of many MLPs per token; Granite 4, Jamba and Nemotron-H may have no experts
 MIXTURES = (
     "afmoe", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
     "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa",
@@ -20,36 +20,36 @@ MIXTURES = (
     "lara_mini", "lfm2_moe", "llama4_text", "mellum", "minimax_m2", "mistral4", "mixtral", "nemotron_h", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "solar_open",
 )  # fmt: skip
-# those whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
+# models whose keys and values are expanded from one latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)
 LATENT = (
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear",
     "minicpm3", "mistral4", "sarvam_mla", "youtu",
 )  # fmt: skip
-# those without attention: each layer is a Mamba block and nothing else
+# models without attention: each layer is only a Mamba block
 STATES_ALONE = ("falcon_mamba", "mamba", "mamba2")
-# those whose layers are not all attention -> what else transformers calls them; Granite 4's may be attention all the same
+# models with layers other than attention -> transformers' names of those kinds; Granite 4 may have attention layers only
 HYBRIDS = {
     # Gated DeltaNet
     **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), ("linear_attention",)),  # Kimi Delta Attention
-    **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as the two below
-    **dict.fromkeys(("jamba", *STATES_ALONE), ("linear_attention",)),  # Mamba, the last one's Mamba-2
-    "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these
-    "falcon_h1": ("hybrid",),  # and attention, side by side
+    **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as in Nemotron-H and Falcon-H1 below
+    **dict.fromkeys(("jamba", *STATES_ALONE), ("linear_attention",)),  # Mamba; mamba2 has Mamba-2
+    "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these or attention
+    "falcon_h1": ("hybrid",),  # Mamba-2 and attention in parallel
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
 }
-# those whose layers may differ in the heads of their keys, or read the keys and values of others
+# models whose layers may differ in number and size of KV heads, or read the keys and values of other layers
 OWN_HEADS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
-# older than transformers' interface for attention (see own_attention), or with a stored table to rotate by (CodeGen, GPT-J)
+# models older than transformers' attention interface (see own_attention), or that rotate by a stored table (CodeGen, GPT-J)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
-# those whose final norm, which has no weights, is also between embedding and layers
+# models that apply their final norm, which has no weights, between embedding and layers too
 NORM_ON_BOTH_ENDS = ("nanochat",)
-# those whose attention sees the tokens that an indexer chooses, as many as `index_topk`, which may be all -> the indexer's
-# parameters, which then are for nothing
+# models whose attention sees only `index_topk` tokens that an indexer chooses -> a pattern of the indexer's parameters; no bundle
+# needs them, since `check_supported` refuses rows of more than `index_topk` tokens
 INDEXED = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r"\.indexer\.")
-# what Gemma 4's experts have, where the others' have SwiGLU
+# the activation of Gemma 4's experts, where those of most models have SwiGLU
 GELU_OF_EXPERTS = "gelu_pytorch_tanh"
-# those whose experts a checkpoint may hold as MXFP4, which are dequantised as they are read
+# models whose checkpoints may hold experts as MXFP4, which is dequantised as it is read
 IN_MXFP4 = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
@@ -89,12 +89,12 @@ class DecoderParts:
     owner: torch.nn.Module  # the module whose forward runs embedding, layers and final norm
     layers: torch.nn.ModuleList  # its L layers, layer 0 nearest the embedding
     final_names: tuple[str, ...]  # its modules after the last layer, in order
-    rotary: torch.nn.Module | None  # gives cos and sin [B, S, rotary D]
-    prefix: str  # of the layers' parameter names: "model.layers."
+    rotary: torch.nn.Module | None  # gives cos and sin [B,S,rotary D]
+    prefix: str  # of the layers' parameter names, such as "model.layers."
 
 
 def register_language_model(config: Any) -> None:
-    """Tell AutoModelForCausalLM of Mistral 4's class, which transformers (5.24) has among those of models that see alone."""
+    """Register Mistral 4 with AutoModelForCausalLM: transformers 5.24 lists its class only among vision-language models."""
     if config.model_type == "mistral4":
         from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
@@ -105,17 +105,17 @@ def decoder_parts(model: torch.nn.Module, kind: str | None = None) -> DecoderPar
     """Find the parts of a causal language model.
 
     Args:
-        kind: of the decoder that it is, where its configuration calls it otherwise.
+        kind: its entry in `SUPPORTED`, where `model.config.model_type` is another.
 
     Raises:
-        ModelNotSupportedError: an architecture that is not in `SUPPORTED`.
+        ModelNotSupportedError: the architecture is not in `SUPPORTED`.
     """
     config: Any = model.config
     if kind is None:
         check_known(config)
     owner_name, layers_name, final_names, rotary_name = _PARTS[kind or config.model_type]
     base = base_name(model)
-    owner = getattr(model, base, model)  # a model without a head is its own
+    owner = getattr(model, base, model)  # a model without a head is its own base
     owner = getattr(owner, owner_name) if owner_name else owner
     present = tuple(name for name in final_names if getattr(owner, name, None) is not None)
     path = ".".join(part for part in (base, owner_name, layers_name) if part)
@@ -129,7 +129,10 @@ def decoder_parts(model: torch.nn.Module, kind: str | None = None) -> DecoderPar
 
 
 def base_name(model: torch.nn.Module) -> str:
-    """What a model with a head calls the model without it; Llama 4's says what that is called in one that also sees."""
+    """The attribute under which a model with a head holds the model without it.
+
+    Llama 4's `base_model_prefix` belongs to its vision-language model.
+    """
     return "model" if model.config.model_type == "llama4_text" else model.base_model_prefix
 
 
@@ -139,35 +142,35 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def check_known(config: Any) -> None:
-    """Raises ModelNotSupportedError where an architecture is not in `SUPPORTED`."""
+    """Raise ModelNotSupportedError unless the architecture is in `SUPPORTED`."""
     if config.model_type not in _PARTS:
         raise unsupported(config, "is not among the architectures that are tested", f"supported are {', '.join(SUPPORTED)}")
 
 
 def unsupported(config: Any, why: str, remedy: str = "docs/limits.md says what is exported") -> ModelNotSupportedError:
-    """The refusal of a configuration; `why` goes on where its model type was named."""
+    """The error that refuses a configuration; `why` completes a sentence that starts with the model type."""
     return ModelNotSupportedError(f"{config.model_type} {why}", remedy, where=place(config))
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The configuration as `layer` has it: some layers' heads are of their own number and size."""
+    """The configuration of `layer`; in some models the number and size of heads differ between layers."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """`layer_config` of one layer of each kind."""
+    """One `layer_config` for each kind of layer."""
     kinds = layer_kinds(config) if config.model_type in OWN_HEADS else None
     return [layer_config(config, kinds.index(kind)) for kind in sorted({*kinds})] if kinds else [config]
 
 
 def num_heads(config: Any) -> int:
-    """Of the queries of layers that have no number of their own; 0: the model has no attention."""
+    """NH, the query heads of layers without a number of their own; 0: the model has no attention."""
     heads: int = 0 if config.model_type in STATES_ALONE else config.num_attention_heads
     return heads
 
 
 def layer_keys(config: Any, layer: int) -> Keys:
-    """Heads of a layer's keys and the size D of each; its values are as many, and as wide or widened; 0: there are none."""
+    """KVH and D of a layer's keys; narrower values are widened to D. Both are 0 where the model has no attention."""
     own = layer_config(config, layer)
     if own.model_type in STATES_ALONE:
         return Keys(num_heads=0, head_size=0)
@@ -175,14 +178,14 @@ def layer_keys(config: Any, layer: int) -> Keys:
     if own.model_type in LATENT:
         return Keys(num_heads=heads, head_size=own.qk_nope_head_dim + own.qk_rope_head_dim)
     size = getattr(own, "head_dim", None) or own.hidden_size // heads
-    one_for_all = declared(own, "multi_query") and not declared(own, "new_decoder_architecture")  # Falcon asks it first
+    one_for_all = declared(own, "multi_query") and not declared(own, "new_decoder_architecture")  # Falcon checks this first
     if one_for_all:
         return Keys(num_heads=1, head_size=size)
     return Keys(num_heads=declared(own, "num_key_value_heads") or declared(own, "num_kv_heads") or heads, head_size=size)
 
 
 def key_source(config: Any, layer: int) -> int | None:
-    """The layer whose keys and values `layer` reads: the last of its kind that has its own; None: it has its own."""
+    """The layer whose keys and values `layer` reads: the last of the same kind that has its own. None: it has its own."""
     shared = declared(config, "num_kv_shared_layers") if config.model_type in OWN_HEADS else 0
     first = config.num_hidden_layers - (shared or 0)
     kinds = layer_kinds(config)
@@ -198,27 +201,27 @@ def key_sources(config: Any) -> set[int]:
 
 
 def returns_tuple(config: Any) -> bool:
-    """Whether layers return their hidden states in a tuple, perhaps beside their attention's weights or choice of tokens."""
+    """Whether layers return a tuple that starts with the hidden state; attention weights or chosen tokens may follow."""
     return config.model_type in ("bamba", "bloom", "falcon", "falcon_h1", "glm_moe_dsa", "gpt_neo", "mpt")
 
 
 def expands_latents(layer: torch.nn.Module) -> bool:
-    """Whether the layer's attention expands keys and values from a latent, which alone transformers would cache."""
+    """Whether the layer's attention expands keys and values from a latent; transformers would cache only the latent."""
     return hasattr(getattr(layer, "self_attn", None), "expand_kv")
 
 
 def attention_window(config: Any, layer: int) -> int | None:
-    """Tokens that a query of `layer` attends to, itself included (transformers' `sliding_window`); None: all before it."""
+    """Tokens that a query of `layer` attends to, its own included (transformers' `sliding_window`); None: no limit."""
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
     window: int | None = declared(config, "sliding_window")
-    if window is None or (window == 0 and declared(config, "use_sliding_window") is False):  # Qwen2 MoE's 0 is for none
+    if window is None or (window == 0 and declared(config, "use_sliding_window") is False):  # Qwen2 MoE writes 0 for no window
         return None
     return window if layer_kind(config, layer) in (None, "sliding_attention") else None
 
 
 def layer_kinds(config: Any) -> list[str] | None:
-    """What transformers' `layer_types` says of each layer: "sliding_attention", "full_attention", .. ; None: they are alike."""
+    """transformers' `layer_types`, a kind per layer ("sliding_attention", "full_attention", ..); None: layers are alike."""
     kinds: list[str] | None = config.layer_types if config.model_type in HYBRIDS else declared(config, "layer_types")
     return kinds
 
@@ -235,29 +238,29 @@ def has_experts(config: Any) -> bool:
 
 
 def experts_setting(config: Any) -> str:
-    """The setting that says how many experts a token has."""
+    """The name of the setting for the number of experts per token."""
     return "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
 
 
 def experts_per_token(config: Any) -> int | list[int]:
-    """How many experts a token has; Hunyuan's may be one number a layer."""
+    """The number of experts per token; Hunyuan may have a list with a number per layer."""
     count: int | list[int] = getattr(config, experts_setting(config))
     return count
 
 
 def layer_kind(config: Any, layer: int) -> str | None:
-    """`layer_kinds` of one."""
+    """The entry of `layer_kinds` for `layer`."""
     kinds = layer_kinds(config)
     return None if kinds is None else kinds[layer]
 
 
 def declared(config: Any, name: str) -> Any:
-    """A setting that this kind of model has; config.json may hold others, left from other kinds, which its code never reads."""
+    """A setting that this type of model declares, else None: config.json may hold others that the model's code never reads."""
     return getattr(config, name) if name in {field.name for field in fields(config)} else None
 
 
 def rotary_base(config: Any, layer: int) -> float | None:
-    """The rotary base that `layer` has for itself, 0: it turns nothing; None: the model's."""
+    """The rotary base of `layer` where it has its own; 0: the layer rotates nothing; None: the model's base."""
     if config.model_type == "lara_mini" and layer_kind(config, layer) == "full_attention":
         return 0
     bases: list[float] | None = declared(config, "layer_rope_theta")
@@ -265,7 +268,7 @@ def rotary_base(config: Any, layer: int) -> float | None:
 
 
 def rotary_with(config: Any, rotary: torch.nn.Module | None, base: float | None) -> torch.nn.Module | None:
-    """A rotary module as the model's, settled, with another base where that is given; None: it turns nothing."""
+    """A settled copy of the model's rotary module, with another base where one is given; None: nothing is rotated."""
     if rotary is None or base == 0:
         return None
     if base is not None:
@@ -276,15 +279,15 @@ def rotary_with(config: Any, rotary: torch.nn.Module | None, base: float | None)
 
 
 def settle(rotary: Any) -> Any:
-    """The rotary module with the frequencies that it starts with, which no run outgrows (`check_supported`).
+    """Fix the rotary module at its initial frequencies; `check_supported` refuses rows long enough to need others.
 
-    With `dynamic` and `longrope` it would ask each time how long the run is, which cannot be traced.
+    With `dynamic` and `longrope` the module would look at the row's length in every pass, which cannot be traced.
     """
     kinds, scaling = rotary.rope_type, rotary.config.rope_parameters
-    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # some have one a kind of layer
-    if hasattr(rotary, "recomposition_frequencies"):  # of three positions, in time and place, which are one in text
+    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # some have one per layer kind
+    if hasattr(rotary, "recomposition_frequencies"):  # merges positions in time, height and width, which are equal for text
         rotary.recomposition_frequencies = lambda frequencies: torch.cat((frequencies[0], frequencies[0]), dim=-1)
-    if "short_mscale" in scaling:  # Phi MoE asks its configuration
+    if "short_mscale" in scaling:  # Phi MoE reads the scaling from its configuration in every pass
         rotary.config = copy.copy(rotary.config)
         rotary.config.rope_parameters = {**scaling, "rope_type": "default", "attention_factor": scaling["short_mscale"]}
     return rotary

@@ -1,4 +1,4 @@
-"""What transformers calls instead of its own attention and cache while a layer is traced: each call leaves one ONNX operator."""
+"""Replacements for transformers' attention and cache during a trace; each call leaves one ONNX operator."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def onnx_attention(
 ) -> tuple[torch.Tensor, None]:
     """ONNX Attention-24 on the whole KV buffer: query [B,NH,S,D], key and value [B,KVH,C,D], bool mask [B,1,S,C].
 
-    `s_aux` [NH]: a model's attention sinks, a score a head that takes its share of the softmax and has no value (gpt-oss).
-    With `kv_buffer`, key and value are of the new tokens alone, value of any size up to D. `score_bias` [B,NH,S,C] fp32:
-    added to the scores (ALiBi).
+    `s_aux` [NH]: attention sinks, one score per head that takes part in the softmax but has no value (gpt-oss).
+    With `kv_buffer`, key and value hold only the new tokens, and values may be narrower than D. `score_bias` [B,NH,S,C] fp32
+    is added to the scores (ALiBi).
 
     Returns:
-        [B,S,NH,D], of values narrower than keys as wide as those; no weights.
+        Rows [B,S,NH,D], or as wide as the values where those are narrower; None in place of attention weights.
     """
     size = value.shape[-1]
     if kv_buffer is not None:
@@ -46,11 +46,11 @@ def onnx_attention(
     inputs = (query, key, value, attention_mask)
     out = emit_operator("Attention", *inputs, **attrs) if s_aux is None else _beside_sinks(inputs, attrs, s_aux)
     rows = out.transpose(1, 2)
-    return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # as transformers' own: some `view` it
+    return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # some models `view` the rows
 
 
 def emit_operator(name: str, *inputs: torch.Tensor, shape: tuple[int, ...] | None = None, **attributes: Any) -> torch.Tensor:
-    """One ONNX operator in a trace, whose output is of the dtype of its first input, and of its shape unless `shape` is given."""
+    """Emit one ONNX operator. Its output has the dtype of the first input, and its shape unless `shape` is given."""
     first = inputs[0]
     made: torch.Tensor = torch.onnx.ops.symbolic(
         name, inputs, attributes, dtype=first.dtype, shape=first.shape if shape is None else shape, version=OPSET
@@ -59,18 +59,21 @@ def emit_operator(name: str, *inputs: torch.Tensor, shape: tuple[int, ...] | Non
 
 
 def widened(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Values with zeros up to the size of the keys: a KV buffer holds both, and a weighted sum of zeros is zero."""
+    """Pad values with zeros to the keys' head size, which a KV buffer uses for both; a weighted sum of zeros is zero."""
     return torch.nn.functional.pad(value, (0, size - value.shape[-1]))
 
 
 def _beside_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks: torch.Tensor) -> torch.Tensor:
-    """Attention [B,NH,S,D] without the sinks [NH], times what they leave of the softmax: e^scores / (e^scores + e^sink)."""
+    """Attention [B,NH,S,D] without sinks, times what the sinks [NH] leave of the softmax.
+
+    That is E / (E + e^sink), where E is the sum of e^score over all slots.
+    """
     query, key, value, _ = inputs
     scores_shape = (*query.shape[:3], key.shape[2])
     out, _, _, scores = torch.onnx.ops.symbolic_multi_out(
         "Attention",
         inputs,
-        {**attrs, "qk_matmul_output_mode": 2},  # the fourth output: scores as the softmax has them, scaled, capped and masked
+        {**attrs, "qk_matmul_output_mode": 2},  # the fourth output: scaled, capped and masked scores, the softmax's input
         dtypes=(query.dtype,) * 4,
         shapes=(query.shape, key.shape, value.shape, scores_shape),
         version=OPSET,
@@ -80,22 +83,22 @@ def _beside_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, onnx_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # the layer's wrapper gives the mask
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # `trace._Layer` makes the mask
 
 
 class ScatterCache:
-    """Stands for transformers' cache during a trace: `update` writes the new keys and values into the KV buffer in place."""
+    """Stands in for transformers' cache during a trace: `update` writes new keys and values into the KV buffer in place."""
 
     def __init__(self, past_key: torch.Tensor, past_value: torch.Tensor, position_ids: torch.Tensor) -> None:
         self.present_key, self.present_value, self.position_ids = past_key, past_value, position_ids
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """TensorScatter-24: new keys and values [B,KVH,S,D] into [B,KVH,C,D] from the slot of each row's first position on."""
+        """TensorScatter-24: write new keys and values [B,KVH,S,D] into [B,KVH,C,D], from each row's first position on."""
         first = self.position_ids[:, 0]
         self.present_key = emit_operator("TensorScatter", self.present_key, key, first, axis=2)
         self.present_value = emit_operator("TensorScatter", self.present_value, value, first, axis=2)
         return self.present_key, self.present_value
 
     def get_seq_length(self, *_: Any) -> int:
-        """Transformers asks; positions come from `position_ids` alone."""
+        """Required by transformers; positions come only from `position_ids`."""
         return 0

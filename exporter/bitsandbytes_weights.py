@@ -1,7 +1,7 @@
-"""What bitsandbytes stores in 4 bits of a matrix [N,K], as numbers again; it reads the matrix as one row of N * K numbers.
+"""Dequantises matrices [N,K] that bitsandbytes stores in 4 bits, in blocks of the matrix flattened to N * K numbers.
 
-QLoRA (arXiv 2305.14314, 3): `weight`, two codes a byte, the first in the high bits; `quant_map`, the 16 numbers that they stand
-for; `absmax`, by which those of a block are multiplied, perhaps in codes of 8 bits and blocks itself.
+QLoRA (arXiv 2305.14314, section 3): `weight` holds two codes a byte, the first in the high bits; `quant_map` the 16 numbers that
+the codes stand for; `absmax` the factor of each block, perhaps quantised itself to 8-bit codes in larger blocks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # sizes and dtypes, as JSON
+STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # sizes and dtypes, JSON
 _BYTES_AT_A_TIME = 1 << 20
 
 
 def of_4_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Fp32 [N,K].
+    """Dequantise one matrix to fp32 [N,K]; `tensors` by the ends of their names, such as `weight.absmax`.
 
     Raises:
-        ValueError, TypeError, RuntimeError, LookupError, ArithmeticError: tensors that do not fit together.
+        ValueError, TypeError, RuntimeError, LookupError, ArithmeticError: the tensors do not fit together.
     """
     said = [tensors[name] for name in STATES if name in tensors]
     state = json.loads(bytes(said[0].tolist()))
     shape, block = state["shape"], state["blocksize"]
-    codes = tensors["weight"].contiguous().view(torch.uint8).flatten()  # which a training may store as another dtype
+    codes = tensors["weight"].contiguous().view(torch.uint8).flatten()  # training may have stored the bytes as another dtype
     code, factors, size = tensors["weight.quant_map"].float(), _factors(tensors, state), math.prod(shape)
     if (len(codes), len(factors), len(code)) != (-(-size // 2), -(-size // block), 16):
         raise ValueError(f"{shape} in blocks of {block}")
-    numbers, pairs = torch.empty(max(2 * len(codes), len(factors) * block)), torch.cartesian_prod(code, code)  # a byte's two
+    numbers, pairs = torch.empty(max(2 * len(codes), len(factors) * block)), torch.cartesian_prod(code, code)  # byte -> pair
     for start in range(0, len(codes), _BYTES_AT_A_TIME):
         part = codes[start : start + _BYTES_AT_A_TIME]
         numbers[2 * start : 2 * (start + len(part))] = pairs.index_select(0, part.int()).flatten()
@@ -39,7 +39,7 @@ def of_4_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _factors(tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> torch.Tensor:
-    """Each block's, [blocks]; in codes of 8 bits they are less their mean."""
+    """The factor of each block, [blocks] fp32. Factors in 8-bit codes are stored minus their mean, `nested_offset`."""
     factors = tensors["weight.absmax"]
     if "weight.nested_absmax" not in tensors:
         return factors.float()

@@ -1,4 +1,4 @@
-"""What is wrong with a request whatever the model is, found without torch and transformers, which take seconds to import."""
+"""Checks of a request that do not depend on the model, made without torch and transformers, which take seconds to import."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
 from skipdecode.schedule_builders import check_schedule_request
 from skipdecode.text import is_utf8
 
-_MOST_ROWS = 2**31 - 1  # dimensions of TensorRT's tensors are of 32 bits
-_MOST_MIB = 2**43 - 1  # whose bytes are a number of 63 bits
+_MOST_ROWS = 2**31 - 1  # TensorRT's dimensions are signed 32-bit integers
+_MOST_MIB = 2**43 - 1  # the same in bytes fits a signed 64-bit integer
 
 
 def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
     """Refuse what can be refused before the model's configuration is read.
 
     Returns:
-        Its targets.
+        The request's targets.
 
     Raises:
-        BundleError: `out` has a name that libraries do not take, would not be replaced, or holds what is read.
-        ScheduleError: the schedule is unknown, its table is not there, or a number of it is out of its range.
-        TargetError: an option is out of its range, or a target unknown or its package missing.
-        ModelNotSupportedError: `model` names nothing that an export begins with.
+        BundleError: `out` has a name that libraries do not take, may not be replaced, or holds the checkpoint or the table.
+        ScheduleError: the schedule is unknown, its table is missing, or one of its numbers is out of range.
+        TargetError: an option is out of range, a target is unknown, or a target's package is missing.
+        ModelNotSupportedError: `model` is an adapter, or neither a hub id, an OPT size nor a folder with a readable config.json.
     """
     if not is_utf8(request.out):
         raise BundleError(

@@ -1,6 +1,6 @@
-"""A checkpoint's tensors by the model's parameter names: safetensors or torch's `.bin`, in one file or sharded.
+"""Reads a checkpoint's tensors by the model's parameter names, from safetensors or torch's `.bin`, in one file or sharded.
 
-Each tensor is read through a mapping of its own, which goes when the tensor goes: the pages of a mapping that stays open would
+Each tensor is read through its own memory mapping, which is closed with the tensor. The pages of a mapping that stays open would
 add up to the whole model.
 """
 
@@ -32,17 +32,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Format:
-    file: str  # of a checkpoint in one file; with shards, `file`.index.json lists them
+    file: str  # an unsharded checkpoint's; `file`.index.json lists shards
     names: Callable[[Path], list[str]]
     read: Callable[[Path, str], torch.Tensor]
 
 
 class CheckpointSource:
-    """Tensors of a local checkpoint folder, read when asked for; of tied ones that are there, and of those in several
-    shards, all must be the same.
+    """Tensors of a local checkpoint folder, read on demand.
+
+    Stored copies of tied tensors must be equal, and so must copies in several shards.
 
     Raises:
-        ModelNotSupportedError: no weights, an unreadable file, or a parameter that is missing, of another shape or quantised.
+        ModelNotSupportedError: no weights, an unreadable file, or a parameter that is missing, has another shape or is quantised.
     """
 
     def __init__(self, checkpoint: Path, skeleton: Skeleton) -> None:
@@ -58,7 +59,7 @@ class CheckpointSource:
         self._base = skeleton.parts.prefix.split(".")[0]
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Parameter `name`, in the dtype that the file has."""
+        """Parameter `name`, in the dtype of the file."""
         read = self._read
         tied = [parameter for parameter, kept in self._skeleton.canonical.items() if kept == name]
         spelled = (next((key for key in _spellings(parameter, self._base) if key in read), None) for parameter in tied)
@@ -77,7 +78,7 @@ class CheckpointSource:
         return value
 
     def warn_of_unread(self) -> None:
-        """Tell, once all parameters are read, of weights and biases of layers that none was: a model is made without them."""
+        """Warn, once all parameters are read, of layers' weights and biases that the checkpoint holds but the model lacks."""
         ours = tuple(_spellings(self._skeleton.parts.prefix, self._base))
         left = [name for name in self._unread if name.startswith(ours) and name.endswith((".weight", ".bias"))]
         left = sorted(name for name in left if not self._skeleton.ignores(name) and not self._adds_nothing(name))
@@ -86,12 +87,12 @@ class CheckpointSource:
             logger.warning(said, self._checkpoint, len(left), left[0])
 
     def _adds_nothing(self, name: str) -> bool:
-        """Of no numbers, as of 0 shared experts, or a bias of zeros, as AutoGPTQ wrote one for each matrix."""
+        """Whether the tensor is empty (0 shared experts) or a bias of zeros, such as AutoGPTQ wrote for every matrix."""
         value = self._stored(name)
         return not value.numel() or (name.endswith(".bias") and not value.any())
 
     def _stored(self, name: str) -> torch.Tensor:
-        """A tensor that more than one shard may hold."""
+        """Read a tensor; if several shards hold it, they must agree."""
         self._unread.discard(name)
         first, *others = self._where[name]
         value = self._form.read(first, name)
@@ -104,27 +105,27 @@ class CheckpointSource:
 
 
 def lacks_head(checkpoint: Path) -> bool:
-    """Whether a folder holds weights, and none for the head."""
+    """Whether a folder holds weights but none for the head."""
     try:
         form, files = weight_files(checkpoint)
         return not any(name.endswith("lm_head.weight") for file in files for name in form.names(file))
-    except ModelNotSupportedError:  # no weights, as `--random-weights` asks, or unreadable ones, which is told when they are read
+    except ModelNotSupportedError:  # no weights, as for `--random-weights`, or unreadable ones, reported on reading
         return False
 
 
 def _spellings(name: str, base: str) -> Iterator[str]:
-    """What a parameter may be called in a file; `base`: what a model with a head calls the model without it ("model")."""
+    """The names that a parameter may have in a file; `base`: the attribute of the model without its head ("model")."""
     short = name.removeprefix(f"{base}.")
     yield name
-    yield short  # saved from the base model, without its head
-    yield f"language_model.{name}"  # the text part of a model that also sees, as transformers 4 wrote it
-    yield f"{base}.language_model.{short}"  # and as 5 does
+    yield short  # saved from the model without its head
+    yield f"language_model.{name}"  # text part of a multimodal model, as transformers 4 wrote it
+    yield f"{base}.language_model.{short}"  # as transformers 5 writes it
     yield f"{base}.language_model.{name}"  # HyperCLOVA X's
     yield f"{base}.text_model.{short}"  # Idefics' and SmolVLM's
     if base != "model":
         yield f"model.language_model.{short}"
         yield f"language_model.model.{short}"
-    yield f"thinker.{name}"  # of one that also speaks
+    yield f"thinker.{name}"  # text part of Qwen Omni
     yield name.replace("lm_head.", "embed_out.")  # GPT-NeoX
 
 
@@ -141,10 +142,10 @@ def _checked(value: torch.Tensor, name: str, shape: tuple[int, ...], file: Path)
 
 
 def weight_files(checkpoint: Path) -> tuple[_Format, list[Path]]:
-    """The files that hold weights, in the order in which transformers looks for them.
+    """The format and the files of the weights, looked for in the same order as transformers does.
 
     Raises:
-        ModelNotSupportedError: none, not all shards, or one that may not be read.
+        ModelNotSupportedError: there are no weights, a shard is missing, or a file may not be read.
     """
     for form in _FORMATS:
         whole, index = checkpoint / form.file, checkpoint / f"{form.file}.index.json"
@@ -191,10 +192,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:
-    """Its tensors, mapped, by an unpickler that makes tensors and runs nothing.
+    """Map the tensors of a `.bin` file, with an unpickler that builds tensors and runs no code.
 
     Raises:
-        ModelNotSupportedError: anything else inside, damage, or the format that torch wrote before 1.6, which cannot be mapped.
+        ModelNotSupportedError: it holds anything else, is damaged, or has torch's format before 1.6, which cannot be mapped.
     """
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -210,7 +211,7 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor that has all its numbers, one after another."""
+    """Whether the value is a dense tensor with its data in memory, neither sparse nor meta."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
 
 

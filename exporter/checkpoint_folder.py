@@ -1,4 +1,4 @@
-"""From what a user types to a checkpoint's folder, without torch and transformers: a mistyped name is told at once."""
+"""From what a user types to a checkpoint's folder, without torch and transformers: a mistyped name is reported at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 
 
 def checkpoint_folder(model: str) -> Path | None:
-    """The folder that `model` names; None: it is a hub id, or OPT's short name.
+    """The folder that `model` names; None: it is a hub id or a short OPT name.
 
     Raises:
-        ModelNotSupportedError: neither, a path that is no UTF-8, a folder without a config.json that may be read, an adapter.
+        ModelNotSupportedError: `model` is none of these, its path is not UTF-8, its folder has no readable config.json, or it is
+            an adapter.
     """
-    if not model:  # a path would take it for the folder one is in
+    if not model:  # Path("") is the current folder
         raise ModelNotSupportedError("is empty", _NAME, where="MODEL")
     folder = Path(model)
     if not is_utf8(folder):
@@ -37,7 +38,7 @@ def checkpoint_folder(model: str) -> Path | None:
 
 
 def adapter_error(model: str) -> ModelNotSupportedError:
-    """The error of a folder or hub id that holds what peft trained: the weights are elsewhere, and these change them."""
+    """The error for a folder or hub id that holds a peft adapter, without the weights that it changes."""
     return ModelNotSupportedError(
         "holds an adapter (adapter_config.json), not the model that it changes",
         "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`, "
@@ -47,6 +48,6 @@ def adapter_error(model: str) -> ModelNotSupportedError:
 
 
 def missing_config_error(model: str) -> ModelNotSupportedError:
-    """The error of a folder or hub id without a config.json."""
+    """The error for a folder or hub id without a config.json."""
     remedy = "name a checkpoint that transformers loads (of GGUF files, what they were made of)"
     return ModelNotSupportedError("holds no config.json", remedy, where=model)

@@ -1,4 +1,4 @@
-"""What `skip-export` does with what it is asked for, and says of it."""
+"""What `skip-export` runs, and what it prints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARNING = "skip-export: warning: "
 
 
 def run(request: ExportRequest, report: Report, *, quiet: bool) -> Manifest:
-    """Export, its warnings on standard error unless `quiet`; raises as `export` does."""
+    """Export, printing warnings on standard error unless `quiet`; raises what `export` raises."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with _showing_warnings(quiet):
@@ -30,7 +30,7 @@ def run(request: ExportRequest, report: Report, *, quiet: bool) -> Manifest:
 
 
 def tell(manifest: Manifest, request: ExportRequest) -> None:
-    """Print the bundle in a line, and on standard error what of it a user may not expect."""
+    """Print a summary of the bundle in one line, and on standard error whatever a user may not expect of it."""
     for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
         print(f"{_WARNING}{warning}", file=sys.stderr)
     print(_summary(manifest, request.out))
@@ -43,7 +43,8 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     if sources and request.schedule.warmup_layers <= (last := max(sources)) == manifest.schedule.warmup_layers - 1:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     schedule, longest = manifest.schedule, manifest.limits.max_length
-    # the last token is not fed, nor, of a prompt of one, the two before position 0
+    # the last position that a row feeds: its last token is not fed, and with anchor `generated` position 0 is the second token at
+    # the earliest
     fed = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
     if schedule.layers_at(max(0, fed)) > schedule.layers[-1]:
         yield (
@@ -58,7 +59,7 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
 
 @contextmanager
 def _showing_warnings(quiet: bool) -> Iterator[None]:
-    """Inside, what the exporter logs as a warning is one of the command's own."""
+    """Inside, warnings that the exporter logs are printed as warnings of the command."""
     handler = logging.NullHandler() if quiet else logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter(f"{_WARNING}%(message)s"))

@@ -1,6 +1,6 @@
-"""The `skip-export` command, which Ctrl-C ends in one piece from its first moment on: torch alone takes seconds to import.
+"""The `skip-export` command. Ctrl-C ends it cleanly from the start, even during the seconds that importing torch takes.
 
-Neither help nor a mistyped option, folder, hub id or target waits for torch.
+Neither help nor the report of a mistyped option, folder, hub id or target waits for torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skipdecode.exporter.signals import ending_on_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the options and check them, import what exports, and run it."""
+    """Read and check the options, import the exporter, and run it."""
     with ending_on_signals() as check:
         try:
             check_packages()
@@ -53,25 +53,25 @@ def _run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
 
 
 def _check_hub(model: str, report: Callable[[str, float], None]) -> None:
-    """Refuse a hub id that the hub does not give; OPT's short names need none before their weights are downloaded."""
+    """Refuse a hub id that the hub does not serve; short OPT names need no hub until their weights are downloaded."""
     from skipdecode.exporter.checkpoint_folder import checkpoint_folder
     from skipdecode.exporter.opt_sizes import opt_hub_id
 
     if checkpoint_folder(model) is not None or opt_hub_id(model) is not None:
         return
-    report(f"looking for {model}", 0.0)  # a hub that cannot be reached is asked for half a minute
+    report(f"looking for {model}", 0.0)  # an unreachable hub is retried for half a minute
     from huggingface_hub.utils import disable_progress_bars, logging
 
     from skipdecode.exporter.hub_config import fetch_config
 
-    logging.set_verbosity_error()  # it tells each time that it asks again
+    logging.set_verbosity_error()  # it logs every retry
     disable_progress_bars()
     fetch_config(model)
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on standard error, only where that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda what, done: None
         return

@@ -1,4 +1,4 @@
-"""A checkpoint's files of settings, and what transformers says of a config.json that it does not take, as one line."""
+"""Reads a checkpoint's JSON settings, and reports in one line why transformers rejects a config.json."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from skipdecode.errors import ModelNotSupportedError
 
 @contextmanager
 def taking_config(where: str) -> Iterator[None]:
-    """Inside, transformers reads a configuration, or makes the modules that it tells of, and nothing of ours is called.
+    """Inside, transformers reads a configuration or builds modules from it, so any error is blamed on config.json.
+
+    Must not enclose code of this project, whose faults would be blamed on the checkpoint.
 
     Raises:
-        ModelNotSupportedError: what transformers raises, which depends on the setting that is wrong.
-        OSError: as it is: a file or the network, and no setting.
+        ModelNotSupportedError: in place of whatever transformers raises, which depends on the wrong setting.
+        OSError: unchanged, since it comes from a file or the network, not from a setting.
     """
     try:
         with allowing_empty_weights():
-            warnings.simplefilter("ignore", FutureWarning)  # that settings have other names by now
+            warnings.simplefilter("ignore", FutureWarning)  # of renamed settings
             yield
     except OSError:
         raise
@@ -40,23 +42,23 @@ def taking_config(where: str) -> Iterator[None]:
 
 @contextmanager
 def allowing_empty_weights() -> Iterator[None]:
-    """Inside, torch does not warn of weights without numbers: of 0 shared experts, or inputs for each of 0 layers."""
+    """Inside, torch does not warn of empty weights: of 0 shared experts, or of per-layer inputs of 0 layers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
         yield
 
 
 def check_permitted(path: Path) -> None:
-    """Raises ModelNotSupportedError where this user may not read a checkpoint's file, which libraries say as of a damaged one."""
+    """Raise ModelNotSupportedError if this user may not read the file, which libraries would report as damaged."""
     if not os.access(path, os.R_OK):
         raise ModelNotSupportedError(f"cannot be read ({os.strerror(errno.EACCES)})", "check its permissions", where=str(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """A checkpoint's file.
+    """The content of a checkpoint's file.
 
     Raises:
-        ModelNotSupportedError: it cannot be read.
+        ModelNotSupportedError: the file cannot be read.
     """
     check_permitted(path)
     try:
@@ -66,10 +68,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A checkpoint's file of settings; {} where there is none.
+    """The settings in a checkpoint's JSON file; {} if there is no such file.
 
     Raises:
-        ModelNotSupportedError: it cannot be read, or is no JSON object.
+        ModelNotSupportedError: the file cannot be read, or is not a JSON object.
     """
     try:
         settings = json.loads(read_bytes(path)) if path.exists() else {}
@@ -81,22 +83,22 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def place(config: Any) -> str:
-    """Where a configuration is from, as the user named it."""
+    """Where a configuration comes from, as the user named it."""
     return getattr(config, "_name_or_path", "") or "model"
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error says, or its kind where it says nothing."""
-    said = error.args[0] if isinstance(error, KeyError) and error.args else error  # which quotes what it says
+    """The first line of an error's message, or the error's type if the message is empty."""
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError quotes the message
     return (str(said).strip() or type(error).__name__).splitlines()[0]
 
 
 def reason(error: Exception) -> str:
-    """Of a library's error the line that says most, and of the model's code the line that failed, which names the setting."""
+    """The most telling line of a library's error, and the line of the model's code that failed, which names the setting."""
     from huggingface_hub.errors import StrictDataclassError
 
     line = first_line(error)
-    if isinstance(error, StrictDataclassError):  # which names its check, then the exception and what is wrong
+    if isinstance(error, StrictDataclassError):  # which ends in "<exception>: <what is wrong>"
         line = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
     elif isinstance(error, KeyError) and " " not in line:
         line = f"'{line}' is not found"
@@ -107,6 +109,6 @@ def _failing_line(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name.startswith("modeling_")]
     if not frames:
         return ""
-    first, last = frames[-1].lineno or 0, frames[-1].end_lineno or 0  # a call's arguments may stand on lines of their own
+    first, last = frames[-1].lineno or 0, frames[-1].end_lineno or 0  # a call may span several lines
     line = " ".join(linecache.getline(frames[-1].filename, number).strip() for number in range(first, last + 1))
     return "" if not line or line.startswith("raise ") else f", in `{line[:120]}`"

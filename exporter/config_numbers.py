@@ -1,4 +1,4 @@
-"""The numbers of a configuration that a model computes with: which of them would make every logit NaN, or mean nothing."""
+"""Checks the numbers of a configuration that a model computes with; bad ones make every logit NaN, or are meaningless."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import place
 
-_ABOVE_ZERO = (  # frequencies and logits are divided by them, scores and embeddings multiplied, experts' rows clamped
+_ABOVE_ZERO = (  # they divide frequencies and logits, multiply scores and embeddings, or clamp experts' rows
     "rope_theta", "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "attention_factor",
     "original_max_position_embeddings", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "softmax_scale", "attention_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale",
     "scale_emb", "dim_model_base", "swiglu_limit", "floor_scale",
 )  # fmt: skip
-# roots, clamps, and what experts' weights are multiplied by, of which an engine takes the largest; 0: no clamp, no rotation
+# numbers under roots, clamps (0: none), a rotary base (0: no rotation), and factors of experts' weights: an engine chooses the
+# experts with the largest weights, so a negative factor would choose others
 _FROM_ZERO = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv", "route_scale",
     "layer_rope_theta", "routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor",
@@ -25,15 +26,15 @@ _FROM_ZERO = (
 
 
 def check_numbers(config: Any) -> None:
-    """Refuse numbers that are none, and those that no norm, score, logit or rotary embedding can be computed with.
+    """Refuse numbers that no norm, score, logit or rotary embedding can be computed with.
 
     Raises:
-        ModelNotSupportedError: a setting that is NaN or infinite, and not so by default, or out of its range.
+        ModelNotSupportedError: a setting is out of its range, or NaN or infinite without being so by default.
     """
     own = {field.name: field.default for field in fields(config)}
     for name, setting in config.to_dict().items():
         if (name not in own and name != "rope_parameters") or getattr(config, name) == own.get(name):
-            continue  # of other kinds of models, whose code never reads it, or the default
+            continue  # not a setting of this type of model, whose code never reads it, or left at its default
         for path, number in _numbers((name,), setting):
             remedy = _remedy(path[-1], number)
             if remedy:
@@ -43,7 +44,7 @@ def check_numbers(config: Any) -> None:
 
 
 def _numbers(path: tuple[str, ...], setting: Any) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Those of a setting, which may be a list, or a dictionary of some for each kind of layer."""
+    """The path and value of each number in a setting, which may be a list, or a dictionary with an entry per kind of layer."""
     if isinstance(setting, dict):
         for name, inner in setting.items():
             yield from _numbers((*path, str(name)), inner)
@@ -56,8 +57,8 @@ def _numbers(path: tuple[str, ...], setting: Any) -> Iterator[tuple[tuple[str, .
 
 def _remedy(name: str, number: float) -> str | None:
     if isinstance(number, float):
-        number = ctypes.c_float(number).value  # which is 0 or infinite of what fp32 cannot hold
-        if not math.isfinite(number) and not (name == "time_step_limit" and number > 0):  # Mamba's steps may be of any size
+        number = ctypes.c_float(number).value  # 0 or infinite where fp32 cannot hold the number
+        if not math.isfinite(number) and not (name == "time_step_limit" and number > 0):  # Mamba's steps may be unbounded
             return "write a finite number"
     if name in _ABOVE_ZERO and number <= 0:
         return "write a number above 0"
@@ -67,7 +68,10 @@ def _remedy(name: str, number: float) -> str | None:
 
 
 def _check_rotated(config: Any, factor: float) -> None:
-    """A part of one number is broadcast by transformers and rejected by the engines when they run; one of none is no rotation."""
+    """Refuse a rotated part of fewer than two numbers a head, or of more than the head has.
+
+    transformers broadcasts a part of one number, which the engines would reject only when they run.
+    """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not 2 <= size * factor <= size:
         raise ModelNotSupportedError(

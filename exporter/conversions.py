@@ -1,6 +1,7 @@
-"""What transformers makes of a checkpoint's tensors while it loads them: new names, and all experts' matrices in one tensor.
+"""Converts a checkpoint's tensors as transformers does on loading: new names, and the matrices of all experts in one tensor.
 
-A file has `experts.3.up_proj.weight`, the model `experts.gate_up_proj` [E,2I,H]; transformers itself says which becomes which.
+A file's `experts.3.up_proj.weight`, for example, becomes part of the model's `experts.gate_up_proj` [E,2I,H]. The rules are
+transformers' own, with a few more for Llama 4.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from skipdecode.exporter.dequantize import Read
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Stands for the model, which is asked how large the parts of a tensor are."""
+    """Stands in for the model, which transformers asks for the sizes of a tensor's parts."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Its shape alone; a file may lack the names' beginning, or have one of a model that also sees."""
+        """A meta tensor of the parameter's shape; `name` may lack its prefix, or have that of a multimodal model."""
         own = name.rpartition("language_model.")[2]
         return torch.empty(next(shape for known, shape in self.shapes.items() if known.endswith(own)), device="meta")
 
 
 def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Read]:
-    """By the model's names, tensors that a file holds under other names, split, merged or transposed; read when asked for.
+    """The tensors, by the model's names, that a file holds under other names, split, merged or transposed; read on demand.
 
     Args:
-        shapes: of the model's parameters.
+        shapes: parameter -> shape, in the model.
 
     Raises:
-        ModelNotSupportedError: when read: pieces that do not fit together.
+        ModelNotSupportedError: on reading, where pieces do not fit together.
     """
     own = config.model_type
-    kinds = (getattr(config, "whole_type", own), own, getattr(config, "text_part_of", own))  # the whole's names first
+    kinds = (getattr(config, "whole_type", own), own, getattr(config, "text_part_of", own))  # the whole model's rules first
     rules = [rule for kind in dict.fromkeys(kinds) for rule in get_checkpoint_conversion_mapping(kind) or []]
     if config.model_type == "llama4_text":
         rules += _llama_4s_experts()
@@ -67,14 +68,14 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
     for parameter, names in pieces.items():
         converter = next(rule for rule in converters if names.keys() <= {*rule.source_patterns})
         first = converter.target_patterns[0]
-        for target in converter.target_patterns:  # where a tensor becomes several, `parameter` is the first
+        for target in converter.target_patterns:  # where one tensor is split, `parameter` is the first target
             name = parameter.replace(first, target)
             found[name] = partial(_convert, converter, parameter, name, names, stored, asked)
     return found
 
 
 def _llama_4s_experts() -> list[WeightConverter]:
-    """Of a file that has them one by one, as llm-compressor quantises them; transformers' own has them in one tensor."""
+    """Rules for one tensor per expert, as llm-compressor writes them; transformers' own rules expect all in one tensor."""
     stacked, turned = MergeModulelist(dim=0), Transpose(1, 2)
     return [
         WeightConverter(
@@ -89,7 +90,7 @@ def _llama_4s_experts() -> list[WeightConverter]:
 
 
 def has_rules_of_its_own(config: Any) -> bool:
-    """Whether a checkpoint, of which the model is the text part, is converted in a way that the model itself is not."""
+    """Whether the multimodal model whose text part this is has conversion rules, which transformers would not apply here."""
     return bool(get_checkpoint_conversion_mapping(getattr(config, "text_part_of", "")))
 
 
@@ -97,7 +98,7 @@ def _convert(
     converter: WeightConverter, parameter: str, name: str, names: Mapping[str, list[str]], stored: Mapping[str, Read],
     asked: Mapping[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Of what transformers makes of `names` for `parameter` the tensor `name`."""
+    """Have transformers convert the stored tensors `names` for `parameter`, and return the tensor `name` of the result."""
     for pattern, keys in names.items():
         for key in keys:
             converter.add_tensor(parameter, key, pattern, stored[key])
@@ -109,5 +110,5 @@ def _convert(
 
 
 def _by_numbers(name: str) -> list[Any]:
-    """Expert 10 after expert 9."""
+    """A sort key that puts expert 10 after expert 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

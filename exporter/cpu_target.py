@@ -1,4 +1,4 @@
-"""Standard graphs -> the cpu target: lowered, perhaps quantised, compiled by ONNX Runtime."""
+"""Standard graphs -> the cpu target: lowered, quantised on request, compiled by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ FOLDER = "targets/cpu"
 
 
 def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
-    """Write the engines below `partial`, the bundle in the making: in fp32, or all weights that are multiplied quantised."""
+    """Write the engines below `partial`, the unfinished bundle, in fp32 or quantised.
+
+    Quantisation applies to the embedding and to all multiplied weights.
+    """
     quantization = job.quantization
     lowering = _lowering(job.limits.max_length)
     sizes: dict[str, int] = {}
-    through_ort = functools.partial(_compile, partial / manifest.GRAPHS / "lowered.onnx")  # beside the weights it refers to
+    through_ort = functools.partial(_compile, partial / manifest.GRAPHS / "lowered.onnx")  # next to the weights it refers to
 
     def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase, write: Write = through_ort) -> str:
         path = f"{FOLDER}/{name}.onnx"
@@ -52,13 +55,13 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
         segments.append(compiled(graph, name, *lowering, *_quantizing(quantization)))
     report("compiling head for cpu", 1.0)
     head = compiled(graphs.head, "head", *lowering, *_quantizing(quantization and quantization.outer))
-    if quantization:  # the graph is its engine: there is nothing to fold in it, and its table may be the head's
+    if quantization:  # saved as it is, since ONNX Runtime has nothing to fold in it; a tied table is stored once, with the head
         quantizing = QuantizeEmbeddingPass(quantization.outer), QuantizeWeightsPass(quantization.outer)
         sharing = functools.partial(save_engine, shares=partial / FOLDER / "head.onnx")
         embed = compiled(graphs.embed, "embed", *quantizing, write=sharing)
     elif job.request.slim or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
         embed = compiled(graphs.embed, "embed")
-    else:  # the standard graph is its engine, so that its weights are not written twice
+    else:  # the standard graph serves as engine, so that its weights are not written twice
         embed = f"{manifest.GRAPHS}/embed.onnx"
     return manifest.Target(
         name="cpu", weights=quantization.name if quantization else "fp32",

@@ -1,7 +1,7 @@
-"""Standard graphs -> the cuda target: lowered for ONNX Runtime's CUDA provider, in fp16 or bf16, perhaps quantised.
+"""Standard graphs -> the cuda target: lowered for ONNX Runtime's CUDA provider, in fp16 or bf16, quantised on request.
 
-No GPU is needed: what depends on it (kernels, their tuning) the provider chooses when an engine is loaded. So an engine is the
-lowered graph and its weights, and one bundle serves every GPU that the installed onnxruntime-gpu serves.
+No GPU is needed here, because the provider chooses kernels and their tuning when it loads an engine. An engine is therefore just
+the lowered graph and its weights, and one bundle serves every GPU that the installed onnxruntime-gpu supports.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ FOLDER = "targets/cuda"
 
 
 def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
-    """Write the engines below `partial`, the bundle in the making.
+    """Write the engines below `partial`, the unfinished bundle.
 
-    Quantised are all weights that are multiplied. The embedding stays as it is: a GPU reads a row of it a token.
+    Quantisation applies to all multiplied weights. The embedding stays as it is: a GPU reads only one row of it per token.
     """
     quantization = job.quantization
     tied = None if quantization else graphs.tied

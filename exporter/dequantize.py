@@ -1,15 +1,15 @@
-"""Matrices that a checkpoint holds quantised, as numbers again: one at a time, as they are read, in fp32 or as exactly.
+"""Dequantises a checkpoint's matrices one at a time, as they are read, to fp32 or to a dtype that is just as exact.
 
-    fp8                 DeepSeek, MiniMax, Qwen: `weight` in FP8, `weight_scale_inv` for each block of it
-    mxfp4               gpt-oss' experts: `_blocks` of two numbers a byte, `_scales`; transformers itself dequantises them
+    fp8                 DeepSeek, MiniMax, Qwen: `weight` in FP8, `weight_scale_inv` with a factor per block
+    mxfp4               gpt-oss' experts: `_blocks` of two numbers a byte, `_scales`; dequantised by transformers itself
     compressed-tensors  llm-compressor: `weight` in int8 or FP8, or `weight_packed`; `weight_scale`, `weight_zero_point`
-    modelopt            NVIDIA: `weight` in FP8, or in FP4 as bytes, `weight_scale`, of FP4 `weight_scale_2`
-    gptq, awq           `qweight`, `qzeros`, `scales`, and of GPTQ perhaps `g_idx`, the group of each input
-    bitnet              `weight`, four numbers of -1, 0 and 1 a byte, and one `weight_scale`
-    bitsandbytes        `weight` and, in 4 bits, what `bitsandbytes_weights` reads, in 8 `SCB`
+    modelopt            NVIDIA: `weight` in FP8, or in FP4 as bytes; `weight_scale`, and for FP4 `weight_scale_2`
+    gptq, awq           `qweight`, `qzeros`, `scales`; GPTQ may have `g_idx`, the group of each input
+    bitnet              `weight`, four numbers a byte, each -1, 0 or 1, and one `weight_scale`
+    bitsandbytes        `weight`; in 4 bits also what `bitsandbytes_weights` reads, in 8 bits `SCB`
 
-Engines compute with them as with any others: of schemes that round activations too (W8A8) the weights alone are taken. Scales are
-multiplied in fp32, whatever they are stored in, so that what lay on levels goes on doing so, and `--quantize` can keep them.
+Engines compute with the result as with any other weights: of schemes that also round activations (W8A8), only the weights count.
+Scales are multiplied in fp32, whatever their stored dtype, so that numbers stay on levels that `--quantize` can keep.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from skipdecode.exporter.bitsandbytes_weights import STATES, of_4_bits
 from skipdecode.exporter.quantization_config import block_structure, layouts, quantization_config
 
 Read = Callable[[], torch.Tensor]
-Tensors = dict[str, torch.Tensor]  # of one matrix, by what their names end in
+Tensors = dict[str, torch.Tensor]  # of one matrix, by the ends of their names
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FP4 = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1, by their bits
-_BITS = (2, 4, 8)  # of which a byte holds a whole number
+_FP4 = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1, indexed by the bits
+_BITS = (2, 4, 8)  # widths of which a byte holds a whole number
 _ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How a file holds a quantised matrix: in tensors whose names begin alike."""
+    """How a file holds a quantised matrix: in tensors whose names share a stem and differ in their ends."""
 
-    levels: str  # what the names end in: of its numbers ..
-    scales: str  # .. of their scales, without which it is not quantised ..
-    more: tuple[str, ...] = ()  # .. of what may be there as well ..
-    gives: str = ""  # .. and of the matrix itself
-    numbers: Callable[[Tensors, Any], torch.Tensor]  # of its tensors and the model's configuration
+    levels: str  # end of the name of the quantised numbers
+    scales: str  # .. of their scales; without these a matrix is not quantised
+    more: tuple[str, ...] = ()  # .. of optional tensors
+    gives: str = ""  # .. of the dequantised matrix
+    numbers: Callable[[Tensors, Any], torch.Tensor]  # (tensors, the model's configuration) -> the dequantised matrix
 
 
 def dequantised(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
-    """The same tensors, quantised matrices by the names and as the numbers that they stand for; read when asked for.
+    """The stored tensors, with quantised matrices replaced by dequantised ones under the model's names; read on demand.
 
     Raises:
-        ModelNotSupportedError: when read: tensors that do not fit together.
+        ModelNotSupportedError: on reading, where tensors do not fit together.
     """
     found = dict(stored)
     for form in _FORMS.get(quantization_config(config).get("quant_method"), ()):
@@ -80,10 +80,10 @@ def _in_blocks(tensors: Tensors, config: Any) -> torch.Tensor:
 def _unscale(
     matrix: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None, dtypes: Container[torch.dtype]
 ) -> torch.Tensor:
-    """A matrix [..,N,K] and, a block of it, a factor [..,ceil(N/n),ceil(K/k)]; of all of it where `block` is None.
+    """Multiply a matrix [..,N,K] by factors [..,ceil(N/n),ceil(K/k)] of blocks [n,k]; `block` None: by one factor for all.
 
-    transformers' dequantiser of FP8 divides a matrix evenly into as many blocks as there are factors, which is wrong where the
-    last block is a smaller one.
+    transformers' FP8 dequantiser divides the matrix evenly into as many blocks as there are factors, which is wrong where the
+    last block is smaller.
     """
     *more, rows, columns = matrix.shape if matrix.ndim > 1 else (0, 0)
     height, width = block or (rows, columns)
@@ -92,28 +92,28 @@ def _unscale(
         raise ValueError(f"with blocks of {height} x {width}")
     factors = scales.float().reshape(blocks).repeat_interleave(height, dim=-2)[..., :rows, :]
     weight = matrix.float()
-    for start in range(0, columns, width):  # a factor a number would be a second matrix
+    for start in range(0, columns, width):  # a factor per number would take a second matrix
         weight[..., start : start + width] *= factors[..., start // width, None]
     return weight
 
 
 def _in_mxfp4(tensors: Tensors, config: Any) -> torch.Tensor:
-    """Blocks [E,N,K/32,16] of two numbers a byte and their exponents [E,N,K/32], both uint8 -> [E,K,N] in bf16, exactly."""
+    """Blocks [E,N,K/32,16] of two numbers a byte and exponents [E,N,K/32], both uint8 -> [E,K,N] in bf16, which is exact."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     if {blocks.dtype, scales.dtype} != {torch.uint8} or blocks.ndim != 4 or blocks.shape[:-1] != scales.shape:
         raise ValueError
     experts, columns, groups, half = blocks.shape
     weight = torch.empty(experts, groups * half * 2, columns, dtype=torch.bfloat16)
-    for expert in range(experts):  # all at once take 5 GiB for a matrix of gpt-oss-20b's, one after another 1.8, in less time
+    for expert in range(experts):  # all at once would take 5 GiB for a matrix of gpt-oss-20b; this takes 1.8, and less time
         weight[expert] = convert_moe_packed_tensors(blocks[expert, None], scales[expert, None], dtype=torch.bfloat16)[0]
     return weight
 
 
 def _compressed(tensors: Tensors, config: Any) -> torch.Tensor:
-    """A matrix [N,K] in int8 or FP8, its scales for all of it, for a row, for groups of a row, or for blocks."""
+    """A matrix [N,K] in int8 or FP8, with scales for the whole matrix, per row, per group of a row, or per block."""
     matrix, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
     if matrix.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return matrix  # scales of a training that only simulates
+        return matrix  # left in floats by training that only simulates quantisation
     dtypes = (*_FP8, torch.int8)
     if matrix.dtype not in dtypes or matrix.ndim != 2:
         raise ValueError
@@ -123,9 +123,9 @@ def _compressed(tensors: Tensors, config: Any) -> torch.Tensor:
 
 
 def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
-    """Levels [N, K * bits / 32] in int32; zero points [N * bits / 32, groups] or in int8; or FP4 [N, K / 2] in uint8.
+    """Levels [N, K * bits / 32] in int32, zero points [N * bits / 32, groups] in int32 or in int8; or FP4 [N, K / 2] in uint8.
 
-    Of NVFP4 all scales are divided by one more.
+    NVFP4's scales are divided by one global scale.
     """
     packed, scales, zeros = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
     if packed.dtype == torch.uint8:
@@ -146,7 +146,7 @@ def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
 
 
 def _modelopt(tensors: Tensors, config: Any) -> torch.Tensor:
-    """A matrix [N,K] in FP8 and its scale, or FP4 [N, K / 2] in uint8, scales [N, K / 16] and one that multiplies them all."""
+    """A matrix [N,K] in FP8 with its scale, or FP4 [N, K / 2] in uint8 with scales [N, K / 16] and one that multiplies all."""
     if tensors["weight"].dtype == torch.uint8:
         return _grouped(_fp4(tensors["weight"]), tensors["weight_scale"].float() * tensors["weight_scale_2"], 0)
     return _compressed(tensors, config)
@@ -155,7 +155,7 @@ def _modelopt(tensors: Tensors, config: Any) -> torch.Tensor:
 def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     """Levels [K * bits / 32, N], zero points [groups, N * bits / 32], both in int32; scales [groups, N].
 
-    In the first of its formats zero points are stored less one.
+    Format "gptq", the older one, stores zero points minus one.
     """
     scales, groups = tensors["scales"], tensors.get("g_idx")
     bits = tensors["qzeros"].shape[1] * 32 // scales.shape[1]
@@ -163,12 +163,12 @@ def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     if "gptq" in layouts(quantization_config(config)):
         zeros = (zeros + 1) & ((1 << bits) - 1)
     levels = _unpacked(tensors["qweight"].T, bits)
-    groups = _in_order(levels.shape[1], len(scales), config) if groups is None else groups  # AutoRound writes none
+    groups = _in_order(levels.shape[1], len(scales), config) if groups is None else groups  # AutoRound writes no g_idx
     return _turned(_grouped(levels, scales.T, zeros.T, groups), config)
 
 
 def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
-    """Levels [K, N * 4 / 32], zero points [groups, N * 4 / 32], both in int32 and eight numbers in an order of their own."""
+    """Levels [K, N * 4 / 32] and zero points [groups, N * 4 / 32] in int32, eight numbers a word in AWQ's own order."""
     levels, zeros = (_unpacked(tensors[name], 4) for name in ("qweight", "qzeros"))
     order = torch.arange(levels.shape[1]).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten()
     groups = _in_order(len(levels), len(tensors["scales"]), config)
@@ -176,13 +176,16 @@ def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
 
 
 def _in_order(columns: int, count: int, config: Any) -> torch.Tensor | None:
-    """The group of each input, of which the last may be shorter; None: as many inputs in each as there are groups for."""
+    """The group of each input, by the configured group size; the last group may be shorter. None: all groups are equally long."""
     size = quantization_config(config).get("group_size")
     return torch.arange(columns) // size if isinstance(size, int) and size > 0 and -(-columns // size) == count else None
 
 
 def _bitnet(tensors: Tensors, config: Any) -> torch.Tensor:
-    """Numbers [N / 4, K] in uint8, 1 too large, the first quarter of the rows lowest; `bitlinear` divides by the scale."""
+    """Levels plus 1, four a byte: [N / 4, K] in uint8, the first quarter of the rows in the lowest bits.
+
+    `autobitlinear` multiplies by the scale, `bitlinear` divides by it.
+    """
     packed, scale = tensors["weight"], tensors["weight_scale"].float()
     if packed.dtype != torch.uint8 or packed.ndim != 2 or scale.numel() != 1:
         raise ValueError
@@ -196,7 +199,7 @@ def _bitsandbytes_4(tensors: Tensors, config: Any) -> torch.Tensor:
 
 
 def _bitsandbytes_8(tensors: Tensors, config: Any) -> torch.Tensor:
-    """LLM.int8() (arXiv 2208.07339): a matrix [N,K] in int8, the largest number of each row; in no order of a GPU's kernel."""
+    """LLM.int8() (arXiv 2208.07339): a matrix [N,K] in int8, not in a GPU kernel's order, and each row's absolute maximum [N]."""
     matrix, largest, order = tensors["weight"], tensors["SCB"], tensors.get("weight_format")
     if matrix.dtype != torch.int8 or matrix.ndim != 2 or largest.shape != matrix.shape[:1] or (order is not None and order.any()):
         raise ValueError
@@ -204,7 +207,7 @@ def _bitsandbytes_8(tensors: Tensors, config: Any) -> torch.Tensor:
 
 
 def _turned(weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """A matrix [N,K] as the model has it: GPT-2's are [K,N]."""
+    """A matrix [N,K] in the model's orientation: GPT-2 has [K,N]."""
     return weight.T if config.model_type == "gpt2" else weight
 
 
@@ -226,19 +229,19 @@ def _fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as numbers: those of the MX formats are exponents of 2 (E8M0)."""
+    """Scales in fp32; the MX formats store exponents of 2 (E8M0) in uint8."""
     return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
 
 
 def _by_row(scales: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """One number for the whole matrix [N,K], or one a row, as [N,1]; as they are where a row has several."""
+    """Reshape one scale for the whole matrix [N,K], or one per row, to [N,1]; several per row stay as they are."""
     return scales.reshape(-1, 1).expand(matrix.shape[0], 1) if scales.numel() == 1 or scales.ndim == 1 else scales
 
 
 def _grouped(
     levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int, groups: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(levels [N,K] - zeros [N,G]) * scales [N,G], in fp32; `groups` [K]: the group of each input, else they lie in order."""
+    """(levels [N,K] - zeros [N,G]) * scales [N,G], in fp32; `groups` [K]: each input's group; None: equal groups in order."""
     rows, columns = levels.shape
     count = scales.shape[1]
     if scales.shape[0] != rows or not scales.is_floating_point() or (groups is None and columns % count):
@@ -249,14 +252,14 @@ def _grouped(
     if index.shape != (columns,) or not 0 <= int(index.min()) <= int(index.max()) < count:
         raise ValueError
     weight = torch.empty(rows, columns)
-    for start in range(0, rows, _ROWS_AT_A_TIME):  # scales and zero points a number would be two more matrices
+    for start in range(0, rows, _ROWS_AT_A_TIME):  # scales and zero points per number would take two more matrices
         part = slice(start, start + _ROWS_AT_A_TIME)
         around = zeros[part].float()[:, index] if isinstance(zeros, torch.Tensor) else zeros
         torch.mul(levels[part].float() - around, scales[part].float()[:, index], out=weight[part])
     return weight
 
 
-_FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how its matrices lie
+_FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how files hold its matrices
     "fp8": (_Form(levels="", scales="_scale_inv", numbers=_in_blocks),),
     "mxfp4": (_Form(levels="_blocks", scales="_scales", numbers=_in_mxfp4),),
     "compressed-tensors": (

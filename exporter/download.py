@@ -1,11 +1,11 @@
-"""A model's files from the hub, downloaded in a process of its own, so that Ctrl-C ends it at once.
+"""Downloads a model's files from the hub in a separate process, so that Ctrl-C ends the download at once.
 
     python -m skipdecode.exporter.download < request.json
 
-In the exporter's own, huggingface_hub's threads would go on until their files are there, which may be many minutes.
+In the exporter's own process, huggingface_hub's threads would go on until their files are there, which can take many minutes.
 
-Request: `name` and `parent`, the process that waits. Standard output: JSON objects, a line each: `{"done": ..., "total": ...}` in
-bytes as files arrive, then `{"folder": ...}`, or `{"what": ..., "remedy": ...}` of an error.
+Request: `name`, and `parent`, the id of the waiting process. Standard output is one JSON object a line: as files arrive
+`{"done": ..., "total": ...}` in bytes, then `{"folder": ...}`, or `{"what": ..., "remedy": ...}` for an error.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.hub_errors import explain
 
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-_OTHER_COPIES = ["*/*", "consolidated*"]  # weights in other formats that some repositories also hold
+_OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights in some repositories
 
 
 def download(name: str, told: Callable[[int, int], None]) -> Path:
-    """Config, tokenizer and weights of a hub id (cached by huggingface_hub): safetensors, or `.bin` where there are none.
+    """Download a hub id's config, tokenizer and weights to huggingface_hub's cache: safetensors, or `.bin` if there are none.
 
     Args:
-        told: is called with the bytes that are here and all there are; what it raises ends the download.
+        told: called with the bytes received and their total; an exception that it raises ends the download.
 
     Raises:
-        ModelNotSupportedError: the hub cannot be reached or does not give the model, or there is no room for it.
+        ModelNotSupportedError: the hub cannot be reached or does not serve the model, or the disk has no room for it.
     """
     command = command_of("skipdecode.exporter.download")
-    # a session of its own: the terminal's Ctrl-C is for the exporter, which ends this
+    # in its own session, so that the terminal's Ctrl-C reaches only the exporter, which kills this process
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -64,7 +64,7 @@ def _main() -> int:
     request = json.load(sys.stdin)
     end_with(request["parent"])
     logging.set_verbosity_error()
-    warnings.simplefilter("ignore")  # that a disk is too full is an error soon enough
+    warnings.simplefilter("ignore")  # of too little disk space: the error follows soon enough
     try:
         folder = _fetch(request["name"])
     except (OSError, ValueError) as error:
@@ -83,12 +83,12 @@ def _fetch(name: str) -> Path:
 
 
 def _telling() -> Any:
-    """The class of a download's progress bars, which draw nothing; those that count bytes tell how many are here."""
+    """A class for huggingface_hub's progress bars that draws nothing; bars that count bytes report their progress."""
     lock, most = Lock(), 0
 
     class Telling(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            for own in ("name", "disable"):  # of huggingface_hub's own class
+            for own in ("name", "disable"):  # arguments of huggingface_hub's own class
                 options.pop(own, None)
             super().__init__(*arguments, **options, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
@@ -96,7 +96,7 @@ def _telling() -> Any:
             nonlocal most
             drawn: bool | None = super().update(n)
             if self.unit == "B" and self.total:
-                with lock:  # a thread a file; one bar counts what was received, one what was written
+                with lock:  # there is a thread per file; one bar counts bytes received, another bytes written
                     most = max(most, int(self.n))
                     _say(done=most, total=int(self.total))
             return drawn

@@ -1,4 +1,4 @@
-"""Transformers' own forward pass, without numbers: what a configuration has wrong that no module asks for when it is made."""
+"""Runs transformers' own forward pass on fake tensors, to find faults of a configuration that building its modules does not."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from transformers import AutoModelForCausalLM
 from skipdecode.exporter.architectures import decoder_parts, settle
 from skipdecode.exporter.config_json import place, taking_config
 
-_TOKENS = 2  # every run has as many, and a model may have no more positions
+_TOKENS = 2  # every row has at least two, and a model may have no more positions
 _ASKS_FOR_NUMBERS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def check_runs(config: Any) -> None:
-    """Let transformers run the model on tensors that are shapes alone: no memory, a few seconds for the deepest.
+    """Let transformers run the model on fake tensors, which takes no memory, and a few seconds for the deepest models.
 
-    What fails here would fail while a layer is traced, after all weights have been written, and could not be told from a fault
-    of the tracing: here nothing of ours is called but `settle`.
+    A fault found here would otherwise appear while a layer is traced, after all weights have been written, and look like a fault
+    of the tracing. Of this project's code only `settle` runs here.
 
     Raises:
-        ModelNotSupportedError: a configuration whose model transformers itself cannot run.
+        ModelNotSupportedError: transformers itself cannot run the model of this configuration.
     """
-    logging.getLogger(fake_tensor.__name__).setLevel(logging.CRITICAL)  # it prints a traceback of shapes that do not fit
+    logging.getLogger(fake_tensor.__name__).setLevel(logging.CRITICAL)  # it logs a traceback when shapes do not fit
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
-    config._experts_implementation = "batched_mm"  # its default counts how many tokens chose each expert
+    config._experts_implementation = "batched_mm"  # the default counts the tokens of each expert, which takes numbers
     with fake_tensor.FakeTensorMode(), torch.no_grad(), taking_config(place(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         rotary = decoder_parts(model).rotary
         if rotary is not None:
             settle(rotary)
-        with suppress(*_ASKS_FOR_NUMBERS):  # as far as shapes lead; no supported model's forward asks for more
+        with suppress(*_ASKS_FOR_NUMBERS):  # run as far as shapes allow; no supported model's forward needs numbers
             model(torch.zeros(1, _TOKENS, dtype=torch.int64), use_cache=False)

@@ -1,4 +1,4 @@
-"""checkpoint -> bundle: the whole way, one function an arrow."""
+"""checkpoint -> bundle: all steps of an export, one function each."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     """Export a Hugging Face decoder to a bundle; `request.out` appears complete or not at all.
 
     Args:
-        report: is told what is being done and which fraction of the whole is done, 0 .. 1.
+        report: called with what is being done and which fraction of the whole is done, 0 .. 1.
 
     Returns:
         The bundle's manifest.
 
     Raises:
-        ModelNotSupportedError: the checkpoint cannot be read, or not be exported faithfully.
+        ModelNotSupportedError: the checkpoint cannot be read, or cannot be exported faithfully.
         ScheduleError: the schedule does not fit the model.
-        TargetError: a target does not take the model or the options, or its library is not here or refuses a graph.
+        TargetError: a target does not take the model or the options, or its library is missing or rejects a graph.
         BundleError: `request.out` cannot be written, or its disk is too full.
-            All of them before anything is written, where that can be known.
+            All are raised before anything is written, where that can be known.
     """
     request = replace(request, out=real_out(request.out))
     targets = check_request(request)
     job = _decide(request, targets, report)
     config = job.skeleton.config
-    ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # some write -1 for none
+    ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # -1 in some models means none
     warn_of_unapplied(job.checkpoint)
     with fresh_folder(request.out, request.force) as partial:
         copy_tokenizer(job.checkpoint, partial, config, job.limits.max_length)
@@ -81,8 +81,8 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
 
 
 def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: Report) -> Job:
-    """All that can be known, and refused, before anything is written; fetches the checkpoint."""
-    report(f"looking for {request.model}", 0.0)  # a hub that cannot be reached is asked for half a minute
+    """Decide and check all that can be before anything is written; downloads the checkpoint."""
+    report(f"looking for {request.model}", 0.0)  # an unreachable hub is retried for half a minute
     config, folder = load_config(request.model)
     dtype = choose_dtype(request.dtype, targets, config)
     limits = manifest.Limits(max_length=choose_max_length(request, config), max_batch=request.max_batch)
@@ -93,7 +93,7 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
     check_feasible(request, targets, skeleton, limits, schedule)
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
-        skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # anew: what a checkpoint ties is seen in it alone
+        skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # rebuilt: only the checkpoint shows what is tied
     most = layers_per_segment(request, targets, skeleton)
     return Job(
         request=request,
@@ -107,18 +107,21 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
 
 
 def _schedule(request: ExportRequest, config: Any) -> Schedule:
-    """With as many warm-up layers as the model's layers need that read the keys and values of others."""
+    """The schedule, with enough warm-up layers that layers whose keys and values others read are always computed."""
     sources = key_sources(config)
     warmup = request.schedule.warmup_layers
     if sources and warmup >= 0:
         warmup = max(warmup, max(sources) + 1)
     schedule = build_schedule(replace(request.schedule, warmup_layers=warmup), config.num_hidden_layers)
-    check_sources(sources, schedule)  # a table says its own
+    check_sources(sources, schedule)  # a table may set its own warm-up layers
     return schedule
 
 
 def _quantization(request: ExportRequest, targets: Sequence[TargetRequest], config: Any) -> Quantization | None:
-    """Checkpoints of 4 bits leave embedding and head as they were, which would be nearly all of the error in 4 bits."""
+    """How to quantise; None: not at all.
+
+    Checkpoints in 4 bits leave embedding and head wide. In 4 bits these would make nearly all of the error, so they get 8.
+    """
     bits, few = QUANTIZED_BITS[request.quantize], in_few_bits(config)
     if bits is not None:
         return Quantization(
@@ -153,7 +156,7 @@ def _store_weights(job: Job, partial: Path, report: Report) -> WeightFile:
 
 
 def _write_graphs(job: Job, partial: Path, weights: WeightFile, report: Report) -> tuple[StandardGraphs, dict[int, str | None]]:
-    """Write the standard graphs; returns them, and the path of each variant's whole graph by its layer count."""
+    """Write the standard graphs; return them, and the path of each variant's whole graph by layer count."""
     report("tracing embedding and head", 0.4)
     embed, head = outer_graphs(job.skeleton, weights)
     report("tracing layers", 0.42)
@@ -208,7 +211,7 @@ def _write_manifest(
 def _model(job: Job, ends: tuple[int, ...]) -> Model:
     skeleton, config = job.skeleton, job.skeleton.config
     return Model(
-        name=os.path.basename(os.path.abspath(job.request.model)),  # of `.` the folder's own
+        name=os.path.basename(os.path.abspath(job.request.model)),  # for `.` the name of the folder
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=skeleton.hidden_size,

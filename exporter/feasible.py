@@ -1,4 +1,4 @@
-"""Whether a model can be exported as it is asked for: what targets take, what fits on the disk, and how it is divided."""
+"""Checks whether a request can be met (what targets take, what fits on the disk), and chooses the size of segments."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
 DEFAULT_MAX_LENGTH = 2048
-# Most compiled weights of a segment. On a CPU, reading 256 MiB takes about 7 ms and going on to the next segment at most 0.1 ms;
-# larger segments take more memory at export, and while plans are built. A GPU reads 256 MiB in 0.06 ms, of which the 9 us that
-# a border costs (a sum and a norm are not fused there) would be much, so its segments are larger.
+# Most bytes of a segment's compiled weights. A CPU reads 256 MiB in about 7 ms and takes at most 0.1 ms to go on to the next
+# segment; larger segments would take more memory at export and while plans are built. A GPU reads 256 MiB in 0.06 ms, so the 9 us
+# that a border between segments costs it (a sum and a norm are not fused there) would weigh far more. Its segments are larger.
 SEGMENT_BYTES, CUDA_SEGMENT_BYTES = 256 << 20, 2 << 30
-_EXPERTS = "experts.down_proj"  # what transformers calls their matrices
+_EXPERTS = "experts.down_proj"  # end of the name of experts' matrices in transformers
 
 
 def choose_max_length(request: ExportRequest, config: Any) -> int:
-    """Tokens of a row: what was asked for, else what the model has.
+    """The most tokens of a row: as requested, else the model's positions up to DEFAULT_MAX_LENGTH.
 
     Raises:
-        ModelNotSupportedError: nothing could be generated.
+        ModelNotSupportedError: the model has one position, so nothing could be generated.
     """
     if request.max_length is not None:
         return request.max_length
@@ -50,7 +50,7 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
 
 
 def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> int:
-    """The most layers of a segment. One division into segments serves all targets."""
+    """The most layers of a segment; all targets share one division into segments."""
     layer_bytes = int(max(skeleton.layer_parameters) * _compiled_itemsize(request, skeleton))
     return max(1, _segment_bytes(request, targets) // layer_bytes)
 
@@ -91,7 +91,7 @@ def _check_builder(
 
 
 def _check_memory(request: ExportRequest, skeleton: Skeleton, limits: manifest.Limits, schedule: Schedule, gpu: Gpu) -> None:
-    """What the GPU that plans are built on, and for, must hold at least: the weights, and one row's KV buffer."""
+    """Refuse a row length at which the weights and one row's KV buffer exceed the GPU's memory; plans are built for this GPU."""
 
     def row_bytes(length: int) -> int:
         slots = fixed_slots(slots_per_layer(schedule, 1, length - 1), slots_of_plans(skeleton, schedule, length))
@@ -112,7 +112,7 @@ def _check_memory(request: ExportRequest, skeleton: Skeleton, limits: manifest.L
 
 
 def _check_turing(request: ExportRequest, skeleton: Skeleton) -> None:
-    """What TensorRT-RTX compiles for every GPU but the oldest."""
+    """Refuse what TensorRT-RTX compiles for every GPU but the oldest, sm75."""
     if skeleton.dtype == torch.bfloat16:
         raise TargetError("sm75 has no bf16", "leave sm75 out, or choose --dtype fp16", where="--target")
     if request.quantize == "int4":
@@ -120,12 +120,12 @@ def _check_turing(request: ExportRequest, skeleton: Skeleton) -> None:
 
 
 def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
-    """What ONNX Runtime's CUDA kernels of mixtures do not take."""
+    """Refuse mixtures that ONNX Runtime's CUDA kernels do not take."""
     if not any(target.name == "cuda" for target in targets):
         return
     if skeleton.config.model_type == "gemma4_text":
         raise TargetError(f"the experts have {GELU_OF_EXPERTS}, cuda's silu", "choose cpu or tensorrt-rtx", where="--target")
-    multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of weights that are packed at load
+    multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of the weights that are packed on loading
     for width, what in _widths(skeleton).items():
         if width % multiple:
             remedy = "choose cpu" if width % 8 else "leave out --quantize, or choose cpu"
@@ -133,10 +133,10 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], ske
 
 
 def _widths(skeleton: Skeleton) -> dict[int, str]:
-    """Of the inputs of nearly all weights."""
+    """Width -> description, for the inputs of nearly all matrices."""
     hidden = skeleton.config.hidden_size
     matrices = (shape for name, shape in skeleton.shapes.items() if name.endswith(_EXPERTS))
-    experts = {size for shape in matrices for size in shape[1:]}  # [E,H,I], or turned, or between an H that is projected
+    experts = {size for shape in matrices for size in shape[1:]}  # [E,H,I] or transposed; H may be a projected width
     return dict.fromkeys(experts, "width of the experts") | {hidden: "hidden size"}
 
 
@@ -145,7 +145,7 @@ def _check_quantized(request: ExportRequest, targets: Sequence[TargetRequest], s
         check_packs_quantised()
     plans = [target for target in targets if target.is_tensorrt]
     in_blocks = request.quantize == "int4" or len(plans) < len(targets)
-    if plans and request.quantize == "int8":  # a scale an output
+    if plans and request.quantize == "int8":  # one scale per output
         if request.quantize_method != "rtn":
             message = f"{request.quantize_method} has zero points, which {plans[0].name} does not take in int8"
             raise TargetError(message, "choose rtn, or int4", where="--quantize-method")
@@ -157,7 +157,7 @@ def _check_quantized(request: ExportRequest, targets: Sequence[TargetRequest], s
 
 
 def _check_block(block: int, skeleton: Skeleton) -> None:
-    """Other matrices may stay as they are where blocks do not fit."""
+    """Refuse blocks that do not divide the main widths; matrices of other widths may stay unquantised where blocks do not fit."""
     for width, what in _widths(skeleton).items():
         if width % block:
             raise TargetError(
@@ -168,15 +168,18 @@ def _check_block(block: int, skeleton: Skeleton) -> None:
 
 
 def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> None:
-    """Weights once as source, once a target, quantised or not, on cpu plain and packed; the largest segment on its way."""
+    """Refuse a disk without room for the bundle and a temporary copy of its largest segment.
+
+    A bundle holds the weights once as source and once per target, quantised or not; for cpu both plain and packed.
+    """
     out, itemsize = request.out, _compiled_itemsize(request, skeleton)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     fp32 = request.quantize == "none"
-    cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form holds its levels' sum too
+    cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form also holds the sum of its levels
     compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
     layer = max(skeleton.layer_parameters) * itemsize
     segment = min(max(_segment_bytes(request, targets), layer), itemsize * skeleton.num_parameters)
-    # an embedding that a GPU looks up stays as it is, beside a quantised head's copy where they are tied
+    # an embedding on a GPU stays unquantised; where it is tied, the quantised head is a copy
     outside_layers = (skeleton.num_parameters - sum(skeleton.layer_parameters)) * skeleton.dtype.itemsize
     wide = 0 if fp32 else outside_layers * sum(target.name != "cpu" for target in targets)
     needed = int((skeleton.dtype.itemsize + compiled) * skeleton.num_parameters + wide + segment)
@@ -193,6 +196,6 @@ def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> 
 
 
 def _compiled_itemsize(request: ExportRequest, skeleton: Skeleton) -> float:
-    """Bytes of a weight in engines; quantised ones with their scales."""
+    """Bytes of a weight in engines; those of a quantised weight include its share of scales."""
     bits = QUANTIZED_BITS[request.quantize]
     return skeleton.dtype.itemsize if bits is None else (bits + 1) / 8

@@ -1,4 +1,4 @@
-"""What a checkpoint says of generating: the ids that end a row, and what bundles do not apply."""
+"""A checkpoint's settings for generation: the ids that end a row, and settings that bundles do not apply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skipdecode.exporter.config_json import read_settings
 logger = logging.getLogger(__name__)
 
 _NAME = "generation_config.json"
-# settings that change greedy tokens in transformers, with the values that change none
+# settings that change greedy tokens in transformers -> values that change none
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "bad_words_ids": (),
     "force_words_ids": (), "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": ([],),
@@ -23,13 +23,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
-    """The ids that end a row, from where transformers takes them: generation_config.json, else config.json, else its text part.
+    """The ids that end a row. As in transformers, from generation_config.json, else config.json, else its text part.
 
     Args:
-        config: what counts where there is no checkpoint.
+        config: used if there is no checkpoint (`folder` is None).
 
     Raises:
-        ModelNotSupportedError: a file that cannot be read, or ids that are no whole numbers.
+        ModelNotSupportedError: a file cannot be read, or an id is not a whole number.
     """
     if folder is None:
         found, where = config.eos_token_id, Path("config.json")
@@ -37,13 +37,13 @@ def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
         settings, where = _settings(folder)
         found = settings.get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(id_) is not int for id_ in ids):  # true and false are int's too
+    if any(type(id_) is not int for id_ in ids):  # not isinstance: true and false would be ints
         raise ModelNotSupportedError(f"eos_token_id is {found!r}", "write a whole number or a list of them", where=str(where))
     return tuple(ids)
 
 
 def warn_of_unapplied(folder: Path | None) -> None:
-    """Name what transformers' `generate` would do of itself and bundles leave out.
+    """Warn of settings that transformers' `generate` applies by default and bundles leave out.
 
     Raises:
         ModelNotSupportedError: the file cannot be read.
@@ -57,7 +57,7 @@ def warn_of_unapplied(folder: Path | None) -> None:
 
 
 def _settings(folder: Path) -> tuple[dict[str, Any], Path]:
-    """What a checkpoint sets of generating, and the file that does: its own, else config.json or a part of that."""
+    """Settings for generation and the file they come from: generation_config.json, else config.json or a part of it."""
     if (where := folder / _NAME).is_file():
         return read_settings(where), where
     whole = read_settings(where := folder / "config.json")

@@ -1,4 +1,7 @@
-"""The standard graphs of a model: embedding, one template a layer structure, head; weights by the checkpoint's names."""
+"""Builds a model's standard graphs (embedding, layers, head) with weights by the checkpoint's names.
+
+Layers of one structure share a traced template.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
 from skipdecode.model import Keys, StateLayers, kept
 
-_CAUSAL_MASKS = r"(attn|attention)\.(masked_)?bias$"  # GPT-2's and its relatives', from when checkpoints held them
+_CAUSAL_MASKS = r"(attn|attention)\.(masked_)?bias$"  # in old checkpoints of GPT-2 and its relatives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +55,33 @@ class Skeleton:
 
     config: Any
     dtype: torch.dtype  # of weights and activations
-    parts: DecoderParts  # of the model on the meta device
-    shapes: dict[str, tuple[int, ...]]  # every parameter, tied ones once, and every buffer that checkpoints store
+    parts: DecoderParts  # of the model, on the meta device
+    shapes: dict[str, tuple[int, ...]]  # every parameter (tied ones once) and every buffer that checkpoints store
     canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
-    ignored: tuple[str, ...]  # patterns of what checkpoints hold beside them, to no effect
-    hidden_size: int  # between layers
+    ignored: tuple[str, ...]  # patterns of further tensors in checkpoints that have no effect
+    hidden_size: int  # numbers per token between layers
     keys: Keys  # of layer 0's keys and values
     state_layers: tuple[StateLayers, ...]
-    vocab_size: int  # as the head gives it
+    vocab_size: int  # V, the width of the logits
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in `shapes`."""
+        """The number of elements in `shapes`."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor that no parameter is made of is of no concern."""
+        """Whether a tensor of a checkpoint may be left unread without a warning."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     @property
     def first_keeping_none(self) -> int:
-        """The layer from which on none keeps anything: a prompt's last token is all that these compute."""
+        """The first layer from which on none keeps keys, values or states; such layers compute only a prompt's last token."""
         owns = [kept(self.state_layers, self.keys, layer) for layer in range(len(self.parts.layers))]
         return max((layer + 1 for layer, own in enumerate(owns) if own.keeps_anything), default=0)
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Numbers in `shapes` of each layer."""
+        """The number of elements in `shapes` of each layer."""
         sizes = [0] * len(self.parts.layers)
         for name, shape in self.shapes.items():
             if name.startswith(self.parts.prefix):
@@ -88,7 +91,7 @@ class Skeleton:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandardGraphs:
-    """What every target is compiled from: standard ONNX, weights by reference."""
+    """What every target is compiled from: standard ONNX with weights by reference."""
 
     embed: ir.Model
     layers: tuple[ir.Model, ...]
@@ -96,7 +99,7 @@ class StandardGraphs:
 
     @property
     def weights(self) -> str:
-        """What a manifest calls their dtype."""
+        """The weights' dtype in a manifest's words."""
         return {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16"}.get(self.embed.graph.outputs[0].dtype, "fp32")  # type: ignore[arg-type]
 
     @property
@@ -108,7 +111,7 @@ class StandardGraphs:
 
 
 def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Report) -> Iterator[tuple[str, ir.Model]]:
-    """Each segment's name and graph, told as it is about to be compiled for `target`."""
+    """Yield each segment's name and graph, reporting that it is about to be compiled for `target`."""
     for index, layers in enumerate(plan.segments):
         report(f"compiling segment {index + 1} of {len(plan.segments)} for {target}", index / len(plan.segments))
         name = f"segment_{index:03d}"
@@ -116,27 +119,27 @@ def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Repo
 
 
 def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
-    """Build the model on the meta device: names, shapes and ties, no memory.
+    """Build the model on the meta device: names, shapes and ties, without memory.
 
     Raises:
-        ModelNotSupportedError: a configuration that transformers makes no model of.
+        ModelNotSupportedError: transformers cannot build a model of this configuration.
     """
     config._attn_implementation = "eager" if config.model_type in OWN_ATTENTION else ATTENTION_NAME
     config._experts_implementation = EXPERTS_NAME
     if config.model_type in STATES_ALONE:
-        config.residual_in_fp32 = False  # of what lies between layers the dtype is the engines'
+        config.residual_in_fp32 = False  # hidden states between engines have the engines' dtype
     if config.model_type == "glm_moe_dsa":
-        config.indexer_types = ["full"] * config.num_hidden_layers  # some layers take over what one below has chosen
+        config.indexer_types = ["full"] * config.num_hidden_layers  # "shared" layers would reuse the tokens chosen by one below
     with torch.device("meta"), taking_config(place(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     first: dict[int, str] = {}
     all_of_them = dict(model.named_parameters(remove_duplicate=False))
-    empty = [re.escape(name) for name, p in all_of_them.items() if not p.numel()]  # some checkpoints hold them, some do not
+    empty = [re.escape(name) for name, p in all_of_them.items() if not p.numel()]  # which not all checkpoints hold
     unread = [INDEXED[config.model_type]] if config.model_type in INDEXED else []
     read = {name: p for name, p in all_of_them.items() if p.numel() and not any(re.search(each, name) for each in unread)}
     canonical = {name: first.setdefault(id(p), name) for name, p in read.items()}
-    stored = model.state_dict().keys()  # Apertus keeps two numbers of its activation there
+    stored = model.state_dict().keys()  # Apertus stores two numbers of its activation as buffers
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     parts = decoder_parts(model)
     return Skeleton(
@@ -154,13 +157,13 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
 
 
 def _predicting_ahead(config: Any) -> list[str]:
-    """Layers behind the last one, which guess the token after the next: transformers has patterns for some models' alone."""
+    """Patterns of layers after the last that predict the token after the next; transformers has them for some models only."""
     first = config.num_hidden_layers
     return [rf"layers\.{first + more}\." for more in range(getattr(config, "num_nextn_predict_layers", None) or 0)]
 
 
 def layer_graphs(skeleton: Skeleton, weights: WeightFile) -> list[ir.Model]:
-    """One standard graph a layer; layers of the same structure are traced once."""
+    """One standard graph per layer; layers of the same structure are traced once."""
     templates: dict[Any, ir.Model] = {}
     graphs = []
     for index, layer in enumerate(skeleton.parts.layers):
@@ -187,9 +190,9 @@ def _arrays(skeleton: Skeleton, own: StateLayers) -> LayerArrays:
 
 
 def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
-    """Layer `index` of the skeleton once more, with memory, and with what its model gives it."""
+    """Build layer `index` of the skeleton again, with memory, and with the buffers that its model would add."""
     kind = {"layer_type": layer_kind(config, index)} if "layer_type" in inspect.signature(type(layer)).parameters else {}
-    with allowing_empty_weights():  # shared experts, of which there may be 0
+    with allowing_empty_weights():  # there may be 0 shared experts
         real: torch.nn.Module = type(layer)(config, index, **kind)
     if config.model_type == "falcon_h1":
         from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
@@ -199,9 +202,9 @@ def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.M
 
 
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """What a layer's graph depends on beside its weights: shapes, and the numbers and switches that its modules keep.
+    """What a layer's graph depends on, apart from its weights: shapes, and the numbers and switches that its modules keep.
 
-    Two layers may differ by those alone: GPT-2's may divide their scores by their depth, SmolLM3's fourth ones rotate nothing.
+    Layers may differ only in these: GPT-2's may divide their scores by their depth, every fourth of SmolLM3's rotates nothing.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     settings = tuple(
@@ -216,13 +219,13 @@ def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.Model]:
-    """The embedding's and the head's graph, from a model with no layers."""
+    """The graphs of embedding and head, traced from a model without layers."""
     config = copy.deepcopy(skeleton.config)
     config.num_hidden_layers = 0
     kinds = config.attribute_map.get("layer_types", "layer_types")
     if kinds in {field.name for field in fields(config)} and getattr(config, kinds) is not None:
         setattr(config, kinds, [])
-    with allowing_empty_weights():  # per-layer inputs of no layers
+    with allowing_empty_weights():  # per-layer inputs of 0 layers
         model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:
@@ -252,7 +255,7 @@ def _path_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
 
 
 def _model_name(name: str, owner: str, final: list[str]) -> str:
-    """A traced wrapper's parameter name as the model calls it."""
+    """The model's name of a traced wrapper's parameter."""
     kind, _, rest = name.partition(".")
     if kind == "owner":
         return f"{owner}.{rest}"

@@ -1,4 +1,4 @@
-"""A hub id's config.json, asked for without torch and transformers: what the hub refuses is told before they are imported."""
+"""Fetch a hub id's config.json without torch or transformers, so that a refusal is reported before they are imported."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from skipdecode.exporter.checkpoint_folder import adapter_error, missing_config_
 from skipdecode.exporter.hub_errors import explain
 
 
-@functools.cache  # a hub that cannot be reached is asked for half a minute before what was downloaded once is taken
+@functools.cache  # when the hub is unreachable, each call retries for half a minute before it falls back to an earlier download
 def fetch_config(model: str) -> None:
-    """Let huggingface_hub keep a hub id's config.json in its cache.
+    """Download a hub id's config.json into huggingface_hub's cache.
 
     Raises:
-        ModelNotSupportedError: the hub cannot be reached or has no such model, or this has no config.json.
+        ModelNotSupportedError: the hub cannot be reached or has no such model, or the model has no config.json.
     """
     try:
         hf_hub_download(model, "config.json")
-    except LocalEntryNotFoundError as error:  # nobody was there to ask
+    except LocalEntryNotFoundError as error:  # the hub was not reached; a subclass of EntryNotFoundError
         raise _unread(model, error) from error
     except EntryNotFoundError as error:
         raise (adapter_error(model) if _has_adapter(model) else missing_config_error(model)) from error

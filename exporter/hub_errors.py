@@ -1,4 +1,4 @@
-"""What the hub, or the way to it, refuses: what it is, and what to do about it."""
+"""Explain why a model could not be fetched from the hub, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from skipdecode.exporter.config_json import reason
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of a file that is open, which the error does not name
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # raised by writes to an open file, so the error names no file
 _LOG_IN = "log in (`hf auth login`)"
 
 
 def explain(error: Exception) -> tuple[str, str]:
-    """Of what transformers or huggingface_hub raised for a hub id, the fact and the remedy of a ModelNotSupportedError."""
+    """Turn what transformers or huggingface_hub raised for a hub id into a ModelNotSupportedError's fact and remedy."""
     causes = list(_causes(error))
 
     def among(kind: type[Exception]) -> bool:

@@ -1,4 +1,4 @@
-"""What an export decides by what it is asked for, before it writes anything."""
+"""What an export derives from its request before it writes anything."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from skipdecode.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request, and what follows from it and the model."""
+    """A request, and everything that follows from it and from the model."""
 
     request: ExportRequest
-    checkpoint: Path | None  # None: the model's configuration is all that there is
+    checkpoint: Path | None  # None: there are no weights, only the model's configuration
     skeleton: Skeleton
     limits: manifest.Limits
     schedule: Schedule
     plan: Plan
-    quantization: Quantization | None  # None: weights stay as wide as they are
+    quantization: Quantization | None  # None: weights are not quantised

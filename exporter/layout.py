@@ -1,4 +1,4 @@
-"""What everything that writes into a bundle agrees on."""
+"""How engines and their weights lie in a bundle: helpers shared by all targets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from skipdecode import bindings
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.write_out_experts import READ_SHARE
 
-_TIED = "tied.bin"  # a target's folder: what embedding and head share there
-_INSIDE_BYTES = 1024  # smaller tensors stand inside a graph
+_TIED = "tied.bin"  # in a target's folder: the weight that embedding and head share
+_INSIDE_BYTES = 1024  # smaller tensors stay inside the graph
 
-Report = Callable[[str, float], None]  # (what is being done, fraction that is done)
+Report = Callable[[str, float], None]  # (what is being done, fraction done)
 Write = Callable[[ir.Model, Path], None]  # writes a lowered graph's engine to a file
 
 
 def weight_bytes(graph: ir.Graph) -> int:
-    """What a step of one row reads: of a mixture the chosen experts, of the rotary tables a row, which is not counted."""
+    """Bytes of weights that a one-row step reads. Of a mixture only the chosen experts count; rotary tables do not."""
     return sum(map(_read_bytes, graph.initializers.values()))
 
 
@@ -45,11 +45,11 @@ def lower_and_write(graph: ir.Model, passes: Iterable[ir.passes.PassBase], path:
 
 
 def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) -> None:
-    """Write a graph and, beside it, what it holds and takes from elsewhere: `<name>.bin`.
+    """Write a graph and, next to it, its weights as `<name>.bin`.
 
     Args:
-        shares: an engine in the same folder; what it has under the same name (a parameter's, so the same bytes) is not written
-            again: a tied embedding and head are one weight.
+        shares: an engine in the same folder. Weights that it stores under the same name (a parameter's, so the same bytes) are
+            referred to and not written again: a tied embedding and head are one weight.
     """
     theirs = _initializers(shares) if shares is not None else {}
     own = []
@@ -67,15 +67,18 @@ def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) ->
 
 def _initializers(engine: Path) -> Mapping[str, ir.Value]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Ignoring unknown external data key")  # ONNX Runtime's own: where the packed form lies
+        warnings.filterwarnings("ignore", "Ignoring unknown external data key")  # ONNX Runtime's: where prepacked data lies
         return ir.load(engine).graph.initializers
 
 
 def save_tied(tied: str | None, head: ir.Model, partial: Path, folder: str) -> tuple[str | None, int]:
-    """Write what embedding and head share as their input `tied_weight` is, row by row, into a target's folder.
+    """Write the weight that embedding and head share into a target's folder, row by row, as their input `tied_weight` expects it.
+
+    Args:
+        tied: the weight's name in `head`; None: they share nothing.
 
     Returns:
-        Its path in the bundle and its bytes; None and 0 where they share nothing.
+        The file's path in the bundle and its size in bytes; None and 0 if nothing is shared.
     """
     if tied is None:
         return None, 0
@@ -85,13 +88,16 @@ def save_tied(tied: str | None, head: ir.Model, partial: Path, folder: str) -> t
     rows = weight.shape.numpy()[0]
     with path.open("wb") as file:
         weight.tofile(file)
-        file.truncate(weight.nbytes // rows * bindings.tied_rows(rows))  # the rows behind the last one are zero
+        file.truncate(weight.nbytes // rows * bindings.tied_rows(rows))  # extends it with zero rows
     release_pages(weight)
     return f"{folder}/{_TIED}", path.stat().st_size
 
 
 def move_to_file(values: Iterable[ir.Value], file: Path) -> None:
-    """Write what passes made and is too large for a graph, and what lies in another folder's file; without any, no file."""
+    """Move weights into `file`: those that passes made and are too large for a graph, and those that lie in another folder.
+
+    Without any, no file is written.
+    """
     moved = [value for value in values if _needs_file(value.const_value, file.parent)]
     if not moved:
         return
@@ -108,6 +114,6 @@ def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:
 
 
 def remove_lowered(graph: Path) -> None:
-    """A graph that was written to be compiled, and what `move_to_file` wrote beside it."""
+    """Remove a graph that was written only to be compiled, and the file that `move_to_file` wrote for it."""
     for file in (graph, graph.with_suffix(".bin")):
         file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From what a user types to a configuration and a checkpoint folder: local folder, hub id, or short OPT name."""
+"""Resolve MODEL (a local folder, a hub id or a short OPT name) to a configuration and a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
 from skipdecode.exporter.quantization_config import check_quantised, in_known_words
 from skipdecode.exporter.supported import check_single_stack
 
-# The text parts of models that also see or hear, which transformers has no language model of -> the decoder that computes the
-# same, and what they are made with whatever config.json says of it. They rotate queries and keys by three positions of a token,
-# in time, height and width, which are one and the same for text.
+# Text parts of models that also see or hear, for which transformers has no language-model class -> the decoder that computes the
+# same, and settings that override config.json's. These text parts rotate queries and keys by three positions per token (time,
+# height, width), which are equal for text.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v_moe_text": ("glm4_moe", {"use_qk_norm": False}),
     "glm4v_text": ("glm4", {"attention_bias": True}),
@@ -35,11 +35,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load_config(model: str) -> tuple[Any, Path | None]:
-    """The model's configuration and, where it is on this machine, its folder; there what the checkpoint ties is seen as well.
+    """Read a model's configuration: its config.json, or `opt_sizes`' for an OPT model that is not a folder.
+
+    Returns:
+        The configuration, and the folder if MODEL is one. In a folder, the checkpoint's tensor names also decide whether
+        embedding and head are tied.
 
     Raises:
-        ModelNotSupportedError: no such folder or hub id, a path that is no UTF-8, a config.json that cannot be read, needs remote
-            code, or tells of an encoder or of weights that are quantised as `dequantize` does not read them; an adapter.
+        ModelNotSupportedError: there is no such folder or hub id; the path is not UTF-8; the config.json cannot be read, needs
+            remote code, or describes an encoder-decoder or weights quantised in a way that `dequantize` does not read; or the
+            checkpoint is an adapter.
     """
     folder = checkpoint_folder(model)
     if folder is None:
@@ -55,7 +60,7 @@ def _read_config(model: str) -> Any:
 
     try:
         with taking_config(model):
-            # a hub id's is in the cache by now; of remote code None would ask at the terminal
+            # a hub id's file is in the cache by now; trust_remote_code=None would ask at the terminal
             config = AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except OSError as error:
         raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
@@ -65,15 +70,16 @@ def _read_config(model: str) -> Any:
     if settings:
         check_quantised(settings, config.model_type, model)
         text.quantization_config = settings
-    elif hasattr(text, "quantization_config"):  # an empty one, which transformers would ask for its method
+    elif hasattr(text, "quantization_config"):  # transformers would look for the method in an empty one
         del text.quantization_config
     return text
 
 
 def _text_part(config: Any, folder: Path) -> Any:
-    """Of a model that also sees; else the configuration itself.
+    """The text part's configuration if the model also sees or hears, else the configuration itself.
 
-    Where the whole is tied, some checkpoints hold a head all the same, and then the text part's own word counts.
+    `tie_word_embeddings` of the whole model applies to the text part only if the checkpoint has no head: some are declared tied
+    and hold one all the same. With a head, the text part's own setting counts.
     """
     with taking_config(str(folder)):
         text = _as_decoder(config.get_text_config())
@@ -82,7 +88,7 @@ def _text_part(config: Any, folder: Path) -> Any:
     if text is not config:
         text.whole_type = config.model_type
     text.name_or_path = config.name_or_path
-    text.return_dict = True  # how a model hands out what it computes, which whoever calls it here counts on
+    text.return_dict = True  # callers here read a model's outputs by name
     if text is not config and getattr(config, "tie_word_embeddings", False) and lacks_head(folder):
         text.tie_word_embeddings = True
     return text
@@ -108,7 +114,7 @@ def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: No
     """Download a hub id's config, tokenizer and weights, and return the folder that huggingface_hub keeps them in.
 
     Args:
-        report: is told how much is here; what it raises ends the download.
+        report: called with the progress so far; an exception from it ends the download.
 
     Raises:
         ModelNotSupportedError: the hub cannot be reached or has no such model.

@@ -1,4 +1,4 @@
-"""OPT's short names, whose configurations are known here: so that `opt-6.7b --random-weights` needs no network."""
+"""OPT's short names and their configurations, kept here so that `opt-6.7b --random-weights` needs no network."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SIZES = {
 
 
 def opt_hub_id(model: str) -> str | None:
-    """The hub id that a short name (`opt-6.7b`), or the id itself, stands for; None: it is none of OPT's."""
+    """The hub id of an OPT model, given its short name (`opt-6.7b`) or the id itself; None: not an OPT model."""
     size = model.lower().removeprefix("facebook/").removeprefix("opt-")
     return f"facebook/opt-{size}" if size in _SIZES and "opt-" in model.lower() else None
 
 
 def opt_config(hub_id: str) -> Any:
-    """Transformers' configuration of what `opt_hub_id` gave."""
+    """transformers' configuration for a hub id that `opt_hub_id` returned."""
     from transformers import OPTConfig
 
     layers, width, heads = _SIZES[hub_id.removeprefix("facebook/opt-")]

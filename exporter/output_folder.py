@@ -20,26 +20,27 @@ from skipdecode import manifest
 from skipdecode.errors import BundleError
 from skipdecode.exporter.signals import uninterrupted
 
-# Of writing to a file that is open, whose error names none: the disk is full or read-only, or the file too large for it.
+# Raised by writes to an open file, so the error names no file: the disk is full or read-only, or the file too large for it.
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-_OF_NUMPY = re.compile(r"(\d+) requested and (\d+) written")  # of an array to a full disk, without the system's number
+_OF_NUMPY = re.compile(r"(\d+) requested and (\d+) written")  # numpy's message when the disk fills up; it has no errno
 
-_PARTIAL, _REPLACED = "partial", "replaced"  # folders beside `--out`: unfinished or half removed; whole, and for a moment only
-_SECONDS_TO_LOCK = 10  # more than an export takes from making its folder to locking it
+# Folders next to `--out`: an unfinished or half-removed bundle; the whole old bundle, put aside for the moment of replacement.
+_PARTIAL, _REPLACED = "partial", "replaced"
+_SECONDS_TO_LOCK = 10  # longer than an export takes from creating its folder to locking it
 
 logger = logging.getLogger(__name__)
 
 
 def real_out(out: Path) -> Path:
-    """The folder that `--out` names: of a link what it points to, of `.` the folder's own name, beside which files can be put."""
+    """The folder that `--out` names, with links and `.` resolved, so that other folders can be put next to it."""
     return Path(os.path.realpath(out))
 
 
 def check_out(out: Path, force: bool) -> None:
-    """Refuse, before any work, a folder that would not be replaced.
+    """Refuse, before any work, an existing `out` that may not be replaced.
 
     Raises:
-        BundleError: it exists without `force`, or is something else than a bundle.
+        BundleError: it exists and `force` is not set, or it is not a bundle.
     """
     if not out.exists():
         return
@@ -50,13 +51,13 @@ def check_out(out: Path, force: bool) -> None:
 
 
 def check_apart(out: Path, read: Path, name: str) -> None:
-    """Raises BundleError where what an export reads lies in the folder that it replaces, and would go with it."""
+    """Raises BundleError if `read`, which the export reads, lies in the folder that it replaces and would be deleted with it."""
     if real_out(read).is_relative_to(out):
         raise BundleError(f"holds {read}, which is read", f"move {name}, or choose another --out", where=str(out))
 
 
 def _is_bundle(path: Path) -> bool:
-    """Whether it has a bundle's manifest, of any version; other programs may write a `bundle.json` of their own."""
+    """Whether the folder holds a manifest of any format version; other programs may write a `bundle.json` of their own."""
     try:
         content = json.loads((path / manifest.MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -70,18 +71,18 @@ def _is_empty_folder(path: Path) -> bool:
 
 @contextmanager
 def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` when all went well, and vanishes when not.
+    """Yield a folder next to `out` that replaces `out` on success and is removed on failure.
 
     Raises:
-        BundleError: it cannot be written, or something that `check_out` refuses has appeared at `out` meanwhile.
-        OSError: what failed inside has nothing to do with the folder.
+        BundleError: the folder cannot be written, or something that `check_out` refuses has meanwhile appeared at `out`.
+        OSError: an error inside the block that has nothing to do with the folder.
     """
     partial = _name_beside(out, _PARTIAL)
     try:
         _make(partial, out, force)
         with _held(partial):
             yield partial
-            check_out(out, force)  # an export takes minutes
+            check_out(out, force)  # again: an export takes minutes
             _replace(out, partial)
     except OSError as error:
         if not _concerns((partial, out), error):
@@ -96,23 +97,23 @@ def _make(partial: Path, out: Path, force: bool) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _clear_up(out)
-        check_out(out, force)  # that may be there again
+        check_out(out, force)  # `_clear_up` may have put the old bundle back
         partial.mkdir()
     except OSError as error:
         raise _unwritable(out, error) from error
 
 
 def _clear_up(out: Path) -> None:
-    """Remove what exports to `out` left that were killed, tens of GB each; what they had taken from its place goes back there."""
+    """Remove folders left by killed exports to `out`, tens of GB each; if `out` is missing, put the old bundle back first."""
     for kind in (_REPLACED, _PARTIAL):
         for folder in out.parent.glob(f".{glob.escape(out.name)}.{kind}-{8 * '[0-9a-f]'}"):
             try:
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            except OSError:  # gone meanwhile, or no folder of ours
+            except OSError:  # gone meanwhile, or not a folder of ours
                 continue
             try:
                 if time.time() - os.fstat(lock).st_mtime <= _SECONDS_TO_LOCK or not _locked(lock):
-                    continue  # of an export that runs
+                    continue  # an export is running in it
                 if kind == _REPLACED and not out.exists():
                     folder.rename(out)
                     logger.warning("%s is there again, which an export that was killed had put aside", out)
@@ -125,7 +126,7 @@ def _clear_up(out: Path) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Inside, the folder is in use, whatever its name is by then, as long as this process lives: see `_clear_up`."""
+    """Inside, lock the folder, also across renames and until this process dies, so that `_clear_up` leaves it alone."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         _locked(lock)
@@ -137,18 +138,18 @@ def _held(folder: Path) -> Iterator[None]:
 def _locked(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has it, or the file system has no locks
+    except OSError:  # another process holds it, or the file system has no locks
         return False
     return True
 
 
 def _name_beside(out: Path, what: str) -> Path:
-    """A name that no other process takes; a process id would not do, as containers with one volume may have the same."""
+    """A name that no other process picks. Process ids would not do: containers that share a volume may have the same ones."""
     return out.with_name(f".{out.name}.{what}-{secrets.token_hex(4)}")
 
 
 def _concerns(folders: Iterable[Path], error: OSError) -> bool:
-    """Whether an error is of a file in one of the folders, or names no file and is one that writing gives."""
+    """Whether an error is about a file in one of the folders, or names no file and is one that writing raises."""
     if error.filename is None:
         return error.errno in _OF_WRITING or bool(_OF_NUMPY.fullmatch(str(error)))
     names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
@@ -172,5 +173,5 @@ def _replace(out: Path, partial: Path) -> None:
             if old.exists() and not out.exists():
                 old.rename(out)
             elif old.exists():
-                old.rename(rest)  # so that what has the other name is whole, whenever this process is killed
+                old.rename(rest)  # so that a folder named `replaced` is whole even if this process is killed
                 shutil.rmtree(rest, ignore_errors=True)

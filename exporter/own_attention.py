@@ -1,9 +1,9 @@
-"""Layers whose attention cannot be traced as transformers has it: the same arithmetic, said through its interface for attention.
+"""Attention that cannot be traced as transformers writes it: the same arithmetic by way of transformers' attention interface.
 
-Most are older than that interface: their classes multiply queries, keys and values by hand, each in its own way. GPT-J and
-CodeGen rotate by rows of a stored table of all positions, Llama 4 asks the cache for one length of all rows. Each function here
-stands for the `forward` of one of them while a layer is traced: its projections, its rotary embedding, the cache, then
-`onnx_attention`. So do others for an indexer's choice, Llama 4's mixture, and Gemma 3n's MLP and whole layer.
+Most of these classes are older than that interface and multiply queries, keys and values by hand, each in its own way. GPT-J and
+CodeGen rotate by rows of a stored table of all positions. Llama 4 asks the cache for one length that holds for all rows. Each
+function here replaces the `forward` of one class while a layer is traced: its projections, its rotary embedding, the cache, then
+`onnx_attention`. `_FORWARDS` also replaces the `forward` of indexers, Llama 4's mixture, and Gemma 3n's MLP and whole layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
 
 def through_interface(layer: torch.nn.Module) -> torch.nn.Module:
-    """The layer; an attention or mixture of its own, if it has one, is in a trace as those of the others are."""
+    """Replace, in place, the `forward` of the layer's modules that `_FORWARDS` lists; returns the layer."""
     for module in layer.modules():
         forward = _FORWARDS.get(type(module).__name__)
         if forward is not None:
@@ -40,7 +40,7 @@ def _gpt_j(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
 
 
 def _codegen(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
-    parts = self.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))  # it was trained on 4 cores, a quarter of the heads on each
+    parts = self.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))  # trained on 4 cores, each with a quarter of the heads
     query, value, key = (_heads(self, parts[..., index, :].flatten(2)) for index in range(3))
     return _with_neighbours_turned(self, query, key, value, **others)
 
@@ -49,7 +49,7 @@ def _with_neighbours_turned(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     *, position_ids: torch.Tensor, attention_mask: torch.Tensor, cache: ScatterCache, **_: Any,
 ) -> _Result:  # fmt: skip
-    """Rotary embedding of elements 2i and 2i + 1 of the first `rotary_dim` of each head."""
+    """Attention after rotating elements 2i and 2i + 1 as a pair, within the first `rotary_dim` elements of each head."""
     frequencies = 10000.0 ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
     angles = position_ids[:, :, None].float() * frequencies
     tables = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
@@ -70,7 +70,7 @@ def _falcon(
     self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any,
     *, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any,
 ) -> _Result:  # fmt: skip
-    """In its rows a group of queries, their key and their value follow one another, whatever the number of groups."""
+    """Falcon's fused projection lays out each group as its queries, their key and their value, whatever the number of groups."""
     groups = self.num_kv_heads
     rows = self.query_key_value(hidden_states).unflatten(-1, (groups, self.num_heads // groups + 2, self.head_dim))
     query = rows[:, :, :, :-2].flatten(2, 3).transpose(1, 2)
@@ -101,7 +101,7 @@ def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, c
 def _llama_4(
     self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, cache: Any, **_: Any
 ) -> _Result:
-    """Some layers turn queries and keys and then take them to one length; the others scale queries by their position."""
+    """Layers with rotary embeddings rotate queries and keys, then may normalise them; others may scale queries by position."""
     query, key, value = (_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
     if self.use_rope:
         query, key = apply_rotary_emb(query, key, position_embeddings)
@@ -113,7 +113,7 @@ def _llama_4(
 
 
 def _no_choice(self: Any, *_: Any, **__: Any) -> None:
-    """Of tokens to attend to, where all of them are no more than it would choose (`check_supported`)."""
+    """Choose no tokens: `check_supported` allows no more tokens than the indexer would choose, so all are attended to."""
 
 
 def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -122,10 +122,10 @@ def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _alibi(slopes: torch.Tensor, cache: ScatterCache) -> torch.Tensor:
-    """Linear biases [B,NH,S,C] (ALiBi, arXiv 2108.12409, section 3): a slope a head [NH] times the way from query to slot.
+    """Linear biases [B,NH,S,C] (ALiBi, arXiv 2108.12409, section 3): a head's slope [NH] times the distance from query to slot.
 
-    The models themselves have the slot in place of the way, which softmax does not see; in narrow floats far slots' numbers would
-    have no room for the slope.
+    The models themselves multiply by the slot's number instead. The difference is constant along a query's slots, so softmax
+    does not see it. In narrow floats, biases by slot number would grow too large to tell neighbouring slots apart.
     """
     slots = torch.arange(cache.present_key.shape[2])
     return slopes[:, None, None] * (slots - cache.position_ids[:, None, :, None])
@@ -135,7 +135,7 @@ def _attended(
     self: Any, query: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, projection: Any,
     **settings: Any,
 ) -> _Result:  # fmt: skip
-    """`cached`: keys and values of all slots."""
+    """Attention to `cached`, the keys and values of all slots, and the output projection."""
     rows, _ = onnx_attention(self, query, *cached, mask, **settings)
     return projection(rows.flatten(2)), None
 

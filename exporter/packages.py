@@ -1,4 +1,4 @@
-"""What exporting needs beyond what runs bundles: the packages of the extra `export`, as new as pyproject.toml asks for."""
+"""Check the packages that only exporting needs: those of the extra `export`, at least as new as pyproject.toml requires."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ _ASKED_FOR = re.compile(r"""([\w.-]+)>=([\d.]+)\s*;\s*extra\s*==\s*['"]export['"
 
 
 def check_packages() -> None:
-    """Nothing is imported for it. Where this package is not installed itself, nobody says what it needs.
+    """Refuse missing and outdated packages, without importing any.
+
+    Nothing is checked where skipdecode itself is not installed: its metadata lists the requirements.
 
     Raises:
-        TargetError: packages that are missing, or older than what exports are right with.
+        TargetError: packages are missing, or older than the oldest with which exports are correct.
     """
     try:
         lines = metadata.requires("skipdecode") or []
@@ -40,6 +42,6 @@ def _version(name: str) -> str | None:
 
 
 def _numbers(version: str | None) -> list[int]:
-    """Of 2.13.0+cpu 2, 13 and 0."""
+    """2.13.0+cpu -> [2, 13, 0]."""
     found = re.match(r"\d+(\.\d+)*", version or "")
     return [int(number) for number in found[0].split(".")] if found else []

@@ -1,8 +1,8 @@
-"""Per-layer inputs (Gemma 3n, Gemma 4's E2B and E4B): what each layer is told of each token beside the hidden state.
+"""Per-layer inputs (Gemma 3n, Gemma 4's E2B and E4B): P numbers per token that each layer reads in addition to the hidden state.
 
-They depend on the token and its embedding alone, so they are made once, by the embedding's engine, and travel behind the hidden
-state, or its N streams, from segment to segment: [B,S,N*H + L*P], of which layer l reads its P numbers and changes the first N*H.
-So the runtime knows nothing of them, and a skipped layer's are not read.
+They depend only on the token and its embedding, so the embedding's engine computes them once, for all layers. They travel from
+segment to segment behind the hidden state (or its N streams) as [B,S,N*H + L*P]: layer l reads its P numbers and changes the
+first N*H. So the runtime need not know about them, and those of skipped layers are not read.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from skipdecode.exporter.altup import spread, streams_width
 from skipdecode.exporter.architectures import declared
 
-TABLE = "embed_tokens_per_layer"  # [V,L*P], which the token looks up
+TABLE = "embed_tokens_per_layer"  # [V,L*P], indexed by token
 
 
 def input_size(config: Any) -> int:
-    """P, numbers of a token that each layer is told; 0: none."""
+    """P, the numbers per token that each layer reads; 0: the model has no per-layer inputs."""
     return declared(config, "hidden_size_per_layer_input") or 0
 
 
 def hidden_width(config: Any) -> int:
-    """What goes between layers of each token: the hidden state and all layers' inputs."""
+    """N*H + L*P, the numbers per token between layers: the hidden state and all layers' inputs."""
     width: int = streams_width(config) + config.num_hidden_layers * input_size(config)
     return width
 
@@ -36,12 +36,12 @@ def embedded(owner: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def own_input(inputs: torch.Tensor, size: int, layer: torch.Tensor) -> torch.Tensor:
-    """Of all layers' inputs [B,S,L*P] those of one, [B,S,P]; layer [1] int64."""
+    """All layers' inputs [B,S,L*P], layer [1] int64 -> that layer's [B,S,P]."""
     return inputs.unflatten(-1, (-1, size)).index_select(2, layer).squeeze(2)
 
 
 def widen_embedding(owner: Any, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Give a model that was made with no layers what `embedded` takes of `config`'s; memory that nothing touches."""
+    """Give a model built without layers the parameters that `embedded` reads, uninitialised, sized for `config`'s layers."""
     owner.config.num_hidden_layers = config.num_hidden_layers
     for name in (TABLE, "per_layer_model_projection"):
         module = getattr(owner, name)

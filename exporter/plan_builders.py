@@ -1,4 +1,4 @@
-"""TensorRT's builders side by side, each in a process of its own, while the next plan's graph is still being made."""
+"""Run TensorRT's builders side by side, each in its own process, while the next plan's graph is being made."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from skipdecode.cpu import usable_cores
 from skipdecode.exporter.layout import Report, remove_lowered
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, build_in_process
 
-_BUILDER_BYTES = 400 << 20  # that a builder's process takes, and per byte of weights (403 MB: 1.46 GiB in all, seen):
-_BUILDER_FACTOR = 3
+_BUILDER_BYTES = 400 << 20  # memory of a builder's process ..
+_BUILDER_FACTOR = 3  # .. plus this much per byte of weights (measured with 403 MB: 1.46 GiB in all)
 
 
 def num_builders(target: str, most_weights: int) -> int:
-    """How many at a time: one a core, as many as memory holds; `most_weights`: bytes of the largest plan's.
+    """How many builders to run at a time: at most one per core, and no more than fit in memory.
 
-    Of `tensorrt` one alone: it chooses kernels by the time that they take on the GPU, which another builder's would change.
+    `tensorrt` gets only one: it chooses kernels by timing them on the GPU, which another builder's kernels would disturb.
+
+    Args:
+        most_weights: weight bytes of the largest plan.
     """
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
@@ -30,14 +33,14 @@ def num_builders(target: str, most_weights: int) -> int:
 
 
 def build_plans(requests: Iterator[PlanRequest | None], total: int, at_a_time: int, report: Report) -> None:
-    """Build what `requests` gives, whose graphs it has written by then; they are removed, and no more than one of them waits.
+    """Build the plans of `requests`, and remove each one's graph once it is built. At most one graph waits for a free builder.
 
     Args:
-        requests: None: a plan that is there already.
-        total: of plans, for the progress.
+        requests: each with its graph already written; None: a plan that exists already.
+        total: number of plans, for the progress.
 
     Raises:
-        TargetError: a builder refused its graph; the others are ended.
+        TargetError: a builder refused its graph; the other builders are stopped.
     """
     running: dict[Future[None], PlanRequest] = {}
     stop, done = threading.Event(), 0

@@ -1,4 +1,4 @@
-"""What an export takes over from the bundle that it replaces: plans of the same content, and TensorRT's timings."""
+"""What an export reuses from the bundle that it replaces: plans made from the same content, and TensorRT's kernel timings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skipdecode.graph_passes import compile_tensorrt
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest
 from skipdecode.graph_passes.mapped import release_pages
 
-KEYS = "keys.json"  # plan's file -> SHA-256 of what it was built from
-TIMING_CACHE = "timing.cache"  # what TensorRT measured, so that building the next bundle need not; TensorRT-RTX measures nothing
+KEYS = "keys.json"  # plan's file -> SHA-256 of everything it was built from
+TIMING_CACHE = "timing.cache"  # TensorRT's kernel timings, so that the next build need not repeat them; TensorRT-RTX takes none
 
 
 def content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tuple[str, str]) -> str:
-    """SHA-256 of all that a plan is made from: library, GPUs, profiles, options, how it is built, graph and weights."""
+    """SHA-256 of everything that a plan is made from: library, GPUs, profiles, options, builder code, graph and weights."""
     about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
-    # every setting stands in this file or is polygraphy's default: a list of them could miss one
+    # the whole source file: every builder setting is in it or is polygraphy's default, and a list of settings could miss one
     builder = [Path(compile_tensorrt.__file__).read_text(encoding="utf-8"), metadata.version("polygraphy")]
     digest = hashlib.sha256(json.dumps([version, gpus, builder, about]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
@@ -41,19 +41,19 @@ class KnownPlan:
     """A plan in a bundle that another export may replace at any time."""
 
     path: Path
-    identity: tuple[int, ...]  # of the file that was there: another one's under its name is another plan
+    identity: tuple[int, ...]  # of the file seen there; a file of the same name with another identity is another plan
 
     @classmethod
     def at(cls, path: Path) -> KnownPlan:
-        """What lies there now."""
+        """The plan that is at `path` now."""
         return cls(path, manifest.file_identity(path))
 
 
 def known_plans(bundle: Path, folder: str) -> dict[str, KnownPlan]:
-    """Content key -> plan, of those that a bundle has as its manifest says; none where it cannot be read."""
+    """Content key -> plan, for the plans that match the bundle's manifest; empty if the bundle cannot be read."""
     try:
         files = {file.path: file for file in manifest.read(bundle).files if file.path.startswith(f"{folder}/")}
-        plans = {path: KnownPlan.at(bundle / path) for path in files}  # before they are read
+        plans = {path: KnownPlan.at(bundle / path) for path in files}  # before hashing: a later swap must show
         whole = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
         if f"{folder}/{KEYS}" not in whole:
             return {}
@@ -64,7 +64,7 @@ def known_plans(bundle: Path, folder: str) -> dict[str, KnownPlan]:
 
 
 def take_over(plan: KnownPlan, path: Path) -> bool:
-    """Let `path` be the known `plan`; False, and nothing is there: another export has replaced its bundle meanwhile."""
+    """Link or copy the known `plan` to `path`; False, with nothing at `path`, if its bundle has been replaced meanwhile."""
     try:
         _link_or_copy(plan.path, path)
         if KnownPlan.at(plan.path) == plan:
@@ -85,7 +85,7 @@ def _link_or_copy(plan: Path, path: Path) -> None:
 
 
 def keep_timings(replaced: Path, partial: Path, folder: str) -> str:
-    """The timing cache in the new bundle, with what the replaced one knows; returns its file."""
+    """Copy the replaced bundle's timing cache, if there is one, into the new bundle; returns the file's path there."""
     kept = partial / folder / TIMING_CACHE
     if (replaced / folder / TIMING_CACHE).is_file():
         shutil.copyfile(replaced / folder / TIMING_CACHE, kept)

@@ -1,4 +1,4 @@
-"""Where the prompts of a batch end: what a schedule that is anchored at the generated tokens counts from."""
+"""Where each prompt of a batch ends: a schedule anchored at the generated tokens counts positions from there."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from skipdecode.errors import ScheduleError
 
 PromptLength: TypeAlias = int | Sequence[int] | torch.Tensor | Literal["labels"]
-_NOT_LEARNED = -100  # transformers' label of a token that the loss leaves out, as it does prompts
+_NOT_LEARNED = -100  # transformers' label for tokens that the loss ignores, such as a prompt's
 
 
 class PromptEnds:
-    """The ends of all rows' prompts, of all passes or of the one that runs.
+    """Where each row's prompt ends, for all passes or, when read from labels, for the current one.
 
     Attributes:
-        shortest, longest: the first and the last of them, in tokens from the start of the pass.
+        shortest, longest: the first and the last of these ends, in tokens from the start of the pass.
     """
 
     def __init__(self, given: PromptLength) -> None:
         self.shortest = self.longest = 0
-        self._ends = torch.zeros((), dtype=torch.int64)  # or [B]
+        self._ends = torch.zeros((), dtype=torch.int64)  # [] or [B]
         self._in_labels, self._read = isinstance(given, str) and given == "labels", False
         if not self._in_labels:
             self._set(_counts(given))
 
     def read_labels(self, labels: torch.Tensor | None) -> None:
-        """Before a model runs: the prompt ends at the first token that is learned. Without one, the whole row is prompt.
+        """Before a model runs, find each prompt's end: the first token that is learned. A row without one is all prompt.
 
         Raises:
-            ScheduleError: labels that are not one a token.
+            ScheduleError: labels that are not [B,S].
         """
         if self._in_labels and labels is not None:
             if labels.ndim != 2:
@@ -44,7 +44,7 @@ class PromptEnds:
             self._read = True
 
     def check_read(self) -> None:
-        """Before its layers run: raises ScheduleError where labels were asked for and this pass has none."""
+        """Before the layers run: raises ScheduleError if the ends come from labels and this pass was given none."""
         if self._in_labels and not self._read:
             raise ScheduleError(
                 'prompt_length="labels", and the model was called without labels=...',
@@ -53,7 +53,12 @@ class PromptEnds:
         self._read = False
 
     def computed(self, after: torch.Tensor, before: torch.Tensor, cap: int) -> torch.Tensor:
-        """`after` a layer [B,S,H] or [N,B,S,H], as `before` it from a row's prompt and `cap` generated tokens on."""
+        """`after` for a row's prompt and `cap` more tokens, `before` for later ones; both [B,S,H] or [N,B,S,H].
+
+        Args:
+            after: the layer's output.
+            before: its input.
+        """
         rows, length = after.shape[-3:-1]
         if self._ends.ndim and len(self._ends) != rows:
             message = f"prompt_length has {len(self._ends)} counts, the batch {rows} rows"
@@ -69,10 +74,10 @@ class PromptEnds:
 
 
 def _counts(given: Any) -> torch.Tensor:
-    """[] or [B] of int64.
+    """`prompt_length` as an integer tensor, [] or [B].
 
     Raises:
-        ScheduleError: these are none.
+        ScheduleError: not a count of tokens, or one per row.
     """
     try:
         counts = torch.as_tensor(given)

@@ -1,4 +1,4 @@
-"""What a config.json says of weights that are quantised already: whether they can be read, and what reading them needs."""
+"""The `quantization_config` of a checkpoint whose weights are already quantised: whether, and how, they can be read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Settings = Mapping[str, Any]  # config.json's quantization_config
 
 
 def quantization_config(config: Any) -> Settings:
-    """What config.json says of how weights are quantised; empty: they are not."""
+    """How config.json says that the weights are quantised; empty: they are not."""
     return getattr(config, "quantization_config", None) or {}
 
 
 def in_known_words(settings: Settings) -> Settings:
-    """The same, said as the method says it whose tensors these are: AutoRound stores those of GPTQ or AWQ.
+    """The same settings under the method whose tensor layout they describe: AutoRound stores tensors as GPTQ or AWQ do.
 
-    bitsandbytes is named where older files do not.
+    Adds bitsandbytes' name, which older files leave out.
     """
     if "quant_method" not in settings and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return {**settings, "quant_method": "bitsandbytes"}
@@ -32,13 +32,13 @@ def in_known_words(settings: Settings) -> Settings:
 
 
 def check_quantised(settings: Settings, model_type: str, where: str) -> None:
-    """Refuse weights that are quantised in another way than those that `dequantised` reads.
+    """Refuse weights that are quantised in a way that `dequantised` does not read.
 
     Args:
-        settings: in known words.
+        settings: as `in_known_words` returns them.
 
     Raises:
-        ModelNotSupportedError: another method, another layout of a known one, or settings that transformers does not take.
+        ModelNotSupportedError: an unknown method, an unknown layout of a known one, or settings that transformers rejects.
     """
     method = str(settings.get("quant_method", "some method"))
     if method == "fp8":
@@ -54,7 +54,7 @@ def check_quantised(settings: Settings, model_type: str, where: str) -> None:
 
 
 def in_few_bits(config: Any) -> bool:
-    """Whether a checkpoint's matrices are integers of 4 bits or less: levels that `--quantize int4` keeps."""
+    """Whether a checkpoint's matrices are integers of at most 4 bits, whose levels `--quantize int4` keeps."""
     settings = quantization_config(config)
     method = settings.get("quant_method")
     if method == "compressed-tensors":
@@ -63,7 +63,7 @@ def in_few_bits(config: Any) -> bool:
 
 
 def layouts(settings: Settings) -> set[str]:
-    """What a checkpoint says of how it is stored, beside the method."""
+    """The storage formats that a checkpoint's settings name in addition to the method; `_LAYOUTS` lists those that are read."""
     method = settings.get("quant_method")
     if method == "gptq":
         return {str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()}
@@ -74,19 +74,23 @@ def layouts(settings: Settings) -> set[str]:
     if method == "auto-round":
         return {str(settings.get("packing_format"))}
     if method == "bitnet":
-        normed = {"use_rms_norm"} if settings.get("use_rms_norm") else set()  # of what a matrix multiplies, with weights
+        normed = {"use_rms_norm"} if settings.get("use_rms_norm") else set()  # norms, with weights, of the matrices' inputs
         return {str(settings.get("quantization_mode", "offline")), str(settings.get("linear_class", "bitlinear"))} | normed
     if method == "bitsandbytes":
         return {str(settings.get("bnb_4bit_quant_type", "fp4"))} if settings.get("load_in_4bit") else set()
     if method != "compressed-tensors":
         return set()
     parts = [settings, *_tables(settings.get("config_groups")).values(), _tables(settings).get("sparsity_config", {})]
-    turned = {"transform_config"} if settings.get("transform_config") else set()  # rows would be rotated as they are computed
+    turned = {"transform_config"} if settings.get("transform_config") else set()  # activations would have to be rotated
     return {str(part["format"]) for part in parts if part.get("format")} | turned
 
 
 def block_structure(settings: Settings) -> Sequence[int]:
-    """Rows and columns of compressed-tensors' blocks, which it says for groups of matrices."""
+    """Rows and columns of compressed-tensors' blocks, which all groups of matrices must agree on.
+
+    Raises:
+        ValueError: the sizes are missing, malformed or different.
+    """
     sizes = [group["block_structure"] for group in _weights(settings) if group.get("block_structure")]
     first = sizes[0] if sizes else None
     if not isinstance(first, list) or len(first) != 2 or not all(isinstance(size, int) and size > 0 for size in first):
@@ -97,17 +101,17 @@ def block_structure(settings: Settings) -> Sequence[int]:
 
 
 def _weights(settings: Settings) -> list[dict[str, Any]]:
-    """What compressed-tensors says of weights, for groups of matrices."""
+    """compressed-tensors' settings for weights, one entry per group of matrices."""
     return [_tables(group).get("weights", {}) for group in _tables(settings.get("config_groups")).values()]
 
 
 def _tables(settings: Any) -> dict[str, dict[str, Any]]:
-    """Those of a table's entries that are tables."""
+    """The entries of a table that are tables themselves."""
     entries = settings.items() if isinstance(settings, Mapping) else ()
     return {name: value for name, value in entries if isinstance(value, dict)}
 
 
-_LAYOUTS: dict[str, set[str]] = {  # quant_method -> what of `layouts` is read
+_LAYOUTS: dict[str, set[str]] = {  # quant_method -> the `layouts` that are read
     "fp8": set(),
     "mxfp4": set(),
     "compressed-tensors": {
@@ -119,9 +123,9 @@ _LAYOUTS: dict[str, set[str]] = {  # quant_method -> what of `layouts` is read
     "awq": {"gemm"},
     "bitnet": {"offline", "bitlinear", "autobitlinear"},
     "bitsandbytes": {"nf4", "fp4"},
-    "auto-round": set(),  # in other words than its own alone
+    "auto-round": set(),  # only once `in_known_words` has renamed it
 }  # fmt: skip
-_AUTO_ROUND: dict[str, dict[str, str]] = {  # packing_format -> whose tensors those are
+_AUTO_ROUND: dict[str, dict[str, str]] = {  # packing_format -> the method whose tensor layout it is
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},

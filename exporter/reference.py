@@ -1,8 +1,8 @@
 """Skipping in torch: each layer applied to `hidden[:, :cap(l)]`. The oracle of the parity tests, and what fine-tuning uses.
 
 A schedule never rises, so the positions that compute a layer are a prefix and a whole pass is a slice: no mask, no gather
-(SkipDecode, arXiv 2307.02628, section 3). Skipped positions cost nothing, forward or backward. Rows whose prompts are shorter are
-computed as far as the longest, and what that is too much is left out: no earlier position reads it.
+(SkipDecode, arXiv 2307.02628, section 3). Skipped positions cost nothing, forward or backward. Rows with shorter prompts are
+computed as far as the row with the longest one, and the surplus is discarded: no earlier position reads it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     """Inside, `model(input_ids, use_cache=False)` computes layer `l` at its first `cap(l)` positions only.
 
     Works in training and evaluation; gradients flow through the computed positions. `input_ids` is [B,S] int64, whole rows in one
-    pass: positions are counted from its start, which a cache of earlier tokens would shift. A block inside another takes its
-    place until it ends. In a group of several processes each layer computes a position where no row has one for it.
+    pass: positions are counted from the start of the pass, so a cache of earlier tokens would shift them. A nested block takes
+    the outer one's place until it ends. In a group of several processes each layer computes at least one position, even if no
+    row needs it.
 
     Args:
-        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel, FSDP or torch.compile;
-            of one that also sees or hears the text part skips.
+        model: any decoder that the exporter takes, also inside peft's adapters, DistributedDataParallel, FSDP or torch.compile.
+            If it also sees or hears, its text part skips.
         schedule: its `num_layers` must be the model's.
-        prompt_length: tokens `0 .. prompt_length - 1` of a row are its prompt (padding before it is counted), which a schedule
-            anchored at the generated tokens runs at full depth. One number for every row of every pass, or one a row ([B] int),
-            or `"labels"`: each pass's labels [B,S] say it, as trainers give them, in which the prompt's tokens are -100.
-            Ignored by an absolute anchor.
+        prompt_length: tokens `0 .. prompt_length - 1` of a row are its prompt, padding in front included; a schedule anchored at
+            the generated tokens runs them at full depth. One number for every row of every pass, or one per row ([B] int), or
+            `"labels"`: read it from each pass's labels [B,S], in which trainers set the prompt's tokens to -100. Ignored with
+            an absolute anchor.
 
     Raises:
-        ModelNotSupportedError: there is no decoder of transformers in `model`, or one that the exporter does not take, or its
+        ModelNotSupportedError: `model` contains no decoder of transformers, or one that the exporter does not take, or its
             attention is flex_attention or sees later tokens.
-        ScheduleError: no Schedule, one for another depth, or one that skips a layer whose keys and values others read, or
-            `prompt_length` is none of these. Raised by the model: a cache that holds tokens, several sequences in a row, counts
-            of another number of rows, no labels, a mixture's loss that balances experts beside an attention mask, a replica of
-            DataParallel's.
+        ScheduleError: `schedule` is not a Schedule, is for another depth, or skips a layer whose keys and values others read, or
+            `prompt_length` is none of the above. Raised by the model's call: the cache holds tokens, a row holds several
+            sequences, the counts are for another number of rows, labels are missing, a mixture is asked for the loss that
+            balances its experts, or the model is a DataParallel replica.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{schedule!r} is no Schedule", "make one with build_schedule", where="skip_schedule")
@@ -77,7 +78,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
 
 
 def _decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model of transformers that others may have wrapped, and of one that also sees or hears its text part."""
+    """The transformers model, which may be wrapped in other modules, and its text part: itself unless it also sees or hears."""
     found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not found:
         raise ModelNotSupportedError(f"{type(model).__name__} is no model of transformers", "give one, or what wraps one")
@@ -86,7 +87,7 @@ def _decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def _check_masks(decoder: PreTrainedModel) -> None:
-    """Refuse attention whose masks have no positions to cut."""
+    """Refuse flex_attention, whose masks are not tensors that could be cut to a prefix of positions."""
     if decoder.config._attn_implementation == "flex_attention":
         raise ModelNotSupportedError(
             "flex_attention's masks are not cut to the positions that a layer computes",
@@ -96,7 +97,7 @@ def _check_masks(decoder: PreTrainedModel) -> None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def greedy_tokens(model: Any, schedule: Schedule, prompt: list[int], max_new_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy decoding of one prompt by whole passes, no KV buffer: slow, and obviously right.
+    """Greedy decoding of one prompt by whole passes, without a KV buffer: slow, and obviously right.
 
     Returns:
         The new token ids, and their logits [max_new_tokens, V] in the model's dtype.

@@ -1,14 +1,15 @@
-"""The torch reference in a process of its own, for `skip-validate --reference`: the runtime does not import torch.
+"""Run the torch reference in its own process for `skip-validate --reference`: the runtime does not import torch.
 
     python -m skipdecode.exporter.reference_run OUT < request.json
 
-Request: `parent` (the process that waits), `model`, `dimensions` (those of the bundle's manifest, which the model must have),
-`runs` (names to `layers` and `warmup_layers` of a schedule that is anchored at the generated tokens, `prompts` (token ids), and
-`new`, the tokens to generate). With `"check": true` only the dimensions are compared.
+Request: `parent` (the waiting process's id), `model`, `dtype` (the bundle's), `dimensions` (the bundle manifest's, which the
+model must have), and `runs`. The last maps each run's name to `layers` and `warmup_layers` of a schedule anchored at the
+generated tokens, `prompts` (token ids), and `new`, the number of tokens to generate. With `"check": true` only the dimensions
+are compared.
 
-OUT is a safetensors file, for run r, prompt p, layer l: `{r}.{p}.tokens` [new] int64, `{r}.{p}.logits` [new,V], and what the
-layer keeps by the names of its inputs (see skipdecode.bindings), `{r}.{p}.past_key.{l}` and `{r}.{p}.past_value.{l}`
-[KVH, positions, D] float32.
+OUT is a safetensors file. For run r, prompt p and layer l it holds `{r}.{p}.tokens` [new] int64, `{r}.{p}.logits` [new,V], and
+what the layer keeps, named as its engine's inputs are (see skipdecode.bindings): `{r}.{p}.past_key.{l}` and
+`{r}.{p}.past_value.{l}` [KVH, positions, D] float32, and past states.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from skipdecode.exporter.supported import check_supported
 from skipdecode.model import kept
 from skipdecode.schedule import Schedule
 
-# of a model that also sees: its text part's names, as transformers 4 and 5 write them, -> those of the text model; of some models
-# and of one that also speaks, too (`checkpoint._spellings`)
+# for models that also see: names of the text part's weights, as transformers 4 and 5 write them -> names in the text model;
+# the last line is for Idefics and SmolVLM, and for models that also speak (`checkpoint._spellings`)
 _TEXT_PART = {
     "^model.language_model.model": "model", "^model.language_model.lm_head": "lm_head",
     "^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head",
@@ -49,7 +50,7 @@ _TEXT_PART = {
 
 
 def main() -> int:
-    """Read the request, write the arrays."""
+    """Read the request, write the arrays, and return the exit status."""
     request = json.load(sys.stdin)
     end_with(request.pop("parent"))
     return guarded(lambda: answer(request, Path(sys.argv[1])), debug=False)
@@ -85,9 +86,9 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     """The model in fp32, its weights rounded to what the bundle stores."""
     from transformers import AutoModelForCausalLM, logging
 
-    logging.set_verbosity_error()  # it would list the weights of what sees as superfluous
+    logging.set_verbosity_error()  # it would list the vision part's weights as unexpected
     config, _ = load_config(str(folder))
-    if config._attn_implementation not in (None, "eager", "sdpa"):  # which may need a package, or a GPU
+    if config._attn_implementation not in (None, "eager", "sdpa"):  # others may need a package, or a GPU
         config._attn_implementation = "eager"
     if getattr(config, "quantization_config", None) or has_rules_of_its_own(config):
         model = _as_exported(folder, config)
@@ -95,7 +96,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         model, told = AutoModelForCausalLM.from_pretrained(
             folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32, output_loading_info=True
         )
-        if told["missing_keys"]:  # which it has drawn at random
+        if told["missing_keys"]:  # transformers has drawn these at random
             model = _as_exported(folder, config)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
@@ -104,16 +105,16 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _as_exported(folder: Path, config: Any) -> Any:
-    """transformers' model of weights as the exporter reads them: quantised ones, and a text part's that transformers converts or
-    does not find.
+    """transformers' model with the weights as the exporter reads them.
 
-    transformers needs packages for most ways of quantising, rounds what it dequantises, and fails at ragged blocks of FP8.
+    For quantised weights: transformers needs packages for most methods, rounds what it dequantises, and fails where the last
+    block of an FP8 matrix is a smaller one. Also for a text part whose weights transformers converts or does not find.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
-    skeleton = build_skeleton(load_config(str(folder))[0])  # which gives a configuration the exporter's own attention
+    skeleton = build_skeleton(load_config(str(folder))[0])  # of a fresh configuration, whose attention it changes
     source = CheckpointSource(folder, skeleton)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if name in skeleton.shapes:
@@ -139,7 +140,7 @@ def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]) -> dict[str, torch.Tensor]:
-    """What each layer keeps after all tokens but the last were fed: keys and values of the positions that computed it."""
+    """What each layer keeps after all tokens but the last were fed: keys and values of the positions that computed it, states."""
     layers = decoder_layers(model)
     groups = state_layers(model.config, layers)
     cache = _cache(model.config, any(group.states for group in groups), len(prompt) + len(tokens))
@@ -157,7 +158,7 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
 
 
 def _cache(config: Any, with_states: bool, most: int) -> Any:
-    """transformers' cache, which keeps all of up to `most` positions where it would keep those of a window alone."""
+    """transformers' cache; sliding windows are widened to `most` positions, so that all of a run's are kept."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     if not with_states and config.model_type not in INDEXED:
@@ -166,29 +167,29 @@ def _cache(config: Any, with_states: bool, most: int) -> Any:
     for layer in cache.layers:
         if getattr(layer, "is_sliding", False):
             layer.sliding_window = most
-    cache.layers.append(DynamicLayer())  # the first one with attention is asked how long a run is, and there may be no other
+    cache.layers.append(DynamicLayer())  # transformers asks the first attention layer how long a run is; there may be none
     return cache
 
 
 def _recurrent_state(layer: torch.nn.Module, kept: Any) -> torch.Tensor:
-    """[heads, key size, value size] of the first row."""
+    """The first row's state, [heads, key size, value size]."""
     state: torch.Tensor = kept.recurrent_states[0][0]
     return state.mT if is_mamba(layer) else state
 
 
 _STATES = {
-    CONV_STATE: lambda _, kept: kept.conv_states[0][0, :, 1:],  # it has the newest kernel size's inputs, one of them needless
+    CONV_STATE: lambda _, kept: kept.conv_states[0][0, :, 1:],  # it keeps K inputs for a kernel of K; K - 1 are needed
     RECURRENT_STATE: _recurrent_state,
 }
 
 
 def _keys_and_values(layer: torch.nn.Module, cached: Any, heads: int) -> dict[str, torch.Tensor]:
-    """What the runtime's KV buffer holds of what transformers has cached, of the first row."""
+    """The first row's keys and values in transformers' cache, as the runtime's KV buffer holds them."""
     keys, values = cached.keys, cached.values
     if expands_latents(layer):
         keys, values = layer.self_attn.expand_kv(keys, values)
         values = widened(values, keys.shape[-1])
-    each = keys.shape[1] // heads  # Falcon's are there once for each query
+    each = keys.shape[1] // heads  # Falcon caches them once per query head
     return {PAST_KEY: keys[0, ::each], PAST_VALUE: values[0, ::each]}
 
 

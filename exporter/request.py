@@ -20,14 +20,14 @@ class ExportRequest:
     out: Path
     schedule: ScheduleRequest = field(default_factory=ScheduleRequest)
     max_batch: int = 16  # rows
-    max_length: int | None = None  # tokens of a row; None: what the model has, at most 2048
+    max_length: int | None = None  # tokens of a row; None: the model's maximum, at most 2048
     targets: tuple[str, ...] = ("cpu",)  # as --target takes them: tensorrt-rtx:sm89
     dtype: str = "auto"  # auto, fp32, fp16, bf16
     quantize: str = "none"  # none, int8, int4: weight-only
     quantize_method: str = DEFAULT_METHOD  # rtn, k-quant
     quantize_block: int = DEFAULT_BLOCK  # inputs that share one scale: 32, 64, 128
-    builder: BuilderOptions = field(default_factory=BuilderOptions)  # of TensorRT's targets
+    builder: BuilderOptions = field(default_factory=BuilderOptions)  # for TensorRT's targets
     random_weights: bool = False
-    segment_bytes: int | None = None  # most compiled weights of a segment; None: what suits the targets
+    segment_bytes: int | None = None  # most compiled weights per segment; None: chosen to suit the targets
     slim: bool = False  # leave out what the targets do not read
     force: bool = False  # replace `out`

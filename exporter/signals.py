@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end an export as errors do: else they would leave tens of GB of a half-written bundle."""
+"""Ctrl-C, SIGTERM and SIGHUP end an export the way errors do; otherwise they would leave tens of GB of a half-written bundle."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 from types import FrameType
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_clearing_up: list[bool] = []  # one for each `uninterrupted` that the main thread is in
+_clearing_up: list[bool] = []  # one entry per `uninterrupted` block that the main thread is in
 
 
 @contextmanager
 def ending_on_signals() -> Iterator[Callable[[], None]]:
-    """Inside, these signals unwind the stack by SystemExit; where torch is at work, at the next check; never what clears up.
+    """Inside, these signals raise SystemExit: at once, or at the next check while torch or an `uninterrupted` block is at work.
 
-    Torch calls Python from C++, which makes another error of an exception or ends the process by it, and from finalizers, in
-    which Python drops it.
+    Torch calls Python from C++, which turns an exception into another error or ends the process, and from finalizers, where
+    Python drops exceptions.
 
     Yields:
-        A check, that raises where a signal has come: to be called now and then.
+        The check, to be called now and then: it raises if a signal has arrived.
     """
     received: list[int] = []
 
     def check() -> None:
         if received:
-            raise SystemExit(128 + received[0])  # what a shell says of a process that a signal ended
+            raise SystemExit(128 + received[0])  # as shells report a process that a signal ended
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -36,22 +36,22 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
     wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
     before = {number: signal.signal(number, stop) for number in wanted}
     tell = sys.unraisablehook
-    # what a finalizer drops `check` raises again, so nothing is told of it
+    # a SystemExit dropped by a finalizer is not reported: `check` raises it again
     sys.unraisablehook = lambda dropped: None if received and dropped.exc_type is SystemExit else tell(dropped)
     try:
         yield check
     finally:
         sys.unraisablehook = tell
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if received else handler)  # the process ends, which torch takes a second for
-        check()  # also where a library, whose call it interrupted, made another error of it
+            signal.signal(number, signal.SIG_IGN if received else handler)  # the process is ending, which takes torch a second
+        check()  # also if an interrupted library turned the SystemExit into another error
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, these signals wait for the next check: somebody who presses Ctrl-C again must not leave tens of GB behind.
+    """Inside, these signals wait for the next check: pressing Ctrl-C again during clean-up must not leave tens of GB behind.
 
-    Masked they would be taken by another thread of the process, and Python would run their handler all the same.
+    Masking them would not help: another thread of the process would receive them, and Python would run the handler all the same.
     """
     _clearing_up.append(True)
     try:

@@ -13,9 +13,9 @@ from skipdecode.exporter.prompt_length import PromptEnds
 
 
 class SkipBlock:
-    """One block. It skips until it ends, but while one inside it does.
+    """One `skip_schedule` block. It skips until it ends, except while a block nested in it is open.
 
-    A deep copy of a model has a block of its own, which ends with the one that it was copied from.
+    A deep copy of a model has its own block, which ends together with the block that it was copied from.
     """
 
     def __init__(self, ends: PromptEnds, of: SkipBlock | None = None) -> None:
@@ -25,16 +25,16 @@ class SkipBlock:
 
     @property
     def ended(self) -> bool:
-        """Whether neither layers nor checks do anything any more."""
+        """Whether it has ended: its layers run unchanged, and its checks do nothing."""
         return self._ended or (self._of is not None and self._of.ended)
 
     @property
     def skips(self) -> bool:
-        """Whether layers are cut to their positions now."""
+        """Whether layers currently compute only the positions that the schedule gives them."""
         return not self.ended and all(inner.ended for inner in self._inside)
 
     def end(self) -> None:
-        """Of copies too."""
+        """End this block and its copies."""
         self._ended = True
 
     def enclose(self, inner: SkipBlock) -> None:
@@ -42,14 +42,14 @@ class SkipBlock:
         self._inside = [*(block for block in self._inside if not block.ended), inner]
 
     def before_model(self, model: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a pass: take its labels, and refuse what would be computed wrongly without a word."""
+        """Before a pass: read its labels, and refuse what would silently be computed wrongly."""
         if self.skips:
             _check_process(model)
             _check_balance(model, kwargs)
             self.ends.read_labels(kwargs.get("labels"))
 
     def before_layers(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a pass's layers: the same, of what only the module that runs them is given."""
+        """Before a pass's layers: refuse likewise, by arguments that only the module that runs the layers is given."""
         if self.skips:
             self.ends.check_read()
             _check_cache(args, kwargs)
@@ -69,13 +69,13 @@ class SkipBlock:
 
 
 def open_blocks(owner: torch.nn.Module) -> list[SkipBlock]:
-    """The blocks that the layers of `owner` are in, by their `before_layers` there, which nobody puts anything over."""
+    """The blocks around the layers of `owner`, found by their `before_layers` hooks: unlike `forward`, nobody replaces a hook."""
     found = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
     return [block for block in found if isinstance(block, SkipBlock)]
 
 
 def _check_process(model: torch.nn.Module) -> None:
-    """Refuse a replica of DataParallel's, whose layers would be the first GPU's."""
+    """Refuse a DataParallel replica: its layers' `forward` would run the layers on the first GPU."""
     if getattr(model, "_is_replica", False):
         raise ScheduleError(
             "DataParallel's copies of a model do not skip", "start a process a GPU, with torchrun", where="skip_schedule"
@@ -83,7 +83,10 @@ def _check_process(model: torch.nn.Module) -> None:
 
 
 def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse a mixture's auxiliary loss: it takes as many positions of every layer, those too that a row does not keep."""
+    """Refuse the loss that balances a mixture's experts.
+
+    It expects the same number of positions from every layer, and would count positions whose results a row discards.
+    """
     asked = kwargs.get("output_router_logits")
     asked = getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
     if asked:
@@ -103,9 +106,9 @@ def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _held(cache: Cache) -> str:
-    """What `cache` holds: without attention in any layer it does not know of how many tokens."""
+    """What `cache` holds, in words; empty: nothing. A cache without an attention layer does not know its number of tokens."""
     if isinstance(cache, StaticCache):
-        return "slots for later tokens"  # which masks have, too
+        return "slots for later tokens"  # which masks cover as well
     try:
         past = int(cache.get_seq_length())
     except ValueError:
@@ -114,10 +117,10 @@ def _held(cache: Cache) -> str:
 
 
 def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:
-    """Refuse rows of several sequences; what `position_ids` say of padding does not matter."""
+    """Refuse rows of several sequences; the `position_ids` of padding do not matter."""
     if positions is None:
         return
-    if positions.ndim == 3:  # in time and place, of which an image repeats some; behind those of text, where there are four
+    if positions.ndim == 3:  # time, height and width, which images repeat; with a fourth, text positions, in front
         if len(positions) < 4:
             return
         positions = positions[0]
@@ -125,7 +128,7 @@ def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:
         seen = mask[:, -positions.shape[-1] :].bool()
         before = positions.masked_fill(~seen, -1).cummax(dim=-1).values[..., :-1]
         restarts = seen[:, 1:] & (positions[..., 1:] <= before)
-    else:  # without a mask nothing is padding; in one of attention's own shape padding is not told apart
+    else:  # without a mask nothing is padding; one of another shape does not tell, so equal positions may be padding
         restarts = positions.diff(dim=-1) < (1 if mask is None else 0)
     if restarts.any():
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""A layer's `forward` inside `skip_schedule`, and how it gets there."""
+"""A layer's `forward` inside `skip_schedule`, and how it is put there and taken away."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import distributed
 from skipdecode.errors import ScheduleError
 from skipdecode.exporter.skip_block import SkipBlock
 
-_CHOICE = "prev_topk_indices"  # [B,S,K] int32, the tokens that GLM-5's layer below has chosen to attend to; returned, too
+_CHOICE = "prev_topk_indices"  # [B,S,K] int32: tokens that the layer below chose to attend to (GLM-5); a layer returns its own
 
 
 class SlicedForward:
     """A layer's `forward` that computes each row's prompt and `cap` more positions, and passes the later ones through unchanged.
 
-    An object and no closure, so that a deep copy of the model has its own.
+    An object rather than a closure, so that a deep copy of the model has its own.
 
     Args:
-        in_tuple: the layer returns a tuple of that, and perhaps of the attention's weights, which nothing reads, or of its
-            choice of tokens, which the one above may take over.
+        in_tuple: the layer returns a tuple: its hidden states and perhaps attention weights, which nothing reads, or its choice
+            of tokens to attend to, which the layer above may take over.
     """
 
     def __init__(self, layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) -> None:
@@ -44,7 +44,11 @@ class SlicedForward:
         return (out, self._choice(hidden) if _CHOICE in kwargs else None) if self._in_tuple else out
 
     def _choice(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All tokens: what a layer that skips some positions has chosen for the rest would be no choice of theirs."""
+        """The choice of tokens that the layer hands on: all tokens, since it has chosen none for the positions that it skips.
+
+        Raises:
+            ScheduleError: layers take over choices, and there are more tokens than one chooses.
+        """
         config, length = self._layer.self_attn.config, hidden.shape[1]
         if "shared" in config.indexer_types and length > config.index_topk:
             raise ScheduleError(
@@ -56,20 +60,20 @@ class SlicedForward:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.own is not None:
             return self.own(*args, **kwargs)
-        # its class now: FSDP gives it another one inside the block
+        # looked up at each call: FSDP changes the layer's class inside the block
         return type(self._layer).forward(self._layer, *args, **kwargs)
 
 
 def cover(layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) -> Callable[[], None]:
-    """Let `layer` run as `SlicedForward` says; returns what gives its own `forward` back."""
+    """Replace the layer's `forward` with a `SlicedForward`; returns a function that restores its own."""
     sliced = layer.forward = SlicedForward(layer, block, cap, in_tuple)
 
     def uncover() -> None:
-        # another's over it goes on through this one, which does nothing more
+        # stays below a `forward` that was put over it, and from now on only passes calls on
         if vars(layer).get("forward") is not sliced:
             return
         own = sliced.own
-        while isinstance(own, SlicedForward) and own.block.ended:  # of a block that this one outlasted
+        while isinstance(own, SlicedForward) and own.block.ended:  # of a block that ended before this one
             own = own.own
         if own is None:
             del layer.forward
@@ -80,9 +84,9 @@ def cover(layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) ->
 
 
 def _least() -> int:
-    """Positions that every process of a group computes, and drops where they are too many.
+    """Positions that a layer computes even if no row needs them, and then discards: 1 in a group of processes, else 0.
 
-    Another process's rows may compute the layer: all have to gather its shards then, and give its weights gradients.
+    Another process's rows may need the layer, and then all processes have to gather its shards and give its weights gradients.
     """
     return 1 if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1 else 0
 
@@ -105,8 +109,9 @@ def _prefix(value: Any, length: int, cap: int) -> Any:
     return value
 
 
-# keys and values [B,KVH,S,D] that the layer reads of others, which are computed at all positions, by their kind;
-# ALiBi: BLOOM's biases [B*NH,1,S], Falcon's None; MPT's [NH,1,P] of P positions, the last of which its attention takes itself
+# arguments that `_prefix` would not cut, or not rightly. `shared_kv_states`: other layers' keys and values [B,KVH,S,D], computed
+# at all positions, by kind of layer. ALiBi: BLOOM's [B*NH,1,S], None for Falcon, and MPT's [NH,1,P] for P positions, of which
+# its attention takes the last ones itself
 _PREFIXES = {
     "shared_kv_states": lambda value, _, cap: {kind: tuple(part[:, :, :cap] for part in pair) for kind, pair in value.items()},
     "alibi": lambda value, _, cap: None if value is None else value[..., :cap],

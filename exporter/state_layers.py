@@ -1,9 +1,9 @@
 """Layers that keep states: what each keeps of a row, and what a trace calls instead of transformers' functions.
 
-Of linear attention (Gated DeltaNet, arXiv 2412.06464; Kimi Delta Attention, arXiv 2510.26692; Mamba-2, arXiv 2405.21060) the
-past is one matrix a head, which sums up keys and values, and the last inputs of a causal convolution; of a short convolution
-(LFM2) those alone. Of Mamba (arXiv 2312.00752) each channel is a head, whose value is one number. Both operators are standard
-since opset 27.
+Linear attention (Gated DeltaNet, arXiv 2412.06464; Kimi Delta Attention, arXiv 2510.26692; Mamba-2, arXiv 2405.21060) keeps one
+matrix per head, which sums up keys and values, and the last inputs of a causal convolution. A short convolution (LFM2) keeps
+only its last inputs. In Mamba (arXiv 2312.00752) each channel is a head, whose value is one number. Both operators in a trace,
+LinearAttention and CausalConvWithState, are standard since opset 27.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skipdecode.exporter.architectures import key_source, layer_keys, layer_kind
 from skipdecode.exporter.attention import ScatterCache, emit_operator
 from skipdecode.model import Keys, State, StateLayers
 
-LINEAR_OPSET = 27  # of both operators; a graph is told when it has been traced, since torch traces to OPSET
+LINEAR_OPSET = 27  # of both operators; set on a graph once it is traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
 _CONVOLUTION, _CHANNEL_SCAN, _HEAD_SCAN = "causal_conv1d_fn", "mamba_selective_scan", "mamba2_chunk_scan"
 _DELTA_RULE, _KIMI_DELTA_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
@@ -30,7 +30,7 @@ _WITH_ATTENTION = (None, "full_attention", "sliding_attention", "chunked_attenti
 
 
 def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:
-    """The layers that keep anything but keys and values of layer 0's sizes alone, grouped by what they keep."""
+    """The layers that keep anything other than just keys and values of layer 0's sizes, grouped by what they keep."""
     groups: dict[tuple[Keys | None, int | None, tuple[State, ...]], list[int]] = {}
     usual = (layer_keys(config, 0), None, ())
     for index, layer in enumerate(layers):
@@ -46,17 +46,17 @@ def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers,
 
 
 def is_mamba(layer: torch.nn.Module) -> bool:
-    """Whether the layer's state is a Mamba's, which transformers keeps turned, [heads, value size, key size] or [channels, .]."""
+    """Whether it is a Mamba or Mamba-2: transformers transposes their states, [heads, value size, key size] or [channels, .]."""
     return hasattr(_mixer(layer), "ssm_state_size")
 
 
 def forgets_by_channel(module: torch.nn.Module) -> bool:
-    """Whether each number of a key has a decay of its own (Kimi Delta Attention, Mamba), where other heads have one."""
+    """Whether each number of a key has its own decay (Kimi Delta Attention, Mamba), where others have one decay per head."""
     return hasattr(module, "forget_gate") or _scans_channels(module)
 
 
 def _scans_channels(module: torch.nn.Module) -> bool:
-    """Whether it is a Mamba's mixer, and not a Mamba-2's."""
+    """Whether it is the mixer of a Mamba, not of a Mamba-2."""
     return hasattr(module, "dt_proj")
 
 
@@ -82,7 +82,7 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
 
 
 def _check_calls(mixer: Any, function: str) -> None:
-    """That there is what `as_operators` and `StateCache` stand for: without it a trace would leave the state out."""
+    """Refuse a mixer whose module lacks `function`, which `as_operators` replaces: a trace would leave the state out."""
     if function not in _module(mixer):
         raise ModelNotSupportedError(
             f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {function}",
@@ -91,7 +91,7 @@ def _check_calls(mixer: Any, function: str) -> None:
 
 
 def _module(mixer: Any) -> dict[str, Any]:
-    """The names that its forward looks its functions up in."""
+    """The namespace in which the mixer's `forward` looks up the functions it calls."""
     return vars(sys.modules[type(mixer).__module__])
 
 
@@ -105,7 +105,7 @@ def _convolution(module: torch.nn.Module) -> Any:
 
 
 class StateCache:
-    """Stands for transformers' cache: the states before the new tokens, and after them; keys and values in `attention`."""
+    """Stands for transformers' cache in a trace: `states` before, then after the new tokens; keys and values in `attention`."""
 
     def __init__(self, states: dict[str, torch.Tensor], attention: ScatterCache | None) -> None:
         self.states = states
@@ -113,24 +113,24 @@ class StateCache:
             self.update, self.get_seq_length = attention.update, attention.get_seq_length
 
     def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
-        """[B, channels, kernel size - 1]; that there is one tells the layer of a cache."""
+        """[B, channels, kernel size - 1]; never None, by which the layer sees that there is a past."""
         return self.states[CONV_STATE]
 
     def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor:
-        """[B, heads, key size, value size], of a Mamba [B, key size, channels]."""
+        """[B, heads, key size, value size]; for Mamba [B, key size, channels]."""
         return self.states[RECURRENT_STATE]
 
     def update_conv_state(self, inputs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """What the convolution is given: the new tokens alone, as its operator joins them to the state."""
+        """The convolution's input: only the new tokens, since its operator itself puts the state in front of them."""
         return inputs
 
     def update_recurrent_state(self, *_: Any, **__: Any) -> None:
-        """What the layer hands back was kept by the function in the place of its own; some layers have widened it since."""
+        """Do nothing: `as_operators` has stored the state already, and some layers hand it back widened."""
 
 
 @contextmanager
 def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
-    """Inside, the convolution and the recurrence of `layer` leave one operator each in a trace, on the states of `cache`."""
+    """Inside, `layer`'s convolution and recurrence leave one operator each in a trace; both read and update `cache.states`."""
     mixer = _mixer(layer)
     conv = _convolution(mixer)
 
@@ -148,7 +148,7 @@ def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
     module = _module(mixer)
 
     def channel_scan(*rows: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return _channel_scan(*rows, **others, initial_states=cache.states[RECURRENT_STATE])  # transformers' begins at 0
+        return _channel_scan(*rows, **others, initial_states=cache.states[RECURRENT_STATE])  # transformers' starts at 0
 
     functions = {_CONVOLUTION: convolution, _CHANNEL_SCAN: keeping(channel_scan), _HEAD_SCAN: keeping(_head_scan)}
     functions |= dict.fromkeys((_DELTA_RULE, _KIMI_DELTA_RULE), keeping(_gated_delta_rule))
@@ -163,7 +163,7 @@ def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
 def _causal_conv(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CausalConvWithState-27: inputs [B,C,S], weight [C,1,K], state [B,C,K-1] -> [B,C,S], the state after them."""
+    """CausalConvWithState-27: inputs [B,C,S], weight [C,1,K], state [B,C,K-1] -> [B,C,S] and the new state."""
     out, present = torch.onnx.ops.symbolic_multi_out(
         "CausalConvWithState",
         (inputs, weight, bias, state),
@@ -178,9 +178,9 @@ def _gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, g: torch.Tensor, beta: torch.Tensor,
     initial_state: torch.Tensor, use_qk_l2norm_in_kernel: bool, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Query and key [B,S,KH,DK], value [B,S,VH,DV], g (log of the decay) and beta [B,S,VH] -> [B,S,VH,DV], the state.
+    """Query and key [B,S,KH,DK], value [B,S,VH,DV], g (log of the decay) and beta [B,S,VH] -> [B,S,VH,DV] and the new state.
 
-    Of Kimi's g is [B,S,VH,DK].
+    For Kimi Delta Attention g is [B,S,VH,DK].
     """
     if use_qk_l2norm_in_kernel:
         query, key = _l2_normalised(query), _l2_normalised(key)
@@ -191,9 +191,10 @@ def _channel_scan(
     inputs: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor,
     z: torch.Tensor, delta_bias: torch.Tensor, initial_states: torch.Tensor, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Mamba's: inputs, dt and z [B,I,S], A [I,N], B and C [B,N,S], D [I] -> [B,I,S], the state [B,N,I].
+    """Mamba's scan: inputs, dt and z [B,I,S], A [I,N], B and C [B,N,S], D [I] -> [B,I,S] and the new state [B,N,I].
 
-    As Mamba-2's of I heads, whose keys' numbers have a decay each, and whose values are one number (arXiv 2312.00752, section 3).
+    Written as Mamba-2's with I heads: each number of a key has its own decay, and a value is one number (arXiv 2312.00752,
+    section 3).
     """
     rows, channels = inputs.mT, inputs.shape[1]
     dt = _softplus(dt.mT + delta_bias.to(dt.dtype))
@@ -207,27 +208,27 @@ def _head_scan(
     inputs: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: torch.Tensor,
     dt_bias: torch.Tensor, initial_states: torch.Tensor, dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Mamba-2's: inputs [B,S,NH,P], dt [B,S,NH], A and D [NH], B and C [B,S,G,N] -> [B,S,NH,P], the state [B,NH,N,P].
+    """Mamba-2's scan: inputs [B,S,NH,P], dt [B,S,NH], A and D [NH], B and C [B,S,G,N] -> [B,S,NH,P], new state [B,NH,N,P].
 
     h_t = exp(A dt_t) h_(t-1) + B_t (x) dt_t x_t and y_t = C_t h_t + D x_t: linear attention whose query is C, whose key is B and
     whose value is dt x (arXiv 2405.21060, section 7).
     """
     dt = _softplus(dt + dt_bias)
-    if tuple(dt_limit) != (0.0, float("inf")):  # which no softplus leaves
+    if tuple(dt_limit) != (0.0, float("inf")):  # the default range, which softplus never leaves
         dt = torch.clamp(dt, *dt_limit)
     out, present = _linear_attention((C, B, inputs * dt[..., None]), initial_states, (A * dt,), "gated", 1.0)
     return out + D[:, None] * inputs, present
 
 
 def _softplus(rows: torch.Tensor) -> torch.Tensor:
-    """One operator, without torch's threshold."""
+    """Softplus as one operator; torch's own has a threshold."""
     return emit_operator("Softplus", rows)
 
 
 def _linear_attention(
     packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], rule: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """LinearAttention-27: query and key [B,S,KH,DK], value [B,S,VH,DV], gates [B,S,..] -> [B,S,VH,DV], the state after them.
+    """LinearAttention-27: query and key [B,S,KH,DK], value [B,S,VH,DV], gates [B,S,..] -> [B,S,VH,DV] and the new state.
 
     Each head of query and key serves VH / KH heads of the values.
     """
@@ -241,7 +242,7 @@ def _linear_attention(
 def _attend(
     packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], heads: int, rule: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator as it is: query, key, value and gates [B,S,heads * size]."""
+    """The operator itself: query, key, value and gates [B,S,heads * size]."""
     query, key, rows = packed
     out, present = torch.onnx.ops.symbolic_multi_out(
         "LinearAttention",
@@ -254,7 +255,7 @@ def _attend(
 
 
 def _l2_normalised(rows: torch.Tensor) -> torch.Tensor:
-    """x / sqrt(sum(x^2) + 1e-6), said as RMSNormalization-23, which divides by the root of the mean."""
+    """x / sqrt(sum(x^2) + 1e-6), written as RMSNormalization-23, which divides by the root of the mean."""
     size = rows.shape[-1]
     scale = torch.full((size,), size**-0.5, dtype=rows.dtype)
     return emit_operator("RMSNormalization", rows, scale, axis=-1, epsilon=1e-6 / size)

@@ -1,4 +1,4 @@
-"""Which configurations can be exported faithfully: the others are refused in one line, before anything is written."""
+"""Refuse configurations that cannot be exported faithfully, in one line and before anything is written."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from skipdecode.exporter.architectures import (
 from skipdecode.exporter.config_json import place
 from skipdecode.exporter.config_numbers import check_numbers
 
-# settings that are read here and that transformers takes from some models as they are
+# settings that the export reads and that transformers does not check for every model
 _COUNTS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
 )  # fmt: skip
-# of layers that keep states: their convolution's kernel, heads and the groups that share queries and keys, other sizes
+# settings of layers that keep states: kernels of convolutions; heads with the groups that share queries and keys; other sizes
 _KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
 _SHARED = (
     ("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups"),
@@ -43,11 +43,11 @@ _STATE_SIZES = (
     "mamba_d_ssm", "mamba_expand", "mamba_dt_rank", "linear_num_heads", "linear_head_dim", "state_size", "expand",
     "time_step_rank",
 )  # fmt: skip
-_MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a slip of the pen would be built for hours
+_MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a typo would build for hours
 
 
 def check_single_stack(config: Any) -> None:
-    """Refuse encoder-decoders: of the whole configuration, since what they call their text part may be a supported decoder.
+    """Refuse encoder-decoders, by the whole configuration: their text part by itself may be a supported decoder.
 
     Raises:
         ModelNotSupportedError: an encoder-decoder.
@@ -60,10 +60,11 @@ def check_supported(config: Any, max_length: int) -> None:
     """Refuse, before anything is written, what could not be exported faithfully.
 
     Raises:
-        ModelNotSupportedError: sizes that are none, or settings of some layers alone, numbers that nothing can be computed with,
-            attention to later tokens, layers of other kinds, experts with another activation than ONNX Runtime's, values wider
-            than keys, heads that are no multiple of 8, BLOOM by slices, ALiBi in bf16, a rotary scaling or a chunk of attention
-            that `max_length` tokens would exceed, several experts a token in Llama 4, or an architecture that is not tested.
+        ModelNotSupportedError: sizes that are not positive whole numbers, settings for only some layers, numbers that nothing can
+            be computed with, attention to later tokens, layers of other kinds, experts with an activation other than the
+            operator's, values wider than keys, heads whose size is not a multiple of 8, BLOOM computed in slices, ALiBi in bf16,
+            several experts per token in Llama 4, an untested architecture, or a `max_length` beyond the model's positions, the
+            original length of a rotary scaling, a chunk of attention or an indexer's number of tokens.
     """
     check_known(config)
     _check_own_heads(config)
@@ -100,20 +101,20 @@ def check_supported(config: Any, max_length: int) -> None:
             config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"
         )
     _check_rotary(config, max_length)
-    longest = declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name, the others'
+    longest = declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name; the others'
     if longest and max_length > longest:
         raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
 
 
 def check_causal(config: Any) -> None:
-    """Raises ModelNotSupportedError where tokens attend to later ones."""
-    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # of images alone
+    """Raises ModelNotSupportedError if tokens attend to later ones."""
+    both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # "vision": within images
     if both_ways or not getattr(config, "is_causal", True):
         raise unsupported(config, "attends to later tokens, which generating one after another cannot")
 
 
 def _check_llama_4(config: Any, max_length: int) -> None:
-    """Llama 4's layers that see the tokens of one chunk alone are exact within the first one; a token has one expert's rows."""
+    """Refuse lengths beyond Llama 4's first chunk, where chunked attention differs from full, and several experts per token."""
     size = config.attention_chunk_size
     _check_each(config, ("attention_chunk_size",))
     if size is not None and "chunked_attention" in (layer_kinds(config) or ()):
@@ -134,7 +135,7 @@ def _check_counts(config: Any) -> None:
 
 
 def _check_own_heads(config: Any) -> None:
-    """Layers may have heads of their own where transformers' layer asks for them, and nothing else of their own."""
+    """Refuse per-layer settings, except heads' sizes and counts in architectures whose layers read them per layer."""
     if not getattr(config, "is_heterogeneous", False):
         return
     heads_alone = config.per_layer_attributes <= {"head_dim", "num_key_value_heads"}
@@ -144,7 +145,7 @@ def _check_own_heads(config: Any) -> None:
 
 
 def _check_shared(config: Any) -> None:
-    """Layers that read the keys and values of others find one of their kind below them."""
+    """Refuse a `num_kv_shared_layers` that leaves a layer without one of its kind below whose keys and values it could read."""
     kinds, shared = layer_kinds(config) or [], config.num_kv_shared_layers or 0
     own = kinds[: max(0, len(kinds) - shared)]
     if shared < 0 or {*kinds} - {*own}:
@@ -153,7 +154,7 @@ def _check_shared(config: Any) -> None:
 
 
 def _check_streams(config: Any) -> None:
-    """Gemma 3n's layers compute one of some streams, are told of each token, and keep a part of what their gates have."""
+    """Refuse Gemma 3n's sizes below 1, an active stream that does not exist, and shares of zeroed gates outside [0, 1)."""
     _check_each(
         config, ("altup_num_inputs", "laurel_rank", "hidden_size_per_layer_input", "vocab_size_per_layer_input"), needed=True
     )
@@ -167,7 +168,7 @@ def _check_streams(config: Any) -> None:
 
 
 def _check_heads(config: Any) -> None:
-    """Of queries, keys and values: each key serves as many queries, and all are what the operator and the KV buffer take."""
+    """Refuse heads that keys do not divide evenly, values wider than keys, and head sizes that are not multiples of 8."""
     heads, keys = config.num_attention_heads, layer_keys(config, 0)
     if heads % keys.num_heads:
         raise ModelNotSupportedError(
@@ -181,7 +182,7 @@ def _check_heads(config: Any) -> None:
 
 
 def _check_each(config: Any, names: Iterable[str], *, needed: bool = False, least: int = 1) -> None:
-    """That those of the settings that there are are whole numbers from `least` on."""
+    """Refuse settings that are not whole numbers from `least` on, and, if `needed`, missing ones."""
     for name in names:
         value = getattr(config, name, None)
         if value is None and not needed:
@@ -191,15 +192,15 @@ def _check_each(config: Any, names: Iterable[str], *, needed: bool = False, leas
 
 
 def _check_experts(config: Any) -> None:
-    """What a router is told: more than there is to choose from fails where it is traced, and uneven groups mix tokens.
+    """Refuse a router that chooses more experts than there are, uneven groups of experts, and an activation without an operator.
 
-    And what its experts are, which is one operator's.
+    Choosing more than there are fails in the trace, and uneven groups mix tokens.
     """
     name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
     _check_each(config, (name,), needed=True)
     experts = getattr(config, name)
     chosen, groups = experts_per_token(config), getattr(config, "n_group", None)
-    each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan's may be one a layer
+    each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan may have one number per layer
     if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
         raise _bad_setting(config, experts_setting(config), chosen, f"write 1 to {experts}, the number of experts")
     if groups is not None and (groups < 1 or experts % groups):
@@ -207,12 +208,12 @@ def _check_experts(config: Any) -> None:
     taken = getattr(config, "topk_group", None)
     if groups and taken is not None and not 1 <= taken <= groups:
         raise _bad_setting(config, "topk_group", taken, f"write 1 to {groups}, which n_group is")
-    if groups and config.model_type != "deepseek_v2":  # whose experts of other groups weigh nothing; elsewhere any may be taken
+    if groups and config.model_type != "deepseek_v2":  # there experts of other groups weigh 0; elsewhere any could be chosen
         room = (taken or 1) * (experts // groups)
         if any(count > room for count in each):
             raise _bad_setting(config, "num_experts_per_tok", chosen, f"write 1 to {room}, the experts of topk_group groups")
-    activation, known, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has no other
-    if config.model_type == "nemotron_h":  # whose experts have no gate
+    activation, known, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has only silu
+    if config.model_type == "nemotron_h":  # its experts have no gate
         activation, known = config.mlp_hidden_act, "relu2"
     elif config.model_type == "gemma4_text":
         activation, known, whose = config.hidden_activation, GELU_OF_EXPERTS, "ours"
@@ -221,14 +222,14 @@ def _check_experts(config: Any) -> None:
 
 
 def _check_states(config: Any) -> None:
-    """Heads that share queries and keys do so evenly; a convolution is one, of what its operator can be."""
+    """Refuse heads that share queries and keys unevenly, and convolutions that the operator does not compute."""
     _check_each(config, (*_STATE_SIZES, *chain(*_SHARED)))
     _check_each(config, _KERNELS, least=2)
     for heads, groups in _SHARED:
         count, each = getattr(config, heads, None), getattr(config, groups, None)
         if count and each and count % each:
             raise _bad_setting(config, heads, count, f"write a multiple of {each}, which {groups} is")
-    # Nemotron-H's is its own, short convolutions have none
+    # Nemotron-H has a setting of its own, short convolutions have none
     activation = declared(config, "mamba_hidden_act") or declared(config, "hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise unsupported(config, f"has convolutions with {activation}, where ONNX's have silu")
@@ -240,12 +241,13 @@ def _bad_setting(config: Any, name: str, value: object, remedy: str = "write a w
 
 
 def _check_rotary(config: Any, max_length: int) -> None:
-    """A scaling that has other frequencies or factors for runs beyond the original length is exact only below it.
+    """Refuse lengths beyond the original one of a rotary scaling that uses other frequencies or factors there.
 
-    A `dynamic` one is beyond the model's own length, which `check_supported` allows no run, whatever original length it names.
+    `dynamic` needs no check: whatever original length it names, it changes only beyond the model's own length, and
+    `check_supported` allows no run that long.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some have one a kind of layer
+    for scaling in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # some models have one per kind of layer
         if scaling.get("rope_type") != "longrope" and "long_mscale" not in scaling:
             continue
         name = "original_max_position_embeddings"

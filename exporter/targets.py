@@ -21,10 +21,10 @@ _CHOICES = "choose from cpu, cuda, tensorrt-rtx[:smNN,...], tensorrt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRequest:
-    """Where engines shall run."""
+    """A target to compile engines for."""
 
     name: str  # cpu, cuda, tensorrt-rtx, tensorrt
-    capabilities: tuple[str, ...] = ()  # sm89: the GPUs that plans are made for; none: what the library makes by itself
+    capabilities: tuple[str, ...] = ()  # sm89, ..: GPUs to build plans for; empty: the library's default
 
     @property
     def is_tensorrt(self) -> bool:
@@ -33,10 +33,10 @@ class TargetRequest:
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[TargetRequest, ...]:
-    """What `--target` was given, each target once.
+    """Parse the values of `--target`.
 
     Raises:
-        TargetError: an unknown target or compute capability, one given twice, or a package that is not installed.
+        TargetError: an unknown target or compute capability, a target given twice, or a package that is not installed.
     """
     targets = tuple(map(_parse, texts))
     names = [target.name for target in targets]
@@ -71,10 +71,10 @@ def _parse(text: str) -> TargetRequest:
 
 
 def check_dtype(asked: str, targets: Sequence[TargetRequest]) -> None:
-    """Refuse what `--dtype` may not say, whatever the model is.
+    """Refuse a `--dtype` that is wrong for every model.
 
     Raises:
-        TargetError: an unknown dtype, or one that one of the targets has no kernels for.
+        TargetError: an unknown dtype, or one that a target has no kernels for.
     """
     gpu = _first_gpu(targets)
     if asked not in ("auto", *_DTYPES):
@@ -86,12 +86,12 @@ def check_dtype(asked: str, targets: Sequence[TargetRequest]) -> None:
 
 
 def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
-    """The dtype of the bundle's weights and standard graphs; `asked` is what `check_dtype` takes.
+    """The dtype of the bundle's weights and standard graphs; `asked` has passed `check_dtype`.
 
-    `auto`: fp32 where every target is a CPU, else what the checkpoint has, fp16 where that is fp32; bf16 where the model outgrows
-    fp16. A cpu target computes in fp32 whatever is stored.
+    `auto` is fp32 if cpu is the only target. With a GPU target it is bf16 if the checkpoint is in bf16 or the model overflows
+    fp16, else fp16. A cpu target computes in fp32 whatever is stored.
     """
-    import torch  # here, so that a target is refused without waiting for it
+    import torch  # here, so that a wrong target is refused without waiting for torch
 
     if asked == "auto":
         if _first_gpu(targets) is None:

@@ -1,4 +1,4 @@
-"""Standard graphs -> a TensorRT target: lowered, then one plan an engine, built side by side in processes of their own."""
+"""Compile standard graphs for a TensorRT target: lower each engine's graph, then build its plan in a process of its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.targets import PORTABLE
 
 _MOST_ELEMENTS = 2**31 - 1  # of one tensor
-HALF_BYTES = 2  # of a plan's floats: fp16 or bf16
+HALF_BYTES = 2  # per float of a plan: fp16 or bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     """Refuse, before anything is written, what TensorRT could not build.
 
     Raises:
-        TargetError: linear attention has a decay for each number of a key; a layer's KV buffer, a weight that cannot be split, or
-            what a step looks up of a mixture's experts has more elements than a tensor may.
+        TargetError: linear attention has a decay for each number of a key; or a layer's KV buffer, a weight that cannot be split,
+            or the experts that a step looks up have more elements than a tensor may.
     """
     _check_decays(skeleton)
     for name, shape in skeleton.shapes.items():
@@ -75,7 +75,7 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     slots = max(slots_of_plans(skeleton, schedule, limits.max_length))
     most = _MOST_ELEMENTS // (limits.max_batch * width) if width else slots
     if slots > most:
-        most -= most % LEAST_SLOTS  # no count of slots is rounded up beyond such a one
+        most -= most % LEAST_SLOTS  # counts of slots are never rounded up past a multiple of it
         raise TargetError(
             f"a KV buffer of {limits.max_batch} rows of {slots} slots has more than 2**31 - 1 elements",
             f"choose --max-length {most} or less, or fewer --max-batch rows" if most else "choose fewer --max-batch rows",
@@ -85,14 +85,17 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
 
 
 def _check_decays(skeleton: Skeleton) -> None:
-    """Keys' numbers are not forgotten each at its own rate: `write_out_linear_attention` has one a head."""
+    """Refuse a decay for each number of a key: `write_out_linear_attention` supports only one per head."""
     if any(forgets_by_channel(module) for layer in skeleton.parts.layers for module in layer.modules()):
         message = f"{skeleton.config.model_type}'s linear attention has a decay for each number of a key, plans have one a head"
         raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
 def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
-    """A step's rows look their experts up in one tensor [B,K,N,H], if only of a kernel's own numbering (`write_out_experts`)."""
+    """Refuse a step whose looked-up experts [B,K,N,H] exceed a tensor's size.
+
+    The kernel (`write_out_experts`) does not store that tensor, but it numbers the elements.
+    """
     experts = [math.prod(shape[1:]) for name, shape in skeleton.shapes.items() if ".experts." in name and len(shape) == 3]
     if not experts:
         return
@@ -108,11 +111,11 @@ def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
 def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: StandardGraphs, report: Report) -> manifest.Target:
     """Write the plans below `partial`, the bundle in the making.
 
-    Quantised are the weights of layers and head, which then shares none with the embedding. The bundle that this one replaces,
-    if it is there, gives plans of the same content, and its timing cache.
+    If the job quantises, it does so for the weights of layers and head; the head then shares no weight with the embedding. Plans
+    of the same content and the timing cache are taken over from the bundle that this one replaces, if there is one.
 
     Raises:
-        TargetError: a graph that the library refuses, or attention with more scores than a tensor may have elements.
+        TargetError: the library refuses a graph, or attention has more scores than a tensor may have elements.
     """
     folder = f"targets/{target.name}"
     (partial / folder).mkdir(parents=True)
@@ -121,7 +124,7 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
         _check_scores(engine)
     requests = _Requests(job, target, partial, engines, tied)
     build_plans(iter(requests), len(engines), num_builders(target.name, _most_weights(engines, job.quantization)), report)
-    (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # polygraphy's
+    (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # left by polygraphy
     (partial / folder / KEYS).write_text(json.dumps(requests.keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
     embed, head = (f"{folder}/{name}.plan" for name in ("embed", "head"))
@@ -136,7 +139,7 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
 
 
 def _gpus(target: TargetRequest) -> tuple[str, str]:
-    """What plans are for: compute capabilities, and the name of the GPU where they are for the one at hand."""
+    """What plans are built for: compute capabilities, and the GPU's name if they are for the GPU at hand."""
     if target.name == "tensorrt":
         gpu = gpu_at_hand()
         return gpu.capability, gpu.name
@@ -144,7 +147,7 @@ def _gpus(target: TargetRequest) -> tuple[str, str]:
 
 
 def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
-    """Bytes of the largest plan's, about: before any of them is quantised."""
+    """Approximate bytes of the largest plan's weights, estimated from the weights before quantisation."""
 
     def share(engine: str) -> float:
         if quantization is None or engine == "embed":
@@ -155,7 +158,7 @@ def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None)
 
 
 def _check_scores(engine: _Engine) -> None:
-    """Attention that is written out has the scores of a prompt's pass in one tensor [1,NH,S,C]."""
+    """Refuse written-out attention whose scores in a pass over a prompt, one tensor [1,NH,S,C], have too many elements."""
     for node in without_kernel(engine.graph.graph, engine.slots):
         heads, tokens = static_dim(required(node), 1), min(PREFILL_CHUNK, engine.slots)
         if heads * tokens * engine.slots > _MOST_ELEMENTS:
@@ -167,12 +170,12 @@ def _check_scores(engine: _Engine) -> None:
 
 
 class _Requests:
-    """The plans that are to be built, each lowered graph written as its turn comes; others are taken over.
+    """Iterates over the plans to build, writing each lowered graph when its turn comes; yields None for plans taken over.
 
     Attributes:
-        gpus: as `_gpus` of the target.
-        keys: plan's file name -> what it is made from, as a hash; complete when all requests have been made.
-        sizes: plan's path in the bundle -> bytes of its weights; then complete, too.
+        gpus: what `_gpus` returns for the target.
+        keys: plan's file name -> its `content_key`; complete once the iteration has ended.
+        sizes: plan's path in the bundle -> bytes of its weights; complete at the same time.
     """
 
     def __init__(self, job: Job, target: TargetRequest, partial: Path, engines: Sequence[_Engine], tied: str | None) -> None:
@@ -189,7 +192,7 @@ class _Requests:
         for engine in self._engines:
             lowered = lower(engine.graph, engine.slots, self._tied, self._job.quantization)
             path = f"{self._folder}/{engine.name}.plan"
-            # beside the weights that it refers to, and named as its layers are: where its own weights lie is part of a plan's key
+            # next to the weights that it refers to, and named after its layers: its own weights' file name is part of the key
             source = self._partial / manifest.GRAPHS / f"lowered_{engine.graph.graph.name}.onnx"
             move_to_file(lowered.graph.initializers.values(), source.with_suffix(".bin"))
             request = PlanRequest(
@@ -214,7 +217,7 @@ def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
     for index, layers in enumerate(job.plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
         graph = stitch([graphs.layers[layer] for layer in layers], name=f"layers_{layers[0]:03d}_{layers[-1]:03d}")
-        most = slots[layers[0]]  # an absolute anchor may leave an upper layer fewer slots than a pass has tokens
+        most = slots[layers[0]]  # with an absolute anchor a layer may have fewer slots than a pass has tokens
         profiles = (decode, _prompt_profile(min(PREFILL_CHUNK, most)))
         engines.append(_Engine(name=f"segment_{index:03d}", graph=graph, slots=most, profiles=profiles))
     return [
@@ -229,7 +232,12 @@ def _prompt_profile(tokens: int) -> Profile:
 
 
 def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantization | None) -> ir.Model:
-    """What the library is given of a standard graph, whose KV buffers have `slots`; `tied`: what embedding and head share."""
+    """Lower a copy of a standard graph to what the library takes.
+
+    Args:
+        slots: of each layer's KV buffer.
+        tied: name of the weight that embedding and head share, if they share one.
+    """
     lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [FreezeSlotsPass(slots=slots), WriteOutAttentionPass(slots=slots)]
     passes += [TurnQueriesIntoTokensPass(slots=slots), AvoidUnitScalePass()]

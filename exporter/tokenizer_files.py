@@ -22,7 +22,7 @@ _COPIED = (
     "merges.txt", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 _OLDER = ("vocab.json", "tokenizer.model", "spiece.model")  # a checkpoint with one of them has a tokenizer
-# where tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
+# on which tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
 _SAMPLES = (
     "", " The quick brown fox.", "  two   spaces\tand tabs\n\n\nlines ", "12345 3.14 1,000 9th", "don't I'LL we've (a)b [c]d",
     "Café naïve £30 “quotes”…", "日本語 한국어 русский", "🙂 👍🏽 e\u0301", "def f(x):\n    return x != 'y'  # z", "https://example.org/?a=1&b=2",
@@ -31,19 +31,19 @@ _SAMPLES = (
 
 
 def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: int) -> None:
-    """Copy configuration and tokenizer; `config` is written where the checkpoint has none.
+    """Copy configuration and tokenizer into the bundle; `config` is written if the checkpoint has no config.json.
 
-    ONNX Runtime GenAI's tokenizer, which C++ services use, reads the same files with two conditions: a `genai_config.json`
-    (it wants a length there, and uses nothing of it), and in `tokenizer_config.json` a class name from before transformers 5,
-    which writes `TokenizersBackend` for what was and still may be called `PreTrainedTokenizerFast`. Of post-processors it knows
-    few, so the ids that encoding puts around a text are written down in `tokenization.json`, with samples that C++ checks itself
-    by.
+    ONNX Runtime GenAI's tokenizer, which C++ services use, reads the same files under two conditions. There must be a
+    `genai_config.json`, with a length that it does not use. And the class in `tokenizer_config.json` must have its name from
+    before transformers 5, which writes `TokenizersBackend` for what may still be called `PreTrainedTokenizerFast`. It knows few
+    post-processors, so `tokenization.json` records the ids that encoding puts around a text, with samples by which C++ checks
+    itself.
 
-    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes of its files; one that names more
-    tokens beside it (`<|im_end|>`, in `tokenizer_config.json` alone) gets them put into it.
+    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes from its files. Tokens that are named
+    only in another file (`<|im_end|>`, in `tokenizer_config.json`) are added to the bundle's `tokenizer.json`.
 
     Raises:
-        ModelNotSupportedError: a tokenizer that cannot be read.
+        ModelNotSupportedError: the tokenizer cannot be read.
     """
     for name in _COPIED:
         if folder is not None and (folder / name).is_file():
@@ -83,10 +83,10 @@ def _convert(folder: Path, path: Path) -> None:
 
 
 def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
-    """Add to tokenizer.json what transformers adds when it reads the files beside it, with the ids that it gives.
+    """Add to tokenizer.json the tokens that transformers adds from the files next to it, with the same ids.
 
     Returns:
-        transformers' tokenizer; None where the two are known to differ.
+        transformers' tokenizer; None if it cannot be read, or if the two are known to differ.
     """
     from transformers import AutoTokenizer
 
@@ -95,14 +95,14 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
         with _panicking():
             theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             known = theirs.backend_tokenizer.get_added_tokens_decoder()
-    except Exception as error:  # as above; a tokenizer.json stands by itself, also of a class that transformers does not know
+    except Exception as error:  # as above; tokenizer.json is enough by itself, also with a class that transformers does not know
         logger.warning(
             "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
             path.name, first_line(error)[:160],
         )  # fmt: skip
         return None
     here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    # beyond the vocabulary lie defaults of transformers' classes, which the model has no embedding for
+    # ids beyond the vocabulary are defaults of transformers' classes, and the model has no embedding for them
     missing = {token.content: id_ for id_, token in known.items() if token.content not in here and id_ < vocab_size}
     tokenizer.add_tokens([known[id_] for id_ in sorted(missing.values())])
     if all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
@@ -117,8 +117,8 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
 
 
 def _compare(samples: list[dict[str, Any]], theirs: Any) -> None:
-    """Warn where transformers encodes otherwise than the file says: it makes some classes' tokenizers anew, by their settings."""
-    with suppress(Exception), _panicking():  # what it does not encode it says when it is used
+    """Warn if transformers encodes a sample differently: it rebuilds some classes' tokenizers from their settings."""
+    with suppress(Exception), _panicking():  # a text that it cannot encode is reported when it is used
         for sample in samples[1:]:  # not the empty one
             other, ids = theirs(sample["text"])["input_ids"], sample["ids"]
             if other != ids:
@@ -134,7 +134,7 @@ def _few(ids: list[int], start: int) -> str:
 
 
 def _opened(path: Path, folder: Path) -> tokenizers.Tokenizer:
-    """The bundle's copy of the tokenizer that `folder` has."""
+    """Open the bundle's copy of the tokenizer in `folder`; an error names the original."""
     try:
         with _panicking():
             return tokenizers.Tokenizer.from_file(str(path))
@@ -143,7 +143,7 @@ def _opened(path: Path, folder: Path) -> tokenizers.Tokenizer:
 
 
 def _tokenization(path: Path) -> dict[str, Any]:
-    """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are no text; `samples`."""
+    """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are not text; `samples`."""
     try:
         with _panicking():
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -152,7 +152,7 @@ def _tokenization(path: Path) -> dict[str, Any]:
             tokenizer.no_truncation()
             plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
             samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
-    except Exception as error:  # tokenizers raises plain Exception, also of a word that a vocabulary without <unk> lacks
+    except Exception as error:  # tokenizers raises plain Exception, also for a word missing from a vocabulary without <unk>
         raise ModelNotSupportedError(f"cannot be read ({error})", "repair the checkpoint's file", where=path.name) from error
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0) if plain else 0
     special = sorted(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
@@ -161,20 +161,23 @@ def _tokenization(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _panicking() -> Iterator[None]:
-    """Inside, tokenizers' Rust may panic, which is a BaseException, and an Exception outside, as all else that it raises is."""
+    """Turn a panic of tokenizers' Rust code, which is a BaseException, into an Exception, like all else that it raises."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # of a module that cannot be imported
+        if type(error).__name__ == "PanicException":  # by name: its module cannot be imported
             raise ValueError(str(error)) from error
         raise
 
 
 def _check_template(processor: Any) -> None:
-    """Of what surrounds a text: encoding panics, and prints so, where it meets a special token that is not defined beside it.
+    """Refuse a template that names a special token without defining it: encoding would panic, and print that it did.
+
+    Args:
+        processor: the post-processor in a file that tokenizers has read.
 
     Raises:
-        ValueError: such a token; its file is one that tokenizers has read.
+        ValueError: there is such a token.
     """
     for inner in processor.get("processors", ()) if isinstance(processor, dict) else ():
         _check_template(inner)
@@ -188,4 +191,4 @@ def _check_template(processor: Any) -> None:
 
 def _write(path: Path, data: dict[str, Any]) -> None:
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half of a pair, which UTF-8 has not, as JSON's escape
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # lone surrogates become JSON escapes

@@ -1,8 +1,8 @@
-"""One thin module per part of a decoder, traced to one ONNX graph: embedding, layer, head.
+"""Trace each part of a decoder, wrapped in a thin module, to one ONNX graph: embedding, layer, head.
 
 Graphs are standard ONNX (opset 24, with linear attention 27; IR 10) with dynamic batch B, new tokens S and KV slots C. Position
-`p` of a row is KV slot `p`: no row holds padding, so `position_ids` alone says where keys are written and which slots a query may
-see.
+`p` of a row is KV slot `p`. No row holds padding, so `position_ids` is all that says where keys are written and which slots a
+query may see.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerArrays:
-    """The arrays that a layer is given beside its weights."""
+    """Sizes of the arrays that a layer takes in addition to its weights."""
 
     hidden_size: int  # H
     keys: Keys | None  # of its own keys and values; None: it has none
-    read: Keys | None  # of those of another layer, which it reads; None: it reads its own
+    read: Keys | None  # of another layer's keys and values, which it reads; None: it reads its own
     states: tuple[State, ...]
 
 
@@ -73,13 +73,13 @@ class _Embed(torch.nn.Module):  # type: ignore[misc]
 
 
 class _ComplexTurns:
-    """Stands for DeepSeek-V2's rotary table, complex [B,S,D/2]: a layer adds an axis for its heads, which torch.onnx does not."""
+    """Stands for DeepSeek-V2's rotary table, complex [B,S,D/2]: torch.onnx cannot trace how layers add an axis for heads."""
 
     def __init__(self, turns: torch.Tensor) -> None:
         self.turns = torch.view_as_complex(torch.view_as_real(turns)[:, None])
 
     def to(self, *_: Any) -> _ComplexTurns:
-        """The layer moves it to the query's device."""
+        """Called by the layer to move the table to the query's device."""
         return self
 
     def unsqueeze(self, _: int) -> torch.Tensor:
@@ -90,8 +90,8 @@ class _ComplexTurns:
 class _Layer(torch.nn.Module):  # type: ignore[misc]
     """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D], past states [B,...] -> hidden, all present ones.
 
-    `present_key` and `present_value` are another layer's, which it reads; `layer_index` [1] int64 is its own number, where it has
-    inputs of its own. What the layer does not keep or read is None.
+    `present_key` and `present_value` are those of another layer, which this one reads. `layer_index` [1] int64 is the layer's
+    number, given if it has per-layer inputs. Arrays that the layer neither keeps nor reads are None.
     """
 
     def __init__(
@@ -129,26 +129,26 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
             arguments["per_layer_input"] = per_layer_inputs.own_input(others, self.inputs, layer_index)
         cache = StateCache(states, attention) if states else attention
         names = inspect.signature(self.layer.forward).parameters
-        arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # which their attention makes itself
+        arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # made in `own_attention`
         if "shared_kv_states" in names:
             arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
         arguments[self._cache_argument(names)] = cache
         with as_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():
             out = self.layer(hidden, **arguments)
-        if isinstance(out, tuple):  # and attention weights
+        if isinstance(out, tuple):  # the hidden state, attention weights
             out = out[0]
         if others is not None:
             out = torch.cat((out, others), dim=-1)
         return out, *((attention.present_key, attention.present_value) if attention else ()), *states.values()
 
     def _cache_argument(self, names: Mapping[str, object]) -> str:
-        """Under which of its arguments' names the layer takes its cache."""
-        if self.latent:  # transformers' cache would get what keys and values are expanded from; the attention gets those
+        """The name of the layer's argument that takes its cache."""
+        if self.latent:  # a cache would be given the latent; this argument reaches `onnx_attention`, which has the expanded ones
             return "kv_buffer"
         return "layer_past" if "layer_past" in names else "cache"
 
     def _of_attention(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
-        """What a layer with attention is told: mask, positions, rotary embeddings."""
+        """The arguments of a layer with attention: mask, positions, rotary embeddings."""
         numbers = torch.arange(slots)
         visible = numbers[None, None, :] <= position_ids[:, :, None]
         if self.window is not None:
@@ -173,7 +173,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
             body.forward = _as_they_come
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        index = last[:, None, None].expand(-1, 1, streams_width(self.model.config))  # per-layer inputs lie behind that
+        index = last[:, None, None].expand(-1, 1, streams_width(self.model.config))  # leaves out the per-layer inputs behind
         hidden = torch.gather(hidden, 1, index)
         for module in self.final:
             hidden = module(hidden)
@@ -182,14 +182,14 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
 
 
 def _as_they_come(_ids: object = None, inputs_embeds: torch.Tensor | None = None, **_: object) -> Output:
-    """What a body of no layers gives."""
+    """The `forward` of a body without layers and norms: returns its input."""
     out = Output(last_hidden_state=inputs_embeds)
-    out.shared_kv_states = None  # which Gemma 4's head hands on
+    out.shared_kv_states = None  # Gemma 4's head passes it on
     return out
 
 
 def trace_embed(parts: DecoderParts, final: Sequence[torch.nn.Module]) -> ir.Model:
-    """The embedding's graph; `parts.owner` must have no layers left and, in the place of the `final` norms, identities."""
+    """The embedding's graph; `parts.owner` must have no layers left, and identities in place of the `final` norms."""
     inputs = {name: torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for name in (INPUT_IDS, POSITION_IDS)}
     return _export(_Embed(parts, final), inputs, {name: {0: "B", 1: "S"} for name in inputs}, [HIDDEN])
 
@@ -206,10 +206,10 @@ def trace_layer(
 
     Args:
         rotary: the model's module of rotary embeddings, if it has one.
-        layer_type: by which that tells kinds of layers apart, if it does.
-        window: tokens that a query sees, None: all.
+        layer_type: the layer's kind, for a `rotary` that tells kinds apart and for reading another layer's keys and values.
+        window: tokens that a query sees; None: all.
         arrays: sizes of what the layer reads and keeps.
-        dtype: of its weights, of what lies between layers, and of keys and values.
+        dtype: of its weights, the hidden states, and everything that it keeps.
     """
     inputs = {
         HIDDEN: torch.zeros(_BATCH, _TOKENS, arrays.hidden_size, dtype=dtype),
@@ -237,7 +237,7 @@ def trace_layer(
 def trace_head(
     model: torch.nn.Module, owner: torch.nn.Module, final: Sequence[torch.nn.Module], hidden_size: int, dtype: torch.dtype
 ) -> ir.Model:
-    """The head's graph: final norm, projection to the vocabulary, and what the model does to its logits."""
+    """The head's graph: final norms, projection to the vocabulary, and whatever the model does to its logits."""
     hidden, last = torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype), torch.ones(_BATCH, dtype=torch.int64)
     shapes = {HIDDEN: {0: "B", 1: "S"}, LAST: {0: "B"}}
     return _export(_Head(model, owner, final), {HIDDEN: hidden, LAST: last}, shapes, [LOGITS])

@@ -1,4 +1,4 @@
-"""Weights, one tensor at a time, into one `weights.safetensors` that every graph refers into."""
+"""Write weights, one tensor at a time, into one `weights.safetensors` that every graph refers to."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from skipdecode.errors import ModelNotSupportedError, TargetError
 
 WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# in which -inf is as good as a number: of a token, place or expert that is never chosen
+# parameters in which -inf is valid: for a token, an attention sink or an expert that is never chosen
 _NEVER = ("lm_head.bias", "sinks", "e_score_correction_bias")
-_SCALES = ("weight", "layer_scalar", "router.scale", "per_expert_scale")  # vectors by which something is multiplied
-_DRAWN_AT_ONCE = 1 << 20  # random numbers of one generator
+_SCALES = ("weight", "layer_scalar", "router.scale", "per_expert_scale")  # vectors that something is multiplied by
+_DRAWN_AT_ONCE = 1 << 20  # random numbers per generator
 IR_TYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
 
 
@@ -59,7 +59,7 @@ def write_weights(
 
     Args:
         shapes: every parameter, tied ones once.
-        source: gives a parameter in any float dtype.
+        source: returns a parameter, in any float dtype.
         advance: called with the bytes written after each tensor.
         where: what `source` reads, for errors.
 
@@ -88,14 +88,14 @@ def write_weights(
 
 def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str, where: str) -> torch.Tensor:
     tensor = given.to(dtype)
-    # of a NaN both ends are NaN; it costs a tenth of writing where nothing is cast, a thirtieth where fp32 is written
+    # a NaN makes both ends NaN; this costs a tenth of the writing if nothing is cast, a thirtieth if fp32 is written
     if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
         _check_finite(given, tensor, name, where)
     return tensor
 
 
 def _check_finite(given: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
-    """Refuse what is not finite in `tensor`, which is `given` in the dtype that is written."""
+    """Refuse numbers that are not finite in `tensor`, which is `given` cast to the dtype that is written."""
     wrong = given[~tensor.isfinite()]
     if name.endswith(_NEVER):
         wrong = wrong[wrong != -math.inf]
@@ -110,10 +110,10 @@ def _check_finite(given: torch.Tensor, tensor: torch.Tensor, name: str, where: s
 
 
 def random_source() -> TensorSource:
-    """Weights of a known architecture without its checkpoint, for latency work: normal, 0.02; norms' scales 1.
+    """Random weights for latency work without a checkpoint: normal with deviation 0.02; of vectors, scales are 1, others 0.
 
-    A tensor depends on its name alone. A generator draws on one thread (4 to 7 s for a GB of fp16), so each block of
-    a tensor has one of its own, and cores share the blocks.
+    A tensor depends only on its name. A generator draws on one thread (4 to 7 s for a GB of fp16), so each block of a tensor
+    has its own, and cores share the blocks.
     """
 
     def draw(name: str, index: int, block: torch.Tensor) -> None:
