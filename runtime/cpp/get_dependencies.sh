@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# get_dependencies.sh FOLDER PYTHON: what building the C++ library needs, without changing the system where that can be helped.
+# get_dependencies.sh FOLDER PYTHON: get what building the C++ library needs, changing the system as little as possible.
 #
-# FOLDER/include, FOLDER/lib   ONNX Runtime: headers of Debian trixie's libonnxruntime-dev (unpacked, not installed; its C API is one
-#                              that newer libraries keep), and the library of the Python wheel, which engines were compiled by.
-#                              ONNXRUNTIME_ROOT (a folder with include/ and lib/) takes the place of both.
+# FOLDER/include, FOLDER/lib   ONNX Runtime: the headers of Debian trixie's libonnxruntime-dev (unpacked, not installed; newer
+#                              libraries keep its C API) and the library of the Python wheel, which compiles the engines.
+#                              ONNXRUNTIME_ROOT (a folder with include/ and lib/) replaces both.
 # FOLDER/lib                   ONNX Runtime GenAI's library, for its tokenizers, from the wheel of the pinned version.
-# Debian packages              compiler, CMake, Ninja, pkg-config, nlohmann-json, cpp-httplib, Catch2; installed where they are
-#                              missing and this is root.
+# Debian packages              compiler, CMake, Ninja, pkg-config, nlohmann-json, cpp-httplib, Catch2; installed if they are
+#                              missing and this runs as root.
 set -euo pipefail
 folder=$1 python=$2
 packages=(g++ cmake ninja-build pkg-config nlohmann-json3-dev libcpp-httplib-dev catch2)
@@ -16,7 +16,7 @@ missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
 done
-# a compiler or CMake from elsewhere serves as well
+# a compiler, CMake or Ninja from elsewhere serves as well
 command -v g++ >/dev/null && missing=("${missing[@]/g++/}")
 command -v cmake >/dev/null && missing=("${missing[@]/cmake/}")
 command -v ninja >/dev/null && missing=("${missing[@]/ninja-build/}")

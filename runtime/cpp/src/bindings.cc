@@ -23,7 +23,7 @@ Tensor Hidden(const Memory& memory, const Model& model, const char* name) {
   return memory.Floats(name, nullptr, {kAny, kAny, model.hidden_size});
 }
 
-// As wide as the embedding.
+// [V', E]: the manifest does not state the embedding's width E.
 Tensor TiedWeight(const Memory& memory, const Model& model) {
   return memory.Floats(names::kTiedWeight, nullptr, {TiedRows(model), kAny});
 }

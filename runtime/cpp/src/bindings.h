@@ -1,4 +1,4 @@
-// Every engine's inputs and outputs by name, element type and shape: the contract that runtime/bindings.py writes down.
+// Every engine's inputs and outputs by name, element type and shape: the contract that runtime/bindings.py documents.
 #pragma once
 
 #include <cstddef>
@@ -23,29 +23,29 @@ constexpr char kTiedWeight[] = "tied_weight";
 
 }  // namespace names
 
-// Rows of what a tied embedding and head share: as bindings.tied_rows of Python.
+// Rows of the weight that a tied embedding and head share, as tied_rows of runtime/bindings.py.
 int64_t TiedRows(const Model& model);
 
-// Of an array that a layer keeps, in this memory.
+// The element type of an array that a layer keeps in this memory.
 ONNXTensorElementDataType TypeOf(const Memory& memory, const StateArray& array);
 
 struct Bindings {
-  std::vector<Tensor> inputs;  // that an engine may read; not each reads all
+  std::vector<Tensor> inputs;  // that an engine may read; not every engine reads all of them
   std::vector<Tensor> outputs;
 
-  // `rows` rows of what a layer keeps: an input and an output at one address.
+  // Add `rows` rows of an array that a layer keeps, as an input and an output at the same address.
   void AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows);
-  // The same of keys or values that other layers read, with the new tokens' in them: an input.
+  // Add `rows` rows of keys or values that other layers read, as an input. They include the new tokens' ones.
   void AddRead(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows);
 };
 
-// Without addresses; -1 in a shape: any size (rows, tokens, slots).
+// What each kind of engine may read and must write, without addresses. -1 in a shape: any size (rows, tokens, slots).
 Bindings EmbedBindings(const Memory& memory, const Model& model);
 Bindings SegmentBindings(const Memory& memory, const Model& model, const std::vector<int64_t>& layers);
 Bindings HeadBindings(const Memory& memory, const Model& model);
 
-// Throws SKD_ERROR_BUNDLE where an engine, `where` its file, is another than `wanted`: files that were swapped, a manifest that
-// was edited. ONNX Runtime would say so at the first run, or write past an array.
+// Throws SKD_ERROR_BUNDLE if the inputs and outputs of an engine, loaded from the file `where`, are not those of `wanted`:
+// files were swapped, or the manifest was edited. ONNX Runtime would notice only at the first run, or write past an array.
 void CheckBindings(const Engine& engine, const Bindings& wanted, const std::string& where);
 
 }  // namespace skd

@@ -26,7 +26,7 @@ std::string Joined(const std::vector<std::string>& words) {
   return line;
 }
 
-// `asked` none: cpu, or cuda where the bundle has no cpu engines.
+// `asked`: nullopt means cpu, or cuda if the bundle has no cpu engines.
 const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path& path, const std::optional<std::string>& asked) {
   const auto& targets = manifest.targets;
   const auto named = [&targets](const std::string& name) {
@@ -50,7 +50,7 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
   return *found;
 }
 
-// Prepacked weights belong to the version that wrote them, and to a CPU.
+// Prepacked weights fit only the ONNX Runtime version that wrote them, and CPUs with the same instruction sets.
 void CheckVersion(const Target& target, const std::filesystem::path& path) {
   if (const std::string version = OnnxRuntimeVersion(); version != target.library_version) {
     throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", loaded is " + version,
@@ -66,8 +66,8 @@ void CheckProcessor(const Target& target, const std::filesystem::path& path) {
   }
 }
 
-// As many at a time as there are cores, or threads to be had: ONNX Runtime packs quantised weights as it loads, to compare them
-// with the stored ones.
+// Loads as many engines at a time as there are cores, or fewer if the system starts no more threads. Loading takes the CPU's
+// time because ONNX Runtime packs quantised weights again, to compare them with the stored ones.
 std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files, Device device, bool compiled, bool cuda_graphs) {
   std::vector<std::optional<Engine>> loaded(files.size());
   std::atomic<size_t> next{0};
@@ -77,11 +77,11 @@ std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files,
   std::vector<std::future<void>> others(std::min(files.size(), static_cast<size_t>(UsableCores())) - 1);
   try {
     for (std::future<void>& other : others) other = std::async(std::launch::async, work);
-  } catch (const std::system_error&) {  // the system starts no more: those that it did, and this one
+  } catch (const std::system_error&) {  // the system starts no more threads: do with those running and this one
   }
-  work();  // where this throws, the others' futures wait for them
+  work();  // if this throws, the futures' destructors wait for the other threads
   for (const std::future<void>& other : others) {
-    if (other.valid()) other.wait();  // all, before one of them throws
+    if (other.valid()) other.wait();  // for all of them, before get() may throw
   }
   for (std::future<void>& other : others) {
     if (other.valid()) other.get();
@@ -92,7 +92,7 @@ std::vector<Engine> LoadEngines(const std::vector<std::filesystem::path>& files,
   return engines;
 }
 
-// A matrix of the engines' floats, in their memory.
+// Reads a file of `bytes` bytes into the engines' memory.
 Block ReadWeight(const std::filesystem::path& path, const Memory& memory, size_t bytes) {
   Block weight = memory.Allocate(bytes);
   std::ifstream file(path, std::ios::binary);
@@ -101,12 +101,12 @@ Block ReadWeight(const std::filesystem::path& path, const Memory& memory, size_t
     part.resize(std::min(part.size(), bytes - done));
     if (!file.read(part.data(), static_cast<std::streamsize>(part.size()))) throw BundleError("cannot be read", path.string());
     memory.Send(weight.get() + done, part.data(), part.size());
-    memory.WaitForAll();  // a GPU that reads the host's pages by itself may not have read `part` yet
+    memory.WaitForAll();  // a GPU that reads the host's pages itself may not have read `part` yet
   }
   return weight;
 }
 
-// Gives both engines what they share, and returns its memory.
+// Reads the weight that both engines share, binds it to them and returns its memory.
 Block ShareTiedWeight(const std::filesystem::path& path, const Model& model, const Memory& memory, Engine* embed, Engine* head) {
   const size_t bytes = std::filesystem::file_size(path);
   const int64_t rows = TiedRows(model);
@@ -125,13 +125,13 @@ std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Iden
   const auto began = std::chrono::steady_clock::now();
   Manifest manifest = ReadManifest(path);
   const Target target = ChooseTarget(manifest, path, target_name);
-  const bool for_cpu = target.name == "cpu";  // compiled by the export, in fp32; else the library compiles for its device here
+  const bool for_cpu = target.name == "cpu";  // compiled by the export, in fp32; other engines are compiled here
   const Device device = asked_device.value_or(for_cpu ? Device::kCpu : Device::kCuda);
   UseOnnxRuntime(onnxruntime_library, threads, [&] {
     CheckProvider(device);
     if (for_cpu) CheckVersion(target, path);
   });
-  if (device == Device::kCuda) TurnAroundKernel();  // which takes the driver a while where it has not done it before
+  if (device == Device::kCuda) TurnAroundKernel();  // the driver takes a while to compile it, unless it has done so before
   if (for_cpu) CheckProcessor(target, path);
   std::vector<std::filesystem::path> files{path / target.embed, path / target.head};
   for (const std::string& file : target.segments) files.push_back(path / file);
@@ -162,7 +162,8 @@ std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Iden
                                                   load_s.count()});
 }
 
-// Held while bundles are mapped and unmapped: what ReleaseLoadingMemory gives back must not become another's in between.
+// Held while bundles are loaded and destroyed: a mapping that ReleaseLoadingMemory has found must not be unmapped, and its
+// address reused, before it is given back.
 std::mutex mapping;
 
 struct Unmap {
@@ -184,7 +185,7 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
     ReadOne(path, identity, "while it was loaded",
             [&] { loaded.reset(Load(path, identity, target, threads, onnxruntime_library, cuda_graphs, device).release()); });
   }
-  return loaded;  // without the lock, which Unmap takes where a shared_ptr has no memory
+  return loaded;  // after the lock, which Unmap takes if there is no memory for the shared_ptr
 }
 
 }  // namespace skd

@@ -1,4 +1,4 @@
-// The border: opaque handles, statuses instead of exceptions.
+// The C interface: opaque handles, statuses instead of exceptions.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -36,7 +36,7 @@ namespace {
 
 constexpr char kNoMemory[] = "out of memory; ask for fewer rows or tokens, or free some";
 
-// Where not even a status can be allocated; never freed.
+// Returned when not even a status can be allocated; never freed.
 skd_status no_memory{SKD_ERROR_CAPACITY, "out of memory"};  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
 skd_status* NewStatus(skd_code code, const char* message) {
@@ -57,7 +57,7 @@ skd_status* Guarded(Body body) {
     return NewStatus(error.code(), error.what());
   } catch (const std::bad_alloc&) {
     return NewStatus(SKD_ERROR_CAPACITY, kNoMemory);
-  } catch (const std::length_error&) {  // of a vector larger than any memory
+  } catch (const std::length_error&) {  // from a vector larger than any memory
     return NewStatus(SKD_ERROR_CAPACITY, kNoMemory);
   } catch (const std::exception& error) {
     return NewStatus(SKD_ERROR_INTERNAL, error.what());
@@ -70,7 +70,7 @@ void Need(bool holds, const char* what) {
   if (!holds) throw skd::Error(SKD_ERROR_INTERNAL, what, "see skipdecode.h");
 }
 
-// What the caller filled, with defaults behind: callers that were compiled with an older, shorter struct are served.
+// The caller's options. The struct is shorter if the caller was compiled with an older header; defaults complete it.
 template <typename Options>
 Options Given(const Options* given, Options defaults) {
   if (given == nullptr) return defaults;
@@ -79,7 +79,7 @@ Options Given(const Options* given, Options defaults) {
   return defaults;
 }
 
-// `filled` as far as the caller's struct goes.
+// Copies as much of `filled` as the caller's struct has room for.
 template <typename Info>
 void Give(Info filled, Info* wanted) {
   Need(wanted->struct_size >= sizeof wanted->struct_size && wanted->struct_size <= sizeof filled, "struct_size is wrong");
@@ -96,7 +96,7 @@ void* Copied(const void* data, size_t size) {
   return memory;
 }
 
-// Prompts of skd_generate that are on their way, in the order of the caller.
+// The prompts of a skd_generate call, in the caller's order; `starts` index `ids`.
 struct Prompts {
   const int64_t* ids;
   std::vector<size_t> starts, lengths;

@@ -12,7 +12,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Version 2 has both numbers in one file, version 1 in two; "max" and below 0 are no quota.
+// Version 2 has quota and period in one file, version 1 in two. "max" and negative numbers mean that there is no quota.
 std::optional<double> QuotaOf(const fs::path& group, bool version_1) {
   std::ifstream quota_file(group / (version_1 ? "cpu.cfs_quota_us" : "cpu.max"));
   std::ifstream period_file(group / "cpu.cfs_period_us");
@@ -35,14 +35,14 @@ bool Lists(const std::string& controllers, const std::string& wanted) {
 std::optional<double> CpuQuota(const fs::path& membership, const fs::path& hierarchies) {
   std::optional<double> least;
   std::ifstream lines(membership);
-  for (std::string line; std::getline(lines, line);) {  // "4:cpu,cpuacct:/the/group", of version 2 "0::/the/group"
+  for (std::string line; std::getline(lines, line);) {  // "4:cpu,cpuacct:/the/group", in version 2 "0::/the/group"
     std::istringstream parts(line);
     std::string id, controllers, path;
     if (!std::getline(parts, id, ':') || !std::getline(parts, controllers, ':') || !std::getline(parts, path)) continue;
     const bool version_1 = !controllers.empty();
     if (version_1 && !Lists(controllers, "cpu")) continue;
     const fs::path top = version_1 ? hierarchies / "cpu" : hierarchies;
-    // the group and those that it is part of; a container may see its own as the top one, and its path as the host does
+    // the group and its ancestors; a container may see its own group as the top one, yet its path as the host does
     for (fs::path relative = fs::path(path).relative_path();; relative = relative.parent_path()) {
       const std::optional<double> quota = QuotaOf(top / relative, version_1);
       if (quota) least = std::min(least.value_or(*quota), *quota);

@@ -9,7 +9,7 @@
 namespace skd {
 
 std::vector<std::string> CpuFeatures() {
-  // those that choose another matrix kernel in ONNX Runtime's MLAS; the order is that of runtime/cpu.py
+  // those for which ONNX Runtime's MLAS chooses another matrix kernel, in the order of runtime/cpu.py
   static const char* const kKernels[] = {"avx",      "avx2",     "fma",   "avx512f", "avx512bw", "avx512_vnni", "avx_vnni",
                                          "amx_tile", "amx_int8", "asimd", "asimddp", "i8mm",     "sve"};
   std::ifstream file("/proc/cpuinfo");

@@ -1,4 +1,4 @@
-// Which instruction sets this CPU has: prepacked weights are laid out for them. As runtime/cpu.py.
+// This CPU's instruction sets, for which prepacked weights are laid out. As in runtime/cpu.py.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace skd {
 
-// Among those that ONNX Runtime's matrix kernels are chosen by; empty where the system does not say.
+// This CPU's instruction sets, of those by which ONNX Runtime chooses its matrix kernels; empty if the system lists none.
 std::vector<std::string> CpuFeatures();
 
 // "x86_64".

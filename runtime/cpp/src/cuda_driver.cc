@@ -10,7 +10,7 @@
 namespace skd::cuda_driver {
 namespace {
 
-constexpr Result kOutOfMemory = 2, kNewerPtx = 222;  // the latter: it knows an older PTX than a kernel is in
+constexpr Result kOutOfMemory = 2, kNewerPtx = 222;  // the latter: the driver is too old for a kernel's PTX version
 
 template <typename Function>
 void Find(void* library, const char* name, Function* function) {

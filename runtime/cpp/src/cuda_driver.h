@@ -1,13 +1,13 @@
-// NVIDIA's driver: the functions that this library calls, found when the first of them is needed. ONNX Runtime's C API has no
-// graphs of a caller's own, and copies between devices only since version 23, where the packaged headers are 21; the driver is
-// wherever its CUDA provider runs. The GPU is the first one.
+// NVIDIA's driver: the functions that this library calls, looked up when the first of them is needed. ONNX Runtime's C API
+// cannot record a caller's graph, and copies between devices only since version 23, while the packaged headers are at 21. The
+// driver is present wherever ONNX Runtime's CUDA provider runs. The GPU is the first one.
 #pragma once
 
 #include <cstddef>
 
 namespace skd::cuda_driver {
 
-// as cuda.h has them
+// as in cuda.h
 using Result = int;
 using Address = unsigned long long;  // NOLINT(google-runtime-int)
 struct Stream;
@@ -18,7 +18,7 @@ struct Launchable;  // CUgraphExec
 struct Module;
 struct Kernel;  // CUfunction
 
-// CUDA_MEMCPY3D: what a graph's copies are told by; the source is all that is read here.
+// CUDA_MEMCPY3D, which describes a copy in a graph. Only the source is read here.
 struct Copy3D {
   size_t source_x, source_y, source_z, source_lod;
   unsigned source_type;  // CUmemorytype
@@ -32,7 +32,7 @@ constexpr int kCopyNode = 1, kHostNode = 3;             // CUgraphNodeType
 
 struct Driver {
   Result (*use)(void* context);
-  Result (*create_context)(void** context, unsigned flags, int device);  // and uses it on this thread
+  Result (*create_context)(void** context, unsigned flags, int device);  // and makes it this thread's current one
   Result (*destroy_context)(void* context);
   Result (*wait_for_context)();
   Result (*describe)(Result error, const char** text);
@@ -64,13 +64,13 @@ struct Driver {
   Result (*launch_kernel)(Kernel* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                           unsigned block_z, unsigned shared_bytes, Stream* stream, void** arguments, void** more);
   int device;
-  void* context;  // the device's primary one, which ONNX Runtime uses too
+  void* context;  // the device's primary context, which ONNX Runtime uses too
 };
 
-// Ready to be called on this thread. Throws SKD_ERROR_TARGET where there is no driver or no GPU.
+// The driver, its context current on this thread. Throws SKD_ERROR_TARGET if there is no driver or no GPU.
 const Driver& Ready();
 
-// Throws SKD_ERROR_TARGET, or SKD_ERROR_CAPACITY where CUDA has no memory left; 0 passes.
+// Throws unless `result` is 0: SKD_ERROR_CAPACITY if CUDA is out of memory, otherwise SKD_ERROR_TARGET.
 void Check(const Driver& driver, Result result);
 
 }  // namespace skd::cuda_driver

@@ -16,7 +16,7 @@ using cuda_driver::Driver;
 using cuda_driver::Node;
 using cuda_driver::Result;
 
-constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: the default stream does not wait for it, nor it for that one
+constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: this stream and the default stream do not wait for each other
 constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr int kRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED: engines may allocate while they are recorded
 constexpr int kMemoryType = 2;        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
@@ -24,15 +24,15 @@ constexpr char kNothing[] = ".version 7.0\n.target sm_75\n.address_size 64\n.vis
 
 struct Shared {
   cuda_driver::Stream* stream = nullptr;
-  cuda_driver::Event* event = nullptr;  // what was asked for so far
+  cuda_driver::Event* event = nullptr;  // recorded by WaitForAll
   std::mutex mutex;                     // held while work is put on the stream
   bool settled = false;
 };
 
-// Never destroyed: blocks of other static objects may be freed after it would have been.
+// Never destroyed, because other static objects may free their blocks after it would have been.
 Shared& TheStream() {
   static Shared* const shared = new Shared();
-  static const bool made = [] {  // tried again by the next call where it throws, with what there is by then
+  static const bool made = [] {  // if this throws, the next call tries again, keeping what has been created
     const Driver& driver = cuda_driver::Ready();
     if (shared->stream == nullptr) Check(driver, driver.create_stream(&shared->stream, kApart));
     Check(driver, driver.create_event(&shared->event, kWithoutTime));
@@ -42,14 +42,14 @@ Shared& TheStream() {
   return *shared;
 }
 
-// The driver, on this thread, with the stream for itself.
+// One thread's turn: the driver is ready on this thread, and only this thread may put work on the stream.
 struct Turn {
   Shared& shared = TheStream();
   std::lock_guard<std::mutex> lock{shared.mutex};
   const Driver& driver = cuda_driver::Ready();
 };
 
-// What must not throw; where the driver is gone, its memory and graphs are, too.
+// Runs `work` and ignores what it throws, for destructors. If the driver is gone, so are its memory and graphs.
 template <typename Work>
 void Quietly(Work work) noexcept {
   try {
@@ -67,7 +67,7 @@ Address Of(const std::byte* memory) { return reinterpret_cast<Address>(memory); 
 
 bool ReadsTheHost(const Driver& driver, const cuda_driver::Copy3D& copy) {
   if (copy.source_type == cuda_driver::kHostMemory) return true;
-  // an address says more than a copy's own word: under unified addressing pinned memory may pass for the device's
+  // ask for the address's type too: under unified addressing a copy may declare pinned host memory as the device's
   unsigned type = 0;
   Check(driver, driver.attribute(&type, kMemoryType, copy.source_device));
   return type != cuda_driver::kDeviceMemory;
@@ -90,8 +90,8 @@ void CheckRepeats(const Driver& driver, cuda_driver::Graph* graph) {
   }
 }
 
-// Lets another context of this process run a kernel, once, when the engines' kernels have run: from then on the GPU takes less
-// time between two kernels (runtime/cuda.py). Where there is no memory for it, steps are as they were.
+// Runs a kernel in another context of this process, once, after the engines' kernels have run. From then on the GPU takes
+// less time between two kernels (runtime/cuda.py). If there is no memory for the context, steps take as long as before.
 void Settle(const Turn& turn) {
   turn.shared.settled = true;
   const Driver& driver = turn.driver;
@@ -107,7 +107,7 @@ void Settle(const Turn& turn) {
   Check(driver, driver.use(driver.context));
 }
 
-// The stream is as it was, whatever `calls` throw.
+// Returns the graph of what `calls` put on the stream. Recording ends even if `calls` throw.
 cuda_driver::Graph* Recorded(const Turn& turn, const Calls& calls) {
   const auto& [shared, lock, driver] = turn;
   Check(driver, driver.begin_capture(shared.stream, kRelaxed));
@@ -115,7 +115,7 @@ cuda_driver::Graph* Recorded(const Turn& turn, const Calls& calls) {
   try {
     calls();
   } catch (...) {
-    driver.end_capture(shared.stream, &graph);  // what it says of the broken capture is not the reason
+    driver.end_capture(shared.stream, &graph);  // its error, about the broken capture, would hide the cause
     if (graph != nullptr) driver.destroy_graph(graph);
     throw;
   }
@@ -136,7 +136,7 @@ std::byte* Allocate(size_t bytes) {
                         "ask for fewer rows, shorter prompts or fewer new tokens");
   }
   if (const Result failed = turn.driver.set(memory, 0, bytes, turn.shared.stream); failed != 0) {
-    turn.driver.free(memory);  // what it says is not the reason
+    turn.driver.free(memory);  // its error would hide the cause
     Check(turn.driver, failed);
   }
   return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr): the driver's addresses are integers
@@ -181,7 +181,7 @@ void WaitForAll() {
     const Turn turn;
     Check(turn.driver, turn.driver.record(turn.shared.event, turn.shared.stream));
   }
-  // without the turn: other threads put their work on the stream meanwhile
+  // outside the turn, so that other threads can put work on the stream meanwhile
   const Driver& driver = cuda_driver::Ready();
   Check(driver, driver.wait(TheStream().event));
 }
@@ -257,7 +257,7 @@ Graph::Graph(const Calls& calls) : launchable_(nullptr) {
 }
 
 Graph::~Graph() {
-  // one that is on its way is destroyed when it has arrived
+  // the driver defers this until a launch in progress is done
   Quietly([this](const Turn& turn) { turn.driver.destroy_launchable(launchable_); });
 }
 

@@ -82,7 +82,7 @@ int64_t Decoder::Step(const int64_t* tokens) {
     position_ids_[row] = length;
     seqlens_k_[row] = static_cast<int32_t>(length);
     longest = std::max(longest, static_cast<int32_t>(length + 1));
-    totals_[Size(row)] = longest;  // of the rows from this one on
+    totals_[Size(row)] = longest;  // of this row and those after it
   }
   ids_.Send(count);
   position_ids_.Send(count);
@@ -96,7 +96,7 @@ int64_t Decoder::Step() {
   if (counts_ != route_counts_) FindRoute();
   const auto began = std::chrono::steady_clock::now();
   try {
-    // nothing lies between two calls, so one clock does for all (50 ns a reading)
+    // nothing happens between two calls, so one clock times all of them (a reading takes 50 ns)
     for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
   } catch (const Error& error) {
     ThrowHalfway(error);
@@ -119,9 +119,9 @@ Decoder::Seen Decoder::At(int64_t row) {
           reinterpret_cast<int32_t*>(seqlens_k_.seen(row)), reinterpret_cast<const float*>(logits_.seen(row * vocab_size_))};
 }
 
-// A segment runs on the suffix of the rows that compute its layers; counts never fall from row to row.
+// A segment runs on the suffix of the rows that compute its layers: layer counts never fall from row to row.
 void Decoder::FindRoute() {
-  route_counts_.clear();  // what Bind throws leaves no route that looks found
+  route_counts_.clear();  // if Bind throws, `route_` must not look complete
   route_.assign(1, Embed().call());
   for (size_t segment = 0; segment < least_counts_.size(); ++segment) {
     const auto first = std::lower_bound(counts_.begin(), counts_.end(), least_counts_[segment]);
@@ -154,7 +154,7 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
       .Run();
 }
 
-// Positions `first` .. `count` - 1 of a prompt.
+// Runs a segment on positions `first` .. `count` - 1 of a prompt.
 void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t first, int64_t count) {
   const Memory& memory = bundle_->memory;
   // layers that no decode step computes have no slots: what they keep of the prompt lives for this call only

@@ -15,37 +15,37 @@
 
 namespace skd {
 
-// Throws what ended a decode step that had begun: as it is, but for SKD_ERROR_CAPACITY, which would say that all is as it was.
+// Throws the error that ended a decode step halfway. SKD_ERROR_CAPACITY, which would mean that rows are unchanged, becomes
+// SKD_ERROR_TARGET.
 [[noreturn]] void ThrowHalfway(const Error& error);
 
-// One batch on its way: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
+// A batch that is being decoded: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
 //
-// The rows active in any segment are a suffix of the batch, because rows are ordered by how far they have come: the largest
-// position first, which has the fewest layers. Rows join and leave at any time; both move at most one row a group of equal
-// positions.
+// Rows are ordered by position, the largest first, which has the fewest layers. So the rows active in any segment are a
+// suffix of the batch. Rows join and leave at any time; either moves at most one row of each group of equal positions.
 //
-// On a GPU work goes on after Add and Step: Logits waits for it, and so must somebody before the next of them, which writes what
-// the GPU may not have read yet.
+// On a GPU, Add and Step return before their work is done. Logits waits for it. The caller must have waited before the next
+// Add or Step, which overwrites what the GPU may not have read yet.
 class Decoder {
  public:
   Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new);
 
   int64_t rows() const { return static_cast<int64_t>(positions_.size()); }
-  // Run a prompt; what its layers keep, and the logits of its next token, are in the row that is returned. Other rows may have
-  // moved: `moved(from, to)` is told of each, in this order.
+  // Run the prefill of a prompt and return its row, which then has the logits of its next token and what its layers keep.
+  // Other rows may have moved: `moved(from, to)` is called for each of them, in order.
   template <typename Moved>
   int64_t Add(const int64_t* prompt, int64_t length, Moved moved);
-  // Free a row's place.
+  // Free a row's place. `moved`: as for Add.
   template <typename Moved>
   void Remove(int64_t row, Moved moved);
-  // Feed one token a row; returns how many layers the deepest row computed. Throws SKD_ERROR_CAPACITY where it has not begun;
-  // after anything else rows may be half a step ahead.
+  // Feed one token a row; returns how many layers the deepest row computed. Throws SKD_ERROR_CAPACITY if the step has not
+  // begun; after any other error, rows may be half a step ahead.
   int64_t Step(const int64_t* tokens);
-  // The same where what it feeds, and the rows' positions, are there already: the GPU has made them of the step before.
+  // The same when the tokens and the rows' positions are in place already: the GPU has made them after the previous step.
   int64_t Step();
-  // [V] float32, of the next token of `row`. Valid until the next call.
+  // The logits [V] float32 of the next token of `row`. Valid until the next call.
   const float* Logits(int64_t row) const;
-  // What engines see of a row, and of those after it: the next step's inputs, the last one's logits.
+  // Where engines find a row, and the rows after it: the next step's inputs and the last step's logits.
   struct Seen {
     int64_t *ids, *positions;
     int32_t* seqlens_k;
@@ -54,14 +54,14 @@ class Decoder {
   Seen At(int64_t row);
 
   uint64_t engine_ns() const { return engine_ns_; }
-  // Runs of engines in steps that were launches of CUDA graphs.
+  // How many runs of engines in decode steps were launches of CUDA graphs.
   uint64_t graph_launches() const { return graph_launches_; }
   uint64_t kv_bytes() const { return kv_.bytes(); }
 
  private:
   struct Position {
     int64_t length;  // valid tokens
-    int64_t t;       // of the next decode step: generated, or absolute as the schedule's anchor says
+    int64_t t;       // position of the next decode step, counted from the schedule's anchor
   };
 
   void Prefill(int64_t row, const int64_t* prompt, int64_t length);
@@ -76,26 +76,26 @@ class Decoder {
   std::shared_ptr<const Bundle> bundle_;
   Schedule schedule_;
   int64_t hidden_size_, vocab_size_;
-  std::vector<int64_t> least_counts_;  // of each segment
-  size_t first_keeping_none_ = 0;      // from this segment on a prompt's last token is all that counts
+  std::vector<int64_t> least_counts_;  // of each segment, the least layer count that includes it
+  size_t first_keeping_none_ = 0;      // from this segment on, layers keep nothing: a prompt's last token is enough
   KvBuffer kv_;
   std::vector<Position> positions_;
   Block hidden_, prompt_hidden_;  // [rows, H], [max_prompt, H]
-  mutable Twin<float> logits_;    // on the host where they have been asked for
+  mutable Twin<float> logits_;    // copied to the host only when asked for
   Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
   Twin<int32_t> seqlens_k_;
-  // 0, 1, ..: each pass over a part of a prompt reads its own, so none is rewritten that a pass before may not have read yet
+  // 0, 1, ..: each pass over a part of a prompt reads its own element, so that none is overwritten before a pass has read it
   Twin<int32_t> prompt_seqlens_k_;
-  // Read by engines on the host, wherever they run: of each row, the most valid tokens from it on; for a GPU, whose graphs keep
-  // what was there when they were recorded, of each segment the most that there can be.
+  // total_sequence_length, which engines read from the host wherever they run. totals_[row]: the most valid tokens of this
+  // row and those after it. most_totals_[segment]: the most possible, for a GPU, whose graphs keep the value recorded.
   std::vector<int32_t> totals_, most_totals_;
   // bound when first needed
   std::vector<std::vector<std::vector<std::optional<Binding>>>> climbs_;  // [rows - 1][first row][segment]
   std::vector<std::optional<Binding>> embeds_, heads_;                    // [rows - 1]
-  // what a step calls, side by side, because the weights that each call reads have emptied the cache before the next one;
-  // found anew when a row computes another count of layers, or rows come and go
+  // the calls of a step, contiguous because the weights that a call reads push everything else out of the CPU's cache;
+  // rebuilt when a row computes another number of layers, or rows come and go
   std::vector<Call> route_;
-  std::vector<int64_t> counts_, route_counts_;  // layers of each row: in this step, and those that `route_` is for
+  std::vector<int64_t> counts_, route_counts_;  // layers of each row: in this step, and when `route_` was built
   uint64_t engine_ns_ = 0, graph_launches_ = 0;
 };
 
@@ -105,7 +105,7 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
   int64_t hole = rows();
   positions_.push_back(joining);
   try {
-    // the first row of each group that must come later goes to the group's end
+    // make room: in each group of equal positions that belongs after the new row, the first row moves behind the last one
     while (hole > 0 && positions_[static_cast<size_t>(hole - 1)].t < joining.t) {
       const int64_t t = positions_[static_cast<size_t>(hole - 1)].t;
       int64_t first = hole - 1;
@@ -119,7 +119,7 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
   } catch (...) {
     try {
       Remove(hole, moved);
-    } catch (...) {  // a GPU that copies no more: rows are worth nothing, but as many as before
+    } catch (...) {  // the GPU cannot even copy: the rows are lost, but their number is right
       positions_.pop_back();
     }
     throw;
@@ -130,7 +130,7 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
 template <typename Moved>
 void Decoder::Remove(int64_t row, Moved moved) {
   int64_t hole = row;
-  // the last row of each group fills the hole that the group has
+  // close the gap: the last row of each group of equal positions fills the hole in or before the group
   while (hole < rows() - 1) {
     const int64_t t = positions_[static_cast<size_t>(hole + 1)].t;
     int64_t last = hole + 1;

@@ -18,7 +18,7 @@ using Pieces = std::vector<std::string>;
 
 unsigned Byte(char c) { return static_cast<unsigned char>(c); }
 
-// The alphabet of byte-level BPE: bytes that print stand for themselves, the others for U+0100 and on.
+// The alphabet of byte-level BPE: printable bytes are written as themselves, the others as U+0100 and up.
 constexpr size_t kAlphabetEnd = 0x144;
 
 std::array<int, kAlphabetEnd> ByteLevelAlphabet() {
@@ -32,7 +32,7 @@ std::array<int, kAlphabetEnd> ByteLevelAlphabet() {
   return bytes;
 }
 
-// The bytes of an entry; an added one, which is not written in the alphabet, is what it is.
+// The bytes of an entry. An added token, which is not written in this alphabet, stays as it is.
 std::string BytesOf(const std::string& entry) {
   static const std::array<int, kAlphabetEnd> alphabet = ByteLevelAlphabet();
   std::string bytes;
@@ -66,7 +66,7 @@ std::optional<char> FallbackByte(const std::string& entry) {
   return static_cast<char>(std::stoi(digits, nullptr, 16));
 }
 
-// Bytes side by side are text, or each of them is U+FFFD.
+// Adjacent bytes become text if they are valid UTF-8, otherwise each of them becomes U+FFFD.
 void ByteFallback(Pieces* pieces) {
   Pieces found;
   std::string run;
@@ -109,17 +109,17 @@ void Strip(std::string* piece, const std::string& content, size_t start, size_t 
 
 }  // namespace
 
-// From the parts of tokenizer.json.
+// Fills a Detokenizer from the parts of tokenizer.json.
 struct Detokenizer::Reader {
   static void AddEntry(Detokenizer* to, const Json& id, const Json& content) {
     const auto index = id.get<int64_t>();
-    if (index < 0 || index >= static_cast<int64_t>(to->entries_.size())) return;  // the model never gives it
+    if (index < 0 || index >= static_cast<int64_t>(to->entries_.size())) return;  // the model never generates it
     to->entries_[static_cast<size_t>(index)] = content.get<std::string>();
   }
 
   static void AddEntries(Detokenizer* to, const Json& data) {
     const Json& vocabulary = data.at("model").at("vocab");
-    if (vocabulary.is_array()) {  // of pairs with a score: Unigram's
+    if (vocabulary.is_array()) {  // Unigram's, pairs of content and score
       for (size_t id = 0; id < vocabulary.size(); ++id) AddEntry(to, id, vocabulary[id].at(0));
     } else {
       for (const auto& [content, id] : vocabulary.items()) AddEntry(to, id, content);
@@ -128,7 +128,7 @@ struct Detokenizer::Reader {
     for (const Json& added : data["added_tokens"]) AddEntry(to, added.at("id"), added.at("content"));
   }
 
-  // Whether all of it is known.
+  // Returns whether every part of `decoder` is known.
   static bool AddSteps(Detokenizer* to, const Json& decoder) {
     const auto type = decoder.at("type").get<std::string>();
     auto& steps = to->steps_;
@@ -171,13 +171,13 @@ std::optional<Detokenizer> Detokenizer::Read(const std::filesystem::path& path, 
   read.entries_.resize(static_cast<size_t>(vocab_size));
   try {
     std::ifstream file(path);
-    // merges are most of the file and not needed; nothing that is nests deep
+    // merges are most of the file and not needed; what is needed does not nest deeply
     const Json data = Json::parse(file, [](int depth, Json::parse_event_t event, Json& parsed) {
       return depth < 16 && (event != Json::parse_event_t::key || parsed != "merges");
     });
     if (data.at("decoder").is_null() || !Reader::AddSteps(&read, data["decoder"])) return std::nullopt;
     Reader::AddEntries(&read, data);
-  } catch (const std::exception& error) {  // nlohmann-json's, of what is missing or of another type
+  } catch (const std::exception& error) {  // from nlohmann-json, about a value that is missing or of another type
     throw BundleError("cannot be read (" + Cut(error.what(), 200) + ")", path.string());
   }
   for (const int64_t id : special) {

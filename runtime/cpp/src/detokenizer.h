@@ -1,4 +1,4 @@
-// Token ids to text, byte for byte what Hugging Face's tokenizers give (by tokenizer.json).
+// Token ids to text, as tokenizer.json says and byte for byte as Hugging Face's tokenizers do it.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 
 namespace skd {
 
-// GenAI's own decoding loses the text after bytes that are no UTF-8, which a model may write at any time.
+// Exists because GenAI's decoding loses the text after bytes that are not UTF-8, which a model may generate at any time.
 class Detokenizer {
  public:
-  // None where tokenizer.json names a way of decoding that is not known here. `special`: ids that are no text.
-  // Throws SKD_ERROR_BUNDLE for a file that cannot be read.
+  // Returns nullopt if tokenizer.json names a decoder that is not known here. `special`: ids that do not become text.
+  // Throws SKD_ERROR_BUNDLE if the file cannot be read.
   static std::optional<Detokenizer> Read(const std::filesystem::path& path, int64_t vocab_size, const std::set<int64_t>& special);
 
-  // Ids from 0 to vocab_size - 1. UTF-8; each sequence of bytes that is none has become U+FFFD, ids without an entry are left
-  // out.
+  // Returns valid UTF-8: invalid sequences of bytes become U+FFFD. Ids without an entry are left out. `ids` must be within
+  // 0 .. vocab_size - 1.
   std::string Decode(const int64_t* ids, size_t count) const;
 
  private:

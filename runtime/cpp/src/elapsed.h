@@ -1,4 +1,4 @@
-// What counters of time are made of.
+// Elapsed time, for counters.
 #pragma once
 
 #include <chrono>

@@ -35,13 +35,13 @@ Tensor Declared(const char* name, const Ort::TypeInfo& info) {
   return tensor;
 }
 
-// ONNX Runtime's environment is one a process, and so is its pool; it is never destroyed, because engines of other threads
-// may still run when static objects are.
+// The process's one ONNX Runtime environment, with its thread pool. Never destroyed, because other threads may still run
+// engines when static objects are destroyed.
 const Ort::Env* environment = nullptr;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 const OrtApiBase* api_base = nullptr;   // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 std::mutex environment_mutex;           // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
-// Closed again unless it is to stay: where the next call names no path, the system would give what is still open.
+// An open library, closed again unless it is accepted: if it stayed open, a later call without a path would get it too.
 using Opened = std::unique_ptr<void, int (*)(void*)>;
 
 Opened LoadApi(const std::string& library) {
@@ -60,8 +60,9 @@ Opened LoadApi(const std::string& library) {
   return opened;
 }
 
-// An uneven Split of slices that lie side by side (Phi-3's query, key, value) copies from the host's memory at each run, where a
-// graph would read it too. A bias within a product by quantised weights keeps it from CUTLASS's kernels.
+// The first makes adjacent slices (Phi-3's query, key, value) an uneven Split, which copies from the host's memory in each
+// run and so cannot be part of a CUDA graph. The second moves a bias into a product with quantised weights, which rules out
+// CUTLASS's kernels.
 constexpr char kUnwanted[] = "GatherSliceToSplitFusion;MatMulNBitsFusion";
 
 void UseCuda(Ort::SessionOptions& options) {
@@ -71,12 +72,12 @@ void UseCuda(Ort::SessionOptions& options) {
     Ort::ThrowOnError(api.CreateCUDAProviderOptions(&cuda));
     const std::unique_ptr<OrtCUDAProviderOptionsV2, decltype(api.ReleaseCUDAProviderOptions)> owner(
         cuda, api.ReleaseCUDAProviderOptions);
-    // an arena doubles what it takes at a time, which for weights is up to twice their size
+    // by default an arena doubles what it takes each time, which for weights is up to twice their size
     const char *const key = "arena_extend_strategy", *const value = "kSameAsRequested";
     Ort::ThrowOnError(api.UpdateCUDAProviderOptions(cuda, &key, &value, 1));
     Ort::ThrowOnError(api.UpdateCUDAProviderOptionsWithValue(cuda, "user_compute_stream", cuda_stream::Handle()));
     options.AddConfigEntry("session.use_device_allocator_for_initializers", "1");
-    options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");  // a node there would wait for each step
+    options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");  // a node on the CPU would make each step wait
     options.AddConfigEntry("optimization.disable_specified_optimizers", kUnwanted);
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
@@ -88,7 +89,7 @@ void UseCuda(Ort::SessionOptions& options) {
 }  // namespace
 
 void UseOnnxRuntime(const std::string& library, uint32_t threads, const std::function<void()>& check) {
-  constexpr uint32_t kMostThreads = 1024;  // ONNX Runtime hangs where the system has no more
+  constexpr uint32_t kMostThreads = 1024;  // ONNX Runtime hangs if the system starts no more
   if (threads > kMostThreads) {
     throw CapacityError(std::to_string(threads) + " is out of range",
                         "choose 1.." + std::to_string(kMostThreads) + ", or 0: one a core", "threads");
@@ -97,14 +98,14 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads, const std::fun
   if (environment != nullptr) return check();
   Opened opened = LoadApi(library);
   check();
-  opened.release();  // NOLINT(bugprone-unused-return-value): it stays
+  opened.release();  // NOLINT(bugprone-unused-return-value): the library stays loaded
   try {
     Ort::ThreadingOptions pool;
     pool.SetGlobalIntraOpNumThreads(threads > 0 ? static_cast<int>(threads) : UsableCores());
     pool.SetGlobalInterOpNumThreads(1);
     auto made = std::make_unique<Ort::Env>(pool, ORT_LOGGING_LEVEL_ERROR, "skipdecode");
-    made->DisableTelemetryEvents();  // of models as they are loaded; of the process: docs/cpp.md
-    // one arena for all engines: an arena an engine would keep each one's share of the longest prompt
+    made->DisableTelemetryEvents();  // about models as they are loaded; about the process: docs/cpp.md
+    // one arena for all engines: with one each, every engine would keep the memory that the longest prompt took in it
     const Ort::ArenaCfg defaults(0, -1, -1, -1);
     made->CreateAndRegisterAllocator(Ort::MemoryInfo("Cpu", OrtArenaAllocator, 0, OrtMemTypeDefault), defaults);
     environment = made.release();
@@ -150,12 +151,12 @@ Engine::Engine(const std::filesystem::path& path, Device device, bool optimized,
   Ort::SessionOptions options;
   options.DisablePerSessionThreads();
   options.AddConfigEntry("session.use_env_allocators", "1");
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // an error is a status too, which becomes ours
+  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // its errors also arrive as statuses, which become ours
   options.SetGraphOptimizationLevel(optimized ? ORT_DISABLE_ALL : ORT_ENABLE_ALL);
   if (device == Device::kCuda) {
     UseCuda(options);
     options_ = Ort::RunOptions();
-    options_.AddConfigEntry("disable_synchronize_execution_providers", "1");  // its results are waited for, not its runs
+    options_.AddConfigEntry("disable_synchronize_execution_providers", "1");  // callers wait for results, not for runs
   }
   try {
     session_ = Ort::Session(*environment, path.c_str(), options);

@@ -18,10 +18,10 @@
 
 namespace skd {
 
-// Load ONNX Runtime and make the process's one thread pool; the first call that succeeds decides both.
-// `library`: its path, empty: found as the system finds libraries. `threads`: 0: one for each usable core. `check`: of the
-// loaded library, which is let go where this throws and it was not the process's before.
-// Throws SKD_ERROR_TARGET: no library, or one that is too old; SKD_ERROR_CAPACITY: more threads than any machine has.
+// Load ONNX Runtime and create the process's one thread pool. The first call that succeeds decides both.
+// `library`: its path; empty: where the system looks for libraries. `threads`: 0: one for each usable core.
+// `check`: inspects the loaded library; if it throws, a library that this call has loaded is closed again.
+// Throws SKD_ERROR_TARGET if there is no library or it is too old, SKD_ERROR_CAPACITY for more threads than can be started.
 void UseOnnxRuntime(
     const std::string& library, uint32_t threads, const std::function<void()>& check = [] {});
 
@@ -30,7 +30,7 @@ std::string OnnxRuntimeVersion();
 
 enum class Device { kCpu, kCuda };
 
-// Throws SKD_ERROR_TARGET where the loaded library was not built for `device`.
+// Throws SKD_ERROR_TARGET if the loaded library was not built for `device`.
 void CheckProvider(Device device);
 
 // A tensor at a fixed address, owned by the caller.
@@ -47,18 +47,18 @@ size_t SizeOf(ONNXTensorElementDataType type);
 
 class Engine;
 
-// What runs a binding: small, so that the calls of a step lie side by side. All throw what RunFailure makes of a failure.
+// Runs a binding. Small, so that the calls of a step lie close together. Throws what RunFailure returns if the run fails.
 struct Call {
   const Engine* engine;
   const OrtIoBinding* binding;
-  Replay* replay;  // none on a CPU
+  Replay* replay;  // NULL on a CPU
 
-  // On a GPU: puts it on the stream.
+  // On a GPU this puts the run on the stream and does not wait for it.
   void Run() const {
     if (replay == nullptr) return RunNow();
     cuda_stream::Run([this] { RunNow(); });
   }
-  // As a step does, the same again and again. Returns whether it was the launch of a graph.
+  // The same for a run that decode steps repeat, which may become a CUDA graph. Returns whether a graph was launched.
   bool Repeat() const {
     if (replay != nullptr) return replay->Run([this] { RunNow(); });
     RunNow();
@@ -72,15 +72,15 @@ class Binding;
 // A compiled graph; may be run from several threads at once, each through bindings of its own.
 class Engine {
  public:
-  // `optimized`: whether the graph is what ONNX Runtime makes of it; else that is done now, for this device.
-  // `cuda_graphs`: whether calls that are repeated become CUDA graphs, on a GPU.
-  // Throws SKD_ERROR_BUNDLE where the file cannot be loaded, SKD_ERROR_TARGET where the device cannot be used or not for all of
-  // it, SKD_ERROR_CAPACITY where there is no memory for it.
+  // `optimized`: whether the file holds a graph that ONNX Runtime has optimised; otherwise it does so now, for this device.
+  // `cuda_graphs`: whether repeated runs become CUDA graphs, on a GPU.
+  // Throws SKD_ERROR_BUNDLE if the file cannot be loaded, SKD_ERROR_TARGET if the device cannot be used or cannot run the
+  // whole graph, SKD_ERROR_CAPACITY if there is no memory for it.
   Engine(const std::filesystem::path& path, Device device, bool optimized, bool cuda_graphs);
-  // As the file declares them: no addresses; -1 in a shape: any size.
+  // As the file declares them, without addresses; -1 in a shape: any size.
   const std::vector<Tensor>& inputs() const { return inputs_; }
   const std::vector<Tensor>& outputs() const { return outputs_; }
-  // Bind this with all inputs from now on: a weight that another engine reads too. The caller keeps its memory.
+  // Bind `weight`, which another engine reads too, along with the inputs of every later Bind. The caller owns its memory.
   void Share(Tensor weight) { shared_.push_back(std::move(weight)); }
   // Inputs that this engine does not read are left out. An output may be the same memory as an input.
   Binding Bind(const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs) const;
@@ -92,7 +92,7 @@ class Engine {
   Device device_;
   bool cuda_graphs_;
   Ort::RunOptions options_{nullptr};
-  mutable Ort::Session session_;  // Run is const by ONNX Runtime's promise, not by its C++ type
+  mutable Ort::Session session_;  // ONNX Runtime promises that Run is const; its C++ type does not say so
   std::vector<Tensor> inputs_, outputs_;
   std::unordered_set<std::string> input_names_;
   std::vector<Tensor> shared_;

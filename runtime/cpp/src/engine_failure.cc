@@ -12,7 +12,7 @@ bool Says(const std::string& said, std::initializer_list<const char*> words) {
   return std::any_of(words.begin(), words.end(), [&said](const char* each) { return said.find(each) != std::string::npos; });
 }
 
-// As its arena, CUDA, cuBLAS and C++ put it.
+// In the words of ONNX Runtime's arena, CUDA, cuBLAS or C++.
 bool SaysNoMemory(const std::string& said) {
   return Says(said, {"Failed to allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc"});
 }
@@ -31,7 +31,7 @@ Error NoMemory(const std::string& said, const std::string& remedy, const std::st
 }  // namespace
 
 std::string Reason(const std::string& said) {
-  constexpr size_t kMost = 400;  // the reason itself is the end: node, source file and function come before it
+  constexpr size_t kMost = 400;  // bytes, so that the reason itself fits, which comes after node, source file and function
   const std::string line = said.substr(0, said.find('\n'));
   return line.empty() ? "no reason given" : Cut(line, kMost);
 }

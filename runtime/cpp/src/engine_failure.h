@@ -1,4 +1,5 @@
-// Why ONNX Runtime failed, which it says in words alone, as an error with what to do. As runtime/engines/ort.py.
+// Turns ONNX Runtime's messages, which are all that tells its failures apart, into errors that say what to do. As in
+// runtime/engines/ort.py.
 #pragma once
 
 #include <string>
@@ -7,15 +8,15 @@
 
 namespace skd {
 
-// An engine, `where` its file, could not be loaded: SKD_ERROR_BUNDLE; SKD_ERROR_TARGET, SKD_ERROR_CAPACITY where it is not the
-// file's fault.
+// The error for an engine that could not be loaded from the file `where`: SKD_ERROR_BUNDLE, or SKD_ERROR_TARGET or
+// SKD_ERROR_CAPACITY if that is not the file's fault. `said`: ONNX Runtime's message.
 Error LoadFailure(const std::string& said, const std::string& where);
 
-// An engine, `where` its file, ended before its run did: SKD_ERROR_CAPACITY where there was no memory left; else
-// SKD_ERROR_TARGET `on_gpu`, and SKD_ERROR_INTERNAL on a CPU.
+// The error for an engine, loaded from the file `where`, whose run failed: SKD_ERROR_CAPACITY if it ran out of memory,
+// otherwise SKD_ERROR_TARGET on a GPU and SKD_ERROR_INTERNAL on a CPU.
 Error RunFailure(const std::string& said, bool on_gpu, const std::string& where);
 
-// What a user is told of the words: ONNX Runtime's own log, which has them too, is off.
+// The part of ONNX Runtime's message that an error quotes, because ONNX Runtime's own log is off.
 std::string Reason(const std::string& said);
 
 }  // namespace skd

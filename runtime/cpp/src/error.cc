@@ -23,7 +23,7 @@ Error::Error(skd_code code, const std::string& what, const std::string& remedy, 
 
 std::string Cut(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
-  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;  // the next byte goes on with a character
+  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;  // the next byte continues a character
   return text.substr(0, most);
 }
 

@@ -1,4 +1,4 @@
-// What a user can get wrong, as one line: what, where, what to do. Thrown inside the library, a skd_status at its border.
+// Errors as one line: what, where, what to do. Thrown inside the library; the C functions return them as a skd_status.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace skd {
 
 class Error : public std::runtime_error {
  public:
-  // `where` may be empty where `what` says it.
+  // `where` may be empty if `what` says it.
   Error(skd_code code, const std::string& what, const std::string& remedy, const std::string& where = "");
   skd_code code() const { return code_; }
 
@@ -19,11 +19,11 @@ class Error : public std::runtime_error {
   skd_code code_;
 };
 
-// Names come from files and may hold anything: without control characters, which would break the line or act on a terminal, and
-// in UTF-8.
+// `text` as valid UTF-8 without control characters, which would break the line or act on a terminal: names come from files
+// and may hold anything.
 std::string OneLine(const std::string& text);
 
-// The first `most` bytes of a text or a few fewer: no character of UTF-8 is cut in two.
+// The first `most` bytes of a text, or a few fewer so that no UTF-8 character is cut in two.
 std::string Cut(const std::string& text, size_t most);
 
 Error BundleError(const std::string& what, const std::string& where);  // its remedy: export the model again

@@ -1,5 +1,5 @@
-// Which bundle a folder holds: another may be put in its place, by an export with --force or a deployment that renames a folder
-// or turns a link. Of files that are replaced one by one below the same bundle.json it knows nothing.
+// Detects that another bundle has been put in a bundle's place, by an export with --force or a deployment that renames a
+// folder or redirects a link. Files that are replaced one by one, with the same bundle.json, are not noticed.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace skd {
 
-// What another bundle.json of the same name differs in; all 0: there is none.
+// Tells one bundle.json from another at the same path; all 0: there is none.
 struct Identity {
   uint64_t device = 0, inode = 0;
   int64_t changed_s = 0, changed_ns = 0;
@@ -16,10 +16,11 @@ struct Identity {
 
 Identity IdentityOf(const std::filesystem::path& bundle);
 
-// Throws SKD_ERROR_BUNDLE where `bundle` is another than `loaded` by now. `when`: of that, "while it was loaded".
+// Throws SKD_ERROR_BUNDLE if the folder `bundle` no longer holds the bundle that was `loaded`. `when`: for the message, such
+// as "while it was loaded".
 void CheckIdentity(const std::filesystem::path& bundle, const Identity& loaded, const std::string& when);
 
-// Runs `read`: what it reads of `bundle` is of the one that is `loaded`, or this throws as CheckIdentity; also where `read`
+// Runs `read`, then throws as CheckIdentity if it may have read parts of another bundle. That error replaces any that `read`
 // throws, since parts of two bundles may look damaged.
 template <typename Read>
 void ReadOne(const std::filesystem::path& bundle, const Identity& loaded, const std::string& when, Read read) {

@@ -9,9 +9,9 @@
 namespace skd {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // bytes, that attention's kernels read at a time
+constexpr int64_t kAlignment = 16;  // bytes that attention's kernels read at a time
 
-// Position t of a row lies in slot t (absolute) or prompt + t (generated); none where no decode step computes the layer.
+// Position t of a row lies in slot t (absolute) or prompt + t (generated). No slots if no decode step computes the layer.
 int64_t Slots(const Schedule& schedule, int64_t layer, int64_t prompt, int64_t new_tokens) {
   const std::optional<int64_t> cap = schedule.Cap(layer);
   if (schedule.anchor() == Anchor::kAbsolute) return cap ? std::min(prompt + new_tokens, *cap) : prompt + new_tokens;
@@ -34,7 +34,7 @@ KvBuffer::KvBuffer(const Memory& memory, const Model& model, std::vector<int64_t
     for (StateArray& of : LayerState(model, layer, SlotsOf(layer))) {
       const auto size = static_cast<int64_t>(SizeOf(TypeOf(memory, of)));
       const int64_t row_bytes = std::accumulate(of.shape.begin(), of.shape.end(), size, std::multiplies<>());
-      bytes_ = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;  // keys and values after a state of any size
+      bytes_ = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;  // the array before may be a state of any size
       layers_[static_cast<size_t>(layer)].push_back({std::move(of), bytes_, row_bytes});
       bytes_ += rows * row_bytes;
     }
@@ -57,7 +57,7 @@ void KvBuffer::BindRead(int64_t layer, int64_t row, int64_t rows, Bindings* bind
 void KvBuffer::ClearRow(int64_t row) {
   for (const auto& arrays : layers_) {
     for (const Array& array : arrays) {
-      // attention weighs every slot on a GPU, by 0 where it is not valid: a NaN that an earlier row left in one would stay
+      // on a GPU attention weighs every slot, invalid ones by 0, but 0 times an earlier row's NaN is still NaN
       if (!array.of.has_slots || !memory_.on_host()) memory_.Clear(At(array, row), static_cast<size_t>(array.row_bytes));
     }
   }
@@ -66,7 +66,7 @@ void KvBuffer::ClearRow(int64_t row) {
 void KvBuffer::CopyRow(int64_t from, int64_t to, int64_t length) {
   for (const auto& arrays : layers_) {
     for (const Array& array : arrays) {
-      // on a GPU a call costs more than the slots that hold nothing yet: a row is one copy there
+      // on a GPU a call costs more than copying slots that hold nothing yet, so a row's array is copied as a whole
       const bool by_head = array.of.has_slots && memory_.on_host();
       const int64_t pieces = by_head ? array.of.shape[0] : 1;
       const int64_t stride = array.row_bytes / pieces, slots = by_head ? array.of.shape[1] : 1;

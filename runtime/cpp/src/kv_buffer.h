@@ -1,5 +1,5 @@
-// The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape; of a layer with
-// linear attention and its like its states; layers that read the keys and values of another have none.
+// The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape. It also
+// holds the states of layers with linear attention and the like. Layers that use another layer's keys have none.
 #pragma once
 
 #include <cstddef>
@@ -13,27 +13,28 @@
 
 namespace skd {
 
-// Slots of each layer where no row has more tokens than `prompt` and `new_tokens`; 0: no decode step computes the layer.
+// The slots of each layer if no row has more than `prompt` prompt tokens and `new_tokens` generated ones. 0: no decode step
+// computes the layer.
 std::vector<int64_t> SlotsPerLayer(const Schedule& schedule, int64_t prompt, int64_t new_tokens);
 
-// Memory and nothing else: each layer's arrays [B, ...] as LayerState says, zeros at first.
+// Only memory: each layer's arrays [B, ...], as LayerState describes them, initially zero.
 class KvBuffer {
  public:
-  // `slots`: C, of each layer; 0: it needs none, nor any other state. `memory` must outlive the buffer.
+  // `slots`: C of each layer; 0: the layer needs neither slots nor states. `memory` must outlive the buffer.
   KvBuffer(const Memory& memory, const Model& model, std::vector<int64_t> slots, int64_t rows);
 
   // Positions that a row of `layer` has room for.
   int64_t SlotsOf(int64_t layer) const { return slots_[static_cast<size_t>(layer)]; }
   // Whether any decode step computes `layer`.
   bool Has(int64_t layer) const { return SlotsOf(layer) > 0; }
-  // Rows `row ..` of `layer`, `rows` of them, as its engine reads and writes them in place; the buffer must have the layer.
+  // Add `rows` rows of `layer`, from `row` on, to `bindings`: its engine reads and writes them in place. The buffer must have
+  // the layer.
   void Bind(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
-  // The same of the keys and values alone, as engines of other layers read them.
+  // The same for keys and values only, which engines of other layers read.
   void BindRead(int64_t layer, int64_t row, int64_t rows, Bindings* bindings);
-  // Zeros for what states have summed up of a row; on a device for its keys and values too, in which an earlier row may have
-  // left a NaN.
+  // Zero a row's states; on a GPU its keys and values too, where an earlier row may have left a NaN.
   void ClearRow(int64_t row);
-  // Copy the first `length` slots of a row, and what has no slots, over another row's.
+  // Copy the first `length` slots of a row, and its states, over another row's.
   void CopyRow(int64_t from, int64_t to, int64_t length);
   uint64_t bytes() const { return static_cast<uint64_t>(bytes_); }
 

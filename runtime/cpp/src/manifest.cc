@@ -54,7 +54,7 @@ Model DecodeModel(const Json& data) {
 
 Schedule DecodeSchedule(const Json& data) {
   const Object o(data, "schedule", {"name", "num_layers", "warmup_layers", "layers", "anchor"});
-  o.Text("name");  // how it was made, for people
+  o.Text("name");  // how the schedule was made, for people
   const std::string anchor = o.Text("anchor");
   if (anchor != "generated" && anchor != "absolute") throw Malformed("schedule.anchor", "is not generated or absolute");
   return {o.Integer("num_layers"), o.Integer("warmup_layers"), o.Integers("layers"),
@@ -118,7 +118,7 @@ Error Unreadable(const std::filesystem::path& path, const std::string& reason) {
   return {SKD_ERROR_BUNDLE, "cannot be read (" + reason + ")", "check its name and permissions", path.string()};
 }
 
-// Throws where nobody may know.
+// Throws if that cannot be found out.
 bool IsFile(const std::filesystem::path& path) {
   std::error_code error;
   const std::filesystem::file_status status = std::filesystem::status(path, error);
@@ -148,7 +148,7 @@ StateLayers Model::Kept(int64_t layer) const {
 
 Manifest ParseManifest(const std::string& text, const std::string& where) {
   const Json data = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  const bool marked = text.rfind("\xEF\xBB\xBF", 0) == 0;  // a byte order mark is no JSON, and this parser skips it
+  const bool marked = text.rfind("\xEF\xBB\xBF", 0) == 0;  // a byte order mark is not JSON, but this parser skips it
   if (data.is_discarded() || marked) throw BundleError("cannot be read (not JSON)", where);
   const bool versioned = data.is_object() && data.contains("format_version");
   if (!versioned || data["format_version"] != kFormatVersion || !data["format_version"].is_number_integer()) {

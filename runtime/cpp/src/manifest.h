@@ -11,7 +11,7 @@
 
 namespace skd {
 
-// An array that has one size whatever the length, zeros before a row's first token.
+// An array whose size does not depend on a row's length, zero before the row's first token.
 struct State {
   std::string name;            // its engine reads past_{name}.{l} and writes present_{name}.{l}
   std::vector<int64_t> shape;  // of one row
@@ -22,10 +22,11 @@ struct Keys {
   int64_t num_heads, head_size;
 };
 
-// Layers that keep the same: keys and values, or those of another layer, and the states of linear attention and its like.
+// Layers that keep the same of a row: keys and values, or those of another layer, and states of linear attention and the
+// like.
 struct StateLayers {
   std::vector<int64_t> layers;     // rising
-  std::optional<Keys> keys;        // none: they have none of their own
+  std::optional<Keys> keys;        // nullopt: they have none of their own
   std::optional<int64_t> keys_of;  // a layer below, computed at every position, whose keys and values they read
   std::vector<State> states;
 };
@@ -33,7 +34,7 @@ struct StateLayers {
 struct Model {
   std::string name, model_type;
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, vocab_size, num_parameters;
-  std::vector<StateLayers> state_layers;  // every other layer has keys and values of those sizes, and nothing else
+  std::vector<StateLayers> state_layers;  // any other layer keeps keys and values of the sizes above, and nothing else
   std::vector<int64_t> eos_token_ids;
 
   // What `layer` keeps.
@@ -80,11 +81,11 @@ struct Manifest {
   std::vector<File> files;
 };
 
-// `where` names the file in errors. Throws SKD_ERROR_BUNDLE: not JSON, another format version, unknown or missing keys, parts
-// that contradict each other.
+// `where` names the file in errors. Throws SKD_ERROR_BUNDLE if `text` is not JSON or has another format version, unknown or
+// missing keys, or parts that contradict each other.
 Manifest ParseManifest(const std::string& text, const std::string& where = "bundle.json");
 
-// Also that every file is there in its size.
+// Read and check bundle.json in the folder `bundle`, and check that every file is there and has its size.
 Manifest ReadManifest(const std::filesystem::path& bundle);
 
 }  // namespace skd

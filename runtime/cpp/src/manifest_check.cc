@@ -13,7 +13,7 @@
 namespace skd {
 namespace {
 
-// Whether the layers of `group` keep arrays of sizes that are some, each under a name of its own.
+// Whether the arrays that the layers of `group` keep have valid sizes and names that differ.
 bool KeptOnce(const StateLayers& group) {
   const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
   std::set<std::string> names;
@@ -39,7 +39,7 @@ void CheckStates(const Model& model) {
   }
 }
 
-// Layers whose keys others read are below those, have their own, and are computed at every position.
+// A layer whose keys others read must be below them, have keys of its own, and be computed at every position.
 void CheckSources(const Manifest& manifest) {
   for (const StateLayers& group : manifest.model.state_layers) {
     if (!group.keys_of) continue;
@@ -52,7 +52,8 @@ void CheckSources(const Manifest& manifest) {
   }
 }
 
-// Of a row, with keys and values of `length` positions for each layer; in double, which no size overflows.
+// How many numbers are kept of a row, with keys and values of `length` positions in each layer. In double, which no size
+// overflows.
 double StateNumbers(const Model& model, int64_t length) {
   const auto product = [](const std::vector<int64_t>& sizes) {
     return std::accumulate(sizes.begin(), sizes.end(), 1.0, std::multiplies<>());
@@ -66,7 +67,7 @@ double StateNumbers(const Model& model, int64_t length) {
   return numbers;
 }
 
-// Whether all layers keep states in the place of keys, so that the model has no heads.
+// Whether all layers keep states instead of keys, so that the model has no attention heads.
 bool WithoutHeads(const Model& m) {
   int64_t without = 0;
   for (const StateLayers& group : m.state_layers) without += group.keys ? 0 : static_cast<int64_t>(group.layers.size());
@@ -175,7 +176,7 @@ void CheckPaths(const Manifest& manifest) {
   }
 }
 
-// The positions that need a slot, as the file says them; they must follow from the schedule.
+// Each layer's slots, as the file states them, must follow from the schedule.
 void CheckSlots(const Manifest& manifest, const std::vector<std::optional<int64_t>>& slots) {
   bool follow = slots.size() == static_cast<size_t>(manifest.model.num_layers);
   for (size_t layer = 0; follow && layer < slots.size(); ++layer) {

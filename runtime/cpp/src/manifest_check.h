@@ -1,4 +1,4 @@
-// What the parts of a manifest must be to each other, as the Python runtime has it.
+// Checks that the parts of a manifest fit each other, as the Python runtime does.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace skd {
 
-// `kv_slots`: of each layer, as bundle.json says them; nullopt: one a position. Throws SKD_ERROR_BUNDLE.
+// `kv_slots`: each layer's slots as bundle.json states them; nullopt: a slot for every position. Throws SKD_ERROR_BUNDLE.
 void CheckManifest(const Manifest& manifest, const std::vector<std::optional<int64_t>>& kv_slots);
 
 }  // namespace skd

@@ -18,9 +18,9 @@ ONNXTensorElementDataType TypeOf(const std::string& floats) {
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 
-constexpr size_t kLarge = size_t{4} << 20;  // as numpy's; below it little is gained
+constexpr size_t kLarge = size_t{4} << 20;  // as in numpy; below it little is gained
 
-// Advice alone: a step reads the whole KV buffer, and in pages of 4 KiB that is a walk through the page table every 4 KiB.
+// Advice only. A step reads the whole KV buffer, which in pages of 4 KiB means a walk through the page table every 4 KiB.
 void AskForHugePages(std::byte* memory, size_t bytes) {
   constexpr uintptr_t kPage = 4096;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;

@@ -11,32 +11,32 @@
 
 namespace skd {
 
-// Bytes of a Memory, zeroed when they were handed out; empty for none.
+// Bytes allocated by a Memory, initially zero; empty for 0 bytes.
 using Block = std::unique_ptr<std::byte, void (*)(std::byte*)>;
 
 class Memory {
  public:
-  // `floats`: of hidden states, keys and values; a bundle's word: float32, float16, bfloat16.
+  // `floats`: the type of hidden states, keys and values, as bundle.json has it: float32, float16 or bfloat16.
   Memory(Device device, const std::string& floats);
 
   bool on_host() const { return device_ == Device::kCpu; }
-  // Whether engines read what the host writes as it is: those for CPUs, in float32. Others have copies, on a CPU too.
+  // Whether engines read the host's arrays directly, as the cpu target's do, in float32. Others read copies, even on a CPU.
   bool in_place() const { return on_host() && floats_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   ONNXTensorElementDataType floats() const { return floats_; }
   size_t float_size() const { return SizeOf(floats_); }
   // Throws SKD_ERROR_CAPACITY, std::bad_alloc.
   Block Allocate(size_t bytes) const;
-  // On the host, where the GPU reads and writes it by itself.
+  // On the host, in memory that the GPU reads and writes directly.
   Block AllocateHost(size_t bytes) const;
-  // Everything happens in the order in which it is asked for; on a GPU only Receive and WaitForAll wait for its end. What is
-  // sent must stay as it is until then.
+  // These take effect in the order of the calls. On a GPU only Receive and WaitForAll wait for that; until then what is sent
+  // must not change.
   void Send(std::byte* to, const void* from, size_t bytes) const;
   void Receive(void* to, const std::byte* from, size_t bytes) const;
   void Copy(std::byte* to, const std::byte* from, size_t bytes) const;
   void Clear(std::byte* memory, size_t bytes) const;
   void WaitForAll() const;
 
-  // Tensors of this memory.
+  // Describe an array in this memory.
   Tensor Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const;
   Tensor Of(std::string name, std::byte* data, std::vector<int64_t> shape, ONNXTensorElementDataType type) const;
 
@@ -45,7 +45,7 @@ class Memory {
   ONNXTensorElementDataType floats_;
 };
 
-// An array on the host, and what engines see of it: the same bytes, or a copy in their memory, which must outlive this.
+// An array on the host and the array that engines see: the same bytes, or a copy in `memory`, which must outlive this.
 template <typename T>
 class Twin {
  public:
@@ -56,13 +56,13 @@ class Twin {
   T& operator[](int64_t index) { return data()[index]; }
   T* data() { return reinterpret_cast<T*>(host_.get()); }
   const T* data() const { return reinterpret_cast<const T*>(host_.get()); }
-  // Element `index`, as engines see it.
+  // The address of element `index` for engines.
   std::byte* seen(int64_t index = 0) { return (copy_ ? copy_.get() : host_.get()) + index * static_cast<int64_t>(sizeof(T)); }
-  // Let engines see `count` elements, from `first` on, as the host has them.
+  // Copy `count` elements, from `first` on, to where engines see them.
   void Send(int64_t count, int64_t first = 0) {
     if (copy_) memory_.Send(seen(first), data() + first, sizeof(T) * static_cast<size_t>(count));
   }
-  // Let the host see `count` elements, from `first` on, as engines have them.
+  // Copy `count` elements, from `first` on, back from there.
   void Receive(int64_t first, int64_t count) {
     if (copy_) memory_.Receive(data() + first, seen(first), sizeof(T) * static_cast<size_t>(count));
   }

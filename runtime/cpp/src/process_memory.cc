@@ -13,9 +13,9 @@
 namespace skd {
 
 void ReleaseLoadingMemory(const std::vector<std::filesystem::path>& files) {
-  malloc_trim(0);  // glibc would keep it
+  malloc_trim(0);  // glibc would keep the freed heap
   std::error_code none;
-  std::set<std::string> names;  // as the system has them, without links
+  std::set<std::string> names;  // with links resolved, as the system lists them
   for (const std::filesystem::path& file : files) names.insert(std::filesystem::weakly_canonical(file, none).string());
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {

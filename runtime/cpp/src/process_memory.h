@@ -1,4 +1,4 @@
-// What only loading needed of the process's memory goes back to the system.
+// Returns the memory that only loading needed to the system.
 #pragma once
 
 #include <filesystem>
@@ -6,9 +6,9 @@
 
 namespace skd {
 
-// Give back the heap that loading took, and the pages of the bundle's `files` that it read; both come again when they are
-// needed. Nothing else may be given back: a program or a library may lie in the bundle's folder, and what it has written is
-// gone with its pages.
+// Return the heap that loading used, and the pages that it read of the bundle's `files`, which are read again when needed. No
+// other file's pages may be returned: a program or a library may lie in the bundle's folder, and it would lose what it has
+// written to its pages.
 void ReleaseLoadingMemory(const std::vector<std::filesystem::path>& files);
 
 }  // namespace skd

@@ -9,7 +9,7 @@ bool Replay::Run(const cuda_stream::Calls& call) {
     try {
       graph_.emplace(call);
       state_ = State::kRecorded;
-    } catch (const std::exception&) {  // nothing has run: whatever broke the recording, the same call may be made now
+    } catch (const std::exception&) {  // nothing has run yet, so the call can be made now, whatever broke the recording
       state_ = State::kCalls;
     }
   }

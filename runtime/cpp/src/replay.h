@@ -1,4 +1,4 @@
-// An engine's run on a GPU that steps repeat, with the same addresses each time: a graph from its second time on.
+// An engine's run on a GPU that decode steps repeat with the same addresses: a CUDA graph from the second time on.
 #pragma once
 
 #include <optional>
@@ -10,11 +10,11 @@ namespace skd {
 class Replay {
  public:
   explicit Replay(bool graphs) : state_(graphs ? State::kNew : State::kCalls) {}
-  // `call`: the same at every time. Returns whether it was one launch of a graph; a run that cannot be one stays a call.
+  // `call`: the same every time. Returns whether a graph was launched; a run that cannot become a graph stays a call.
   bool Run(const cuda_stream::Calls& call);
 
  private:
-  // not recorded at its first time, when the engine allocates and chooses kernels
+  // not recorded the first time, when the engine allocates memory and chooses kernels
   enum class State { kNew, kTaken, kRecorded, kCalls };
 
   State state_;

@@ -12,7 +12,7 @@
 namespace skd {
 namespace {
 
-// In lanes, which compilers turn into vector instructions: std::max_element takes 8 us for 8192 logits.
+// Works in lanes, which compilers turn into vector instructions: std::max_element takes 8 us for 8192 logits.
 float Largest(const float* values, int64_t count) {
   constexpr int64_t kLanes = 16;
   float best[kLanes];
@@ -24,7 +24,7 @@ float Largest(const float* values, int64_t count) {
   return *std::max_element(best, best + kLanes);
 }
 
-// The first of the largest; only the block that has it is searched one by one.
+// The index of the first of the largest logits. Only the block that holds it is searched element by element.
 int64_t Likeliest(const float* logits, int64_t count) {
   constexpr int64_t kBlock = 512;
   float most = -std::numeric_limits<float>::infinity();
@@ -38,7 +38,7 @@ int64_t Likeliest(const float* logits, int64_t count) {
   }
   const float* end = logits + std::min(first + kBlock, count);
   const float* found = std::find(logits + first, end, most);
-  return found == end ? 0 : found - logits;  // nothing but NaN: any token is as good
+  return found == end ? 0 : found - logits;  // all are NaN: any token is as good
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ int64_t Likeliest(const float* logits, int64_t count) {
 void CheckSampling(const skd_row_options& options) {
   if (options.do_sample == 0) return;
   const auto fail = [](const char* where, double value, const char* remedy) {
-    // with as many digits as it takes to see that it is; JSON has no NaN
+    // with as many digits as it takes to see that it is out of range; JSON has no NaN
     const std::string shown = std::isfinite(value) ? nlohmann::json(value).dump() : std::to_string(value);
     throw CapacityError(shown + " is out of range", remedy, where);
   };
@@ -81,7 +81,7 @@ int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_o
   if (!PutIntoBins(row, count)) return likeliest;
   if (options.top_k > 0 && options.top_k < count) KeepLikeliest(row, options.top_k);
   double kept = Weigh(row);
-  if (options.top_p < 1) kept = Passing(row, std::nextafter(options.top_p * kept, 0.0)).mass;  // that reaches it is enough
+  if (options.top_p < 1) kept = Passing(row, std::nextafter(options.top_p * kept, 0.0)).mass;  // reaching top_p is enough
   return Passing(row, std::min(draw * kept, std::nextafter(kept, 0.0))).id;
 }
 
@@ -94,7 +94,7 @@ double Sampler::Distribution::MassOf(int32_t id) const {
 }
 
 bool Sampler::PutIntoBins(const Distribution& row, size_t count) {
-  const auto steepness = static_cast<float>(std::min(kBinsPerNat / row.temperature, 1e30));  // next to 0 it is none in fp32
+  const auto steepness = static_cast<float>(std::min(kBinsPerNat / row.temperature, 1e30));  // or it would be infinite in fp32
   ids_.resize(count);
   std::iota(ids_.begin(), ids_.end(), 0);
   bins_.resize(count);
@@ -143,7 +143,7 @@ Sampler::Found Sampler::Passing(const Distribution& row, double limit) {
     found = {id, found.mass + row.MassOf(id)};
     if (found.mass > limit) break;
   }
-  found.mass = std::min(found.mass, after);  // sums of the same numbers in another order, which must not pass each other
+  found.mass = std::min(found.mass, after);  // which sums the same numbers in another order
   return found;
 }
 

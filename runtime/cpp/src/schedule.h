@@ -1,4 +1,4 @@
-// The schedule: how many layers each position computes (SkipDecode, arXiv 2307.02628, section 3). As runtime/schedule.py.
+// The schedule: how many layers each position computes (SkipDecode, arXiv 2307.02628, section 3). As in runtime/schedule.py.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum class Anchor {
 // t -> k(t), never increasing, so active layers are nested.
 class Schedule {
  public:
-  // Throws SKD_ERROR_SCHEDULE where the counts rise or leave their range.
+  // Throws SKD_ERROR_SCHEDULE if the counts rise or a number is out of range.
   Schedule(int64_t num_layers, int64_t warmup_layers, std::vector<int64_t> layers, Anchor anchor);
   static Schedule FullDepth(int64_t num_layers);
 
@@ -27,9 +27,9 @@ class Schedule {
   double mean_layers() const;
   // k(t), t >= 0.
   int64_t LayersAt(int64_t position) const;
-  // The least layer count that includes `layer`.
+  // The least layer count at which `layer` is active.
   int64_t LeastCount(int64_t layer) const;
-  // How many positions compute `layer`, the first ones; nullopt: all of them.
+  // How many positions, counted from the first, compute `layer`; nullopt: all.
   std::optional<int64_t> Cap(int64_t layer) const;
 
  private:
@@ -39,7 +39,7 @@ class Schedule {
   Anchor anchor_;
 };
 
-// The first `warmup_layers` (no more than `count`) and the last ones, `count` of `num_layers` in all, ascending.
+// The `count` active layers of `num_layers`, ascending: the first `warmup_layers` (at most `count`) and the last ones.
 std::vector<int64_t> ActiveLayers(int64_t num_layers, int64_t warmup_layers, int64_t count);
 
 }  // namespace skd

@@ -81,7 +81,7 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
     throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use",
                         "wait until one ends, or ask for a larger max_rows", "prompt");
   }
-  // what fails later would leave a row without its token
+  // now, because a failure later would leave a row without its token
   if (!turn_around_) sampler_.Prepare(bundle_->manifest.model.vocab_size, options);
   const auto began = std::chrono::steady_clock::now();
   rows_.emplace_back();
@@ -154,7 +154,7 @@ size_t Session::Find(uint64_t row) const {
   return static_cast<size_t>(found - rows_.begin());
 }
 
-// One decode step of all rows; returns its layers.
+// Runs one decode step of all rows; returns how many layers the deepest row computed.
 int64_t Session::DecodeStep() {
   if (gpu_knows_) return decoder_.Step();
   std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
@@ -167,7 +167,7 @@ int64_t Session::DecodeStep() {
   return layers;
 }
 
-// The next tokens of `count` rows from `first` on, from their logits.
+// Chooses the next tokens of `count` rows, from `first` on, from their logits.
 void Session::Choose(size_t first, size_t count) {
   const auto start = static_cast<int64_t>(first);
   const int64_t* chosen = turn_around_ ? turn_around_->Run(decoder_.At(start), start, static_cast<int64_t>(count)) : nullptr;
@@ -196,7 +196,7 @@ void Session::Take(Row* row, int64_t token) {
 
 void Session::RemoveEnded() {
   for (size_t index = rows_.size(); index-- > 0;) {
-    if (rows_[index].finish != SKD_FINISH_NONE) Remove(index);  // all have been told by now
+    if (rows_[index].finish != SKD_FINISH_NONE) Remove(index);  // all have their event by now
   }
 }
 

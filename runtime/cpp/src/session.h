@@ -1,4 +1,4 @@
-// Rows on their way through one decoder: which token each fed last, when it ends, what is to be told.
+// The rows of one decoder: each row's newest token, when the row ends, which events to deliver.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace skd {
 
-// Throws SKD_ERROR_CAPACITY where a bundle does not take so many rows.
+// Throws SKD_ERROR_CAPACITY if a bundle does not take this many rows.
 void CheckRows(const Bundle& bundle, uint64_t rows);
 
 class Session {
@@ -22,10 +22,10 @@ class Session {
   Session(std::shared_ptr<const Bundle> bundle, const skd_session_options& options);
 
   int64_t max_rows() const { return max_rows_; }
-  // Whether such a row can ever join; throws SKD_ERROR_CAPACITY, `where` names the prompt.
+  // Throws SKD_ERROR_CAPACITY if such a row can never join. `where` names the prompt in the message.
   void Check(const int64_t* prompt, size_t length, const skd_row_options& options, const char* where) const;
   uint64_t Add(const int64_t* prompt, size_t length, const skd_row_options& options);
-  // First tokens of rows that joined; or else one decode step. Empty: no row is left.
+  // The first tokens of rows that joined; if there are none, the tokens of one decode step. Empty: no row is left.
   const std::vector<skd_event>& Step();
   void Cancel(uint64_t row);
   const float* Logits(uint64_t row) const;
@@ -35,12 +35,12 @@ class Session {
   struct Row {
     uint64_t id;
     int64_t token;      // the newest, which the next step feeds
-    uint32_t produced;  // tokens
-    bool told;          // of its first token
+    uint32_t produced;  // tokens so far
+    bool told;          // whether its first token has been delivered
     skd_finish finish;
     skd_row_options options;
   };
-  // Follows the decoder where it moves rows.
+  // Moves rows as the decoder moves them.
   struct Mover {
     std::vector<Row>* rows;
     void operator()(int64_t from, int64_t to) const { (*rows)[static_cast<size_t>(to)] = (*rows)[static_cast<size_t>(from)]; }
@@ -57,15 +57,15 @@ class Session {
   std::shared_ptr<const Bundle> bundle_;
   int64_t max_rows_, max_prompt_, max_new_;
   Decoder decoder_;
-  Sampler sampler_;                        // on the host; or
-  std::optional<TurnAround> turn_around_;  // on a GPU
-  bool gpu_knows_ = false;                 // each row's newest token, place and settings
+  Sampler sampler_;                        // chooses tokens on the host
+  std::optional<TurnAround> turn_around_;  // chooses them on a GPU
+  bool gpu_knows_ = false;                 // whether it has each row's newest token, place and settings
   std::vector<Row> rows_;                  // in the decoder's order
   std::vector<int64_t> tokens_;
   std::vector<skd_event> events_;
   uint64_t next_id_ = 0;
   skd_counters counters_{};
-  uint64_t waited_ns_ = 0;  // in decode steps, for a GPU's tokens
+  uint64_t waited_ns_ = 0;  // for a GPU's tokens in decode steps
 };
 
 }  // namespace skd

@@ -1,4 +1,4 @@
-// bundle.json's values, read strictly: another type, an unknown or a missing key is an error that names its place.
+// Strict reading of bundle.json: a value of another type, an unknown or a missing key is an error that names its place.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@ using Json = nlohmann::json;
 
 constexpr size_t kShown = 40;  // bytes of a wrong value that an error shows
 
-// SKD_ERROR_BUNDLE: what is wrong at a place in bundle.json; ParseManifest adds whose, and what to do.
+// SKD_ERROR_BUNDLE for the place `where` in bundle.json; ParseManifest adds the file and what to do.
 Error Malformed(const std::string& where, const std::string& what);
 
-// Short, and safe on values of any size and depth.
+// A wrong value as an error shows it: short, and safe for values of any size and depth.
 std::string Shown(const Json& data);
 
-// An object whose keys are exactly those that were announced.
+// A JSON object that must have exactly the given keys.
 class Object {
  public:
   Object(const Json& data, std::string where, std::initializer_list<const char*> keys);

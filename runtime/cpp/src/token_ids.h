@@ -1,4 +1,4 @@
-// Token ids that a caller gives.
+// Checks the token ids that a caller gives.
 #pragma once
 
 #include <cstddef>

@@ -31,7 +31,7 @@ struct GenAi {
 
 namespace {
 
-constexpr size_t kReason = 200;  // bytes of a reason that an error shows: it may quote the file
+constexpr size_t kReason = 200;  // bytes of a reason that an error shows, since it may quote the file
 
 // A text, and what Hugging Face's tokenizer made of it.
 struct Sample {
@@ -67,7 +67,7 @@ GenAi LoadGenAi(const std::string& library) {
 }
 
 const GenAi& Api(const std::string& library) {
-  static const GenAi api = LoadGenAi(library);  // tried again by the next call where it throws
+  static const GenAi api = LoadGenAi(library);  // if this throws, the next call tries again
   return api;
 }
 
@@ -78,7 +78,7 @@ void Check(const GenAi& api, void* result, const std::string& where) {
   throw Error(SKD_ERROR_TOKENIZER, "the tokenizer failed (" + reason + ")", "tokenise elsewhere and give token ids", where);
 }
 
-// tokenization.json, which skip-export writes beside tokenizer.json.
+// Reads tokenization.json, which skip-export writes next to tokenizer.json.
 nlohmann::json ReadTokenization(const std::filesystem::path& bundle) {
   const std::filesystem::path path = bundle / "tokenization.json";
   if (!std::filesystem::is_regular_file(path)) {
@@ -111,7 +111,7 @@ void Tokenizer::Read() {
   void* created = nullptr;
   Check(api_, api_.create_tokenizer(folder.c_str(), &created), folder);
   tokenizer_ = {created, api_.destroy_tokenizer};
-  // special tokens are put around the ids below, as Hugging Face's tokenizer was seen to do: GenAI knows few of the ways
+  // Encode adds special tokens itself, as Hugging Face's tokenizer was seen to do: GenAI knows few of the ways to do it
   const char* const keys[] = {"add_special_tokens", "skip_special_tokens"};
   const char* const values[] = {"false", "true"};
   Check(api_, api_.update_options(tokenizer_.get(), keys, values, 2), folder);
@@ -139,7 +139,7 @@ std::vector<int64_t> Tokenizer::Encode(const char* text) {
 std::string Tokenizer::Decode(const int64_t* ids, size_t count) {
   CheckIds(bundle_->manifest.model, ids, count);
   if (detokenizer_) return detokenizer_->Decode(ids, count);
-  // GenAI's skipping of special tokens gives U+FFFD where nothing is left
+  // GenAI would return U+FFFD if skipping special tokens left nothing
   if (std::all_of(ids, ids + count, [this](int64_t id) { return special_.count(id) > 0; })) return {};
   const std::vector<int32_t> narrow(ids, ids + count);
   const std::lock_guard<std::mutex> lock(mutex_);

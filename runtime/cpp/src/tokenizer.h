@@ -1,4 +1,4 @@
-// Text in, by ONNX Runtime GenAI's tokenizers (C API, no Python; token-exact where tests/cpp says so), and out.
+// Text to token ids, by ONNX Runtime GenAI's tokenizers (C API, no Python; token-exact where tests/cpp checks it), and back.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +15,27 @@
 
 namespace skd {
 
-// GenAI's library, loaded once; its functions by name.
+// The functions of GenAI's library, which is loaded once.
 struct GenAi;
 
 class Tokenizer {
  public:
-  // Throws SKD_ERROR_TOKENIZER (the bundle has no tokenizer, or one that GenAI cannot read, whatever the reason, or reads
-  // differently than Hugging Face does, which the samples in tokenization.json show), SKD_ERROR_BUNDLE (tokenizer.json or
-  // tokenization.json is damaged; another bundle is in its place by now), SKD_ERROR_TARGET (no library).
+  // Throws SKD_ERROR_TOKENIZER (the bundle has no tokenizer; GenAI cannot read it, whatever the reason; or GenAI tokenises a
+  // sample in tokenization.json differently from Hugging Face), SKD_ERROR_BUNDLE (tokenizer.json or tokenization.json is
+  // damaged, or another bundle has taken this one's place), SKD_ERROR_TARGET (no library).
   Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library);
 
   std::vector<int64_t> Encode(const char* text);
   std::string Decode(const int64_t* ids, size_t count);
 
  private:
-  // All that is read of the bundle's folder.
+  // Everything that is read from the bundle's folder.
   void Read();
 
   std::shared_ptr<const Bundle> bundle_;
   std::vector<int64_t> before_, after_;     // ids that encoding puts around a text's own
-  std::set<int64_t> special_;               // ids that are no text
-  std::optional<Detokenizer> detokenizer_;  // none: GenAI's decoding, of a kind that no model of ours has
+  std::set<int64_t> special_;               // ids that do not become text
+  std::optional<Detokenizer> detokenizer_;  // nullopt: GenAI decodes; no model tested needs that
   const GenAi& api_;
   std::unique_ptr<void, void (*)(void*)> tokenizer_{nullptr, nullptr};
   std::mutex mutex_;  // GenAI's objects are not thread safe

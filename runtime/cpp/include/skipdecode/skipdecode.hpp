@@ -1,4 +1,5 @@
-// skipdecode.hpp: the C++17 face of skipdecode.h. Header only; move-only handles; failures throw skipdecode::Error.
+// skipdecode.hpp: skipdecode.h for C++17, header only. Handles are move-only and release what they own; failures throw
+// skipdecode::Error. The rules of skipdecode.h on threads, lifetimes and options hold here too.
 //
 //   #include <skipdecode/skipdecode.hpp>
 //   #include <iostream>
@@ -30,7 +31,7 @@
 
 namespace skipdecode {
 
-// A failure: its code, and in what() one line that ends in what to do.
+// A failure: code() tells its kind, what() is one line that ends with what to do.
 class Error : public std::runtime_error {
  public:
   Error(skd_code code, const char* message) : std::runtime_error(message), code_(code) {}
@@ -62,7 +63,7 @@ inline skd_load_options LoadOptions() { return skd_load_options_default(); }
 inline skd_session_options SessionOptions() { return skd_session_options_default(); }
 inline skd_row_options RowOptions() { return skd_row_options_default(); }
 
-// A loaded bundle; may be shared by threads.
+// A loaded bundle. May be shared by threads.
 class Bundle {
  public:
   static Bundle Load(const std::string& path, const skd_load_options& options = LoadOptions()) {
@@ -83,7 +84,7 @@ class Bundle {
   internal::Owned<skd_bundle, skd_bundle_destroy> handle_;
 };
 
-// Rows that decode together; one thread at a time. Keeps the bundle alive.
+// Rows that decode together. For one thread at a time. Keeps the bundle alive.
 class Session {
  public:
   explicit Session(const Bundle& bundle, const skd_session_options& options = SessionOptions()) : max_rows_(options.max_rows) {
@@ -92,13 +93,14 @@ class Session {
     handle_.reset(handle);
     events_.reserve(max_rows_);
   }
-  // Run a prompt; returns the row's id.
+  // Run a prompt's prefill; returns the id of its row, which joins the next decode step.
   uint64_t Add(const std::vector<int64_t>& prompt, const skd_row_options& options = RowOptions()) {
     uint64_t row = 0;
     internal::Check(skd_session_add(handle_.get(), prompt.data(), prompt.size(), &options, &row));
     return row;
   }
-  // First tokens of rows that joined, or else one decode step of all rows; empty: no row is left. Valid until the next call.
+  // Deliver the first tokens of newly added rows or, if there are none, run one decode step of all rows. Empty: no row is
+  // left. The result is valid until the next call.
   const std::vector<skd_event>& Step() {
     size_t count = 0;
     events_.resize(max_rows_);
@@ -107,7 +109,7 @@ class Session {
     return events_;
   }
   void Cancel(uint64_t row) { internal::Check(skd_session_cancel(handle_.get(), row)); }
-  // [V]; valid until the next call.
+  // The logits [V] that the row's newest token was chosen from; valid until the session's next call.
   const float* Logits(uint64_t row) const {
     const float* logits = nullptr;
     internal::Check(skd_session_logits(handle_.get(), row, &logits));
@@ -126,8 +128,8 @@ class Session {
   std::vector<skd_event> events_;
 };
 
-// Generate for all prompts; `each` gets every token and returns false to end its row. What it throws ends all rows and is
-// rethrown.
+// Generate for all prompts. `each` receives every token, on this thread, and returns false to end the token's row. An
+// exception that it throws ends all rows and is rethrown.
 inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t>>& prompts, const skd_row_options& options,
                      const std::function<bool(const skd_event&)>& each, bool full_depth = false) {
   struct State {
@@ -139,7 +141,7 @@ inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t
     if (seen->thrown) return 1;
     try {
       return (*seen->each)(*event) ? 0 : 1;
-    } catch (...) {  // may not cross the C border
+    } catch (...) {  // must not pass through the C functions
       seen->thrown = std::current_exception();
       return 1;
     }
@@ -150,13 +152,13 @@ inline void Generate(const Bundle& bundle, const std::vector<std::vector<int64_t
     ids.insert(ids.end(), prompt.begin(), prompt.end());
     lengths.push_back(prompt.size());
   }
-  ids.reserve(1);  // data() of no ids is not NULL
+  ids.reserve(1);  // so that data() is not NULL even without ids
   internal::Check(
       skd_generate(bundle.get(), ids.data(), lengths.data(), lengths.size(), &options, full_depth ? 1 : 0, callback, &state));
   if (state.thrown) std::rethrow_exception(state.thrown);
 }
 
-// The bundle's tokenizer; may be shared by threads, whose calls take turns. Keeps the bundle alive.
+// The bundle's tokenizer. May be shared by threads, whose calls take turns. Keeps the bundle alive.
 class Tokenizer {
  public:
   explicit Tokenizer(const Bundle& bundle, const char* genai_library = nullptr) {
@@ -186,23 +188,22 @@ class Tokenizer {
   internal::Owned<skd_tokenizer, skd_tokenizer_destroy> handle_;
 };
 
-// Text of tokens that come one by one: each call gives what is now whole characters, possibly nothing; `End`, what waited for
-// more. Text is decoded from the last given piece on, because what a token looks like depends on the one before it. Where more
-// than 32 tokens wait, whether they have become text is not looked at with each: it comes a thirty-second of their number later
-// at most.
-// The tokenizer must outlive the stream, and must not be moved while there is one.
+// Text of tokens that arrive one by one. Add returns the characters that are complete by now, possibly none; End returns what
+// is still waiting for more tokens. Decoding starts at the piece returned last, because a token's text depends on the token
+// before it. Once 32 tokens wait, not every Add decodes them again: their text may then come late, by up to a thirty-second
+// of their number of tokens. The tokenizer must outlive the stream and must not be moved meanwhile.
 class TextStream {
  public:
   explicit TextStream(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
-  explicit TextStream(const Tokenizer&& tokenizer) = delete;  // one that would be gone
+  explicit TextStream(const Tokenizer&& tokenizer) = delete;  // a temporary would not outlive the stream
   std::string Add(int64_t token) {
     ids_.push_back(token);
     if (ids_.size() < next_look_) return {};
     std::string piece = Rest();
-    constexpr char kReplacement[] = "\xEF\xBF\xBD";  // of bytes that are no character, or not one yet
+    constexpr char kReplacement[] = "\xEF\xBF\xBD";  // for bytes that are not a character, or not yet
     const bool whole = piece.size() < 3 || piece.compare(piece.size() - 3, 3, kReplacement) != 0;
     if (piece.empty() || !whole) {
-      // decoding all that waits again for each token would take the square of their number
+      // decoding all waiting tokens again for each new one would take quadratic time
       next_look_ = ids_.size() + 1 + (ids_.size() - given_) / kSeldom;
       return {};
     }
@@ -219,10 +220,10 @@ class TextStream {
   }
 
  private:
-  static constexpr size_t kSeldom = 32;  // so many tokens that give nothing are each looked at, of more not every one
+  static constexpr size_t kSeldom = 32;  // while fewer tokens wait, each Add decodes them; then ever fewer do
 
   static bool Starts(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }  // a character in UTF-8
-  // What follows the given piece; in characters, since bytes that were text may become part of an invalid run.
+  // The text after the piece returned last. Counts characters, since bytes that were text may become part of an invalid run.
   std::string Rest() {
     const std::string before = tokenizer_->Decode(ids_.data(), given_), now = tokenizer_->Decode(ids_.data(), ids_.size());
     auto given = std::count_if(before.begin(), before.end(), Starts);
@@ -230,9 +231,9 @@ class TextStream {
   }
 
   const Tokenizer* tokenizer_;
-  std::vector<int64_t> ids_;  // of the last piece that was given, and those that came since
-  size_t given_ = 0;          // how many of them are in that piece
-  size_t next_look_ = 0;      // at so many it is seen whether there is text to give
+  std::vector<int64_t> ids_;  // tokens of the piece returned last, and those added since
+  size_t given_ = 0;          // how many of them belong to that piece
+  size_t next_look_ = 0;      // size of ids_ from which Add decodes again
 };
 
 }  // namespace skipdecode
