@@ -1,9 +1,10 @@
 """skipdecode: run bundles of precompiled engines that skip layers by position (SkipDecode, arXiv 2307.02628).
 
-import skipdecode
+Example:
+    import skipdecode
 
-model = skipdecode.load("engines/")
-print(model.generate("Hello", max_new_tokens=32).sequences[0].text)
+    model = skipdecode.load("engines/")
+    print(model.generate("Hello", max_new_tokens=32).sequences[0].text)
 """
 
 from skipdecode.errors import (

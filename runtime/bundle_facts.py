@@ -12,7 +12,7 @@ from skipdecode.schedule import Schedule, full_depth
 
 
 def facts(manifest: Manifest) -> dict[str, Any]:
-    """Model, limits, schedule, variants, segments, targets, memory: what `skip-inspect --json` prints, units in the keys."""
+    """Model, limits, schedule, variants, segments, targets, memory: what `skip-inspect --json` prints, with units in the keys."""
     model, schedule = manifest.model, manifest.schedule
     sizes = {file.path: file.size for file in manifest.files}
     default = next((target for target in manifest.targets if target.name == manifest.default_target), None)
@@ -58,14 +58,14 @@ def _target_facts(target: Target, manifest: Manifest, sizes: dict[str, int]) -> 
 
 
 def engine_bytes(engine: str, sizes: dict[str, int]) -> int:
-    """Bytes of an engine with its weights, which lie beside it."""
+    """Bytes of an engine's file and of the file next to it that holds its weights, if any."""
     return sizes[engine] + sizes.get(engine.removesuffix(".onnx") + ".bin", 0)
 
 
 def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None) -> int:
-    """Bytes of one row's KV buffer where half of the longest run is the prompt; None: as on cpu.
+    """Bytes of one row's KV buffer in the longest run, half of which is the prompt.
 
-    Buffers of a fixed size (TensorRT's) have the longest run's slots, whatever the prompt.
+    Buffers of a fixed size (TensorRT's) have the longest run's slots, whatever the prompt. `target` None: as on cpu.
     """
     longest = manifest.limits.max_length
     slots = slots_per_layer(schedule, longest // 2, longest - longest // 2)
@@ -76,7 +76,7 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None) -> i
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:
-    """[first, last] position that uses `variant`; last None: without end; None: no decode step does."""
+    """The [first, last] position that uses `variant`; last None: to the end of the row. None: no position does."""
     count = variant.num_layers
     used = [t for t, layers in enumerate(schedule.layers) if layers == count]
     if not used:

@@ -1,4 +1,4 @@
-"""Where what can be made again is kept between runs."""
+"""The folder for files that are kept between runs but can be made again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def cache_folder(purpose: str) -> Path:
-    """The user's cache folder for this purpose; it may not be there yet."""
+    """The user's cache folder for `purpose`; it may not exist yet."""
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user that the system does not know, as a container's may be
+    except RuntimeError:  # the system does not know the user, as in some containers
         caches = Path(_of_this_process().name)
     return caches / "skipdecode" / purpose
 
 
 @functools.cache
 def _of_this_process() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="skipdecode-")  # one with a known name could be another user's
+    return tempfile.TemporaryDirectory(prefix="skipdecode-")  # a folder of a fixed name could be another user's

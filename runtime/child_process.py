@@ -1,4 +1,4 @@
-"""Work in a process of its own: its memory goes with it, it can be ended at any moment, and it ends with whoever asked for it."""
+"""Work in a child process: its memory is released with it, it can be killed at any moment, and it ends with its parent."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this package; a file of the user's folder is not taken for a module (-P)."""
+    """The command that runs a module of this package; -P keeps files in the working folder from being taken for modules."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def end_with(parent: int) -> None:
-    """Be killed when the process `parent` is (on Linux), rather than work for minutes on what nobody waits for.
+    """Have this process killed when `parent` ends (on Linux), rather than work for minutes with nobody waiting.
 
     Called by the child.
+
+    Args:
+        parent: its process id.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread that made this process ends: it waits for it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # tied to the parent's thread, which waits for this process
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which asked for this, is gone")

@@ -1,6 +1,7 @@
-"""What the control group that this process is in, a container's or a pod's, leaves it of the CPU and of memory.
+"""How much CPU time and memory the control group of this process, a container's or a pod's, leaves it.
 
-Linux says neither in what it tells of the machine: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1 beside it.
+What Linux reports about the machine takes neither into account. Files as in https://docs.kernel.org/admin-guide/cgroup-v2.html,
+and in cgroup-v1 next to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _HIERARCHIES = Path("/sys/fs/cgroup")
 
 
 def cpu_quota() -> float | None:
-    """CPU time that may be used, in cores: 1.5 is 150 ms in every 100 ms; None: all there is."""
+    """CPU time that may be used, in cores: 1.5 is 150 ms in every 100 ms; None: no limit."""
     quotas = [_quota(*_words(folder / "cpu.max")) for folder in _groups("")]
     for folder in _groups("cpu"):
         quotas.append(_quota(*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")))
@@ -21,21 +22,25 @@ def cpu_quota() -> float | None:
 
 
 def free_memory() -> int | None:
-    """Bytes that may still be allocated, pages of files that the kernel would drop for them among these; None: no limit."""
+    """Bytes that may still be allocated, including file pages that the kernel would drop to make room; None: no limit."""
     left = [_left(folder, "memory.max", "memory.current", "") for folder in _groups("")]
     left += [_left(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_") for folder in _groups("memory")]
     return min((count for count in left if count is not None), default=None)
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The process's group, and those that it is part of; `controller`: of version 1, empty for version 2's only hierarchy."""
+    """The folders of the process's group and of the groups that contain it.
+
+    Args:
+        controller: one of version 1's; empty for version 2's only hierarchy.
+    """
     for line in _lines(_MEMBERSHIP):
         _, controllers, path = [*line.split(":", 2), "", "", ""][:3]
         if not path or controller not in controllers.split(","):
             continue
         top = _HIERARCHIES / controller
         group = top / path.lstrip("/")
-        # a container may see its own group as the top one, and its path as the host does
+        # a container may see its own group as the top one, but its path as on the host
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top) and folder.is_dir())
 
 
@@ -59,5 +64,5 @@ def _words(file: Path) -> list[str]:
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")  # a group's name may be any bytes
-    except OSError:  # another version, or another system
+    except OSError:  # another version of control groups, or another system
         return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skipdecode.control_group import cpu_quota
 
-# those that choose another matrix kernel in ONNX Runtime's MLAS
+# those by which MLAS, ONNX Runtime's matrix library, chooses its kernels
 _KERNELS = (
     "avx",
     "avx2",
@@ -26,17 +26,17 @@ _KERNELS = (
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those that it may run on, and no more than a container's quota pays for.
+    """How many cores this process may use: those that it may run on, but no more than a container's CPU quota allows.
 
-    Threads of a pool that wait for one another are all stopped once the quota is spent: two on one core's take 1.7x the time
-    of one (docs/limits.md).
+    Threads of a pool wait for one another, so all stop once the quota is spent: two threads on a quota of one core take 1.7x
+    the time of one thread (docs/limits.md).
     """
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cpu_features() -> tuple[str, ...]:
-    """The instruction sets among those that ONNX Runtime's matrix kernels are chosen by; empty where the system does not say."""
+    """The instruction sets of this CPU by which ONNX Runtime chooses matrix kernels; empty if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -21,14 +21,14 @@ _ASK_FOR_LESS = "send fewer rows, shorter prompts, or export with a smaller --ma
 
 logger = logging.getLogger(__name__)
 
-_spare: list[_Objects] = []  # of devices that are gone
+_spare: list[_Objects] = []  # left by devices that no longer exist
 
 
 class CudaDevice:
-    """The first GPU that this process sees, in the context that CUDA's runtime (ONNX Runtime, TensorRT, torch) uses too.
+    """The first GPU that this process sees, in the context that CUDA's runtime (ONNX Runtime, TensorRT, torch) also uses.
 
     Raises:
-        TargetError: no cuda-python, no driver, no GPU.
+        TargetError: cuda-python, the driver or a GPU is missing.
     """
 
     name = "cuda"
@@ -50,11 +50,11 @@ class CudaDevice:
 
     @property
     def capability(self) -> str:
-        """Of the GPU: sm89."""
+        """The GPU's compute capability: sm89."""
         return _capability(self._driver, self._device)
 
     def enter(self) -> None:
-        """As `Device.enter`: its context, which each thread has to enter for itself."""
+        """As `Device.enter`: sets the context, which is per thread."""
         self._driver.cuCtxSetCurrent(self._context)
 
     def allocate(self, nbytes: int) -> Block:
@@ -72,14 +72,14 @@ class CudaDevice:
         return block
 
     def send(self, pointer: int, array: HostArray) -> None:
-        """As `Device.send`: the driver has staged pageable memory by then, unless the GPU reads the host's pages itself."""
+        """As `Device.send`: the driver has staged pageable memory when it returns, unless the GPU reads host pages itself."""
         if array.nbytes:
             self._call(self._driver.cuMemcpyHtoDAsync, pointer, array.ctypes.data, array.nbytes, self._stream)
             if self._reads_host_pages:  # as a GH200 does
                 self.mark()()
 
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """As `Device.mirror`: pinned, which under unified addressing is mapped too."""
+        """As `Device.mirror`: pinned memory, which unified addressing also maps for the GPU."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         try:
             pointer = self._call(self._driver.cuMemAllocHost, nbytes)
@@ -118,8 +118,8 @@ class CudaDevice:
         """As `Device.captured`: a CUDA graph.
 
         Raises:
-            TargetError: `calls` did what cannot be captured or repeated, or nothing.
-            CapacityError: there is no memory for it.
+            TargetError: `calls` did nothing, or something that cannot be captured or replayed.
+            CapacityError: there is no memory for the graph.
         """
         driver = self._driver
         if not self._settled:
@@ -139,10 +139,10 @@ class CudaDevice:
         return replay
 
     def _settle(self) -> None:
-        """Let another context of this process run a kernel, once, when the engines' kernels have run.
+        """Run a kernel in a second context of this process, once, after the engines' kernels have run.
 
-        From then on the GPU takes 0.35 us less between two kernels (H100, H200; why is not known), as it does where another
-        process has used it meanwhile: 0.2 s that make a step of OPT-1.3B 1.07x as fast, one of OPT-6.7B 1.04x.
+        From then on the GPU takes 0.35 us less between two kernels (H100, H200; why is not known), as it does after another
+        process has used it. This takes 0.2 s and makes a step of OPT-1.3B 1.07x as fast, one of OPT-6.7B 1.04x.
         """
         self._settled = True
         driver = self._driver
@@ -160,14 +160,14 @@ class CudaDevice:
             logger.info("steps are not made quicker by a second context: %s", error)
 
     def _recorded(self, calls: Call) -> Any:
-        """The graph of what `calls` asks; the stream is as it was, whatever they raise."""
+        """Record what `calls` does as a graph. The stream leaves capture mode whatever `calls` raises."""
         driver = self._driver
         self._call(driver.cuStreamBeginCapture, self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         self.capturing = True
         try:
             calls()
         except BaseException:
-            _, graph = driver.cuStreamEndCapture(self._stream)  # what it says of the broken capture is not the reason
+            _, graph = driver.cuStreamEndCapture(self._stream)  # its status for a broken capture is not the reason
             driver.cuGraphDestroy(graph)
             raise
         finally:
@@ -175,7 +175,7 @@ class CudaDevice:
         return self._call(driver.cuStreamEndCapture, self._stream)
 
     def _check_repeats(self, graph: Any) -> None:
-        """Refuse a graph that needs what the host had while it was recorded: nobody keeps that, and a replay would not notice."""
+        """Refuse a graph that needs what the host had while it was recorded: nothing keeps it, and a replay would not notice."""
         driver, call, kinds = self._driver, self._call, self._driver.CUgraphNodeType
         _, count = call(driver.cuGraphGetNodes, graph)
         if not count:
@@ -191,7 +191,7 @@ class CudaDevice:
         kinds, names = self._driver.CUmemorytype, self._driver.CUpointer_attribute
         if copy.srcMemoryType == kinds.CU_MEMORYTYPE_HOST:
             return False
-        # an address says more than a copy's own word: under unified addressing pinned memory may pass for the device's
+        # the address decides, not the type in the copy: under unified addressing pinned memory may pass for the device's
         kind = self._call(self._driver.cuPointerGetAttribute, names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, copy.srcDevice)
         return bool(kind == kinds.CU_MEMORYTYPE_DEVICE)
 
@@ -199,7 +199,7 @@ class CudaDevice:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
         driver, objects = self._driver, self._objects
         if objects.turn_around is None:
-            module = self._call(driver.cuModuleLoadData, ptx() + b"\0")  # stays loaded, whoever drops its handle
+            module = self._call(driver.cuModuleLoadData, ptx() + b"\0")  # stays loaded, even when its handle is dropped
             objects.turn_around = self._call(driver.cuModuleGetFunction, module, KERNEL.encode())
         kernel = objects.turn_around
 
@@ -211,14 +211,14 @@ class CudaDevice:
         return run
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A driver call in this device's context."""
+        """Make a driver call in this device's context."""
         self.enter()
         return _checked(self._driver, function(*arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What a GPU is."""
+    """A GPU's properties."""
 
     name: str
     capability: str  # sm89
@@ -226,7 +226,7 @@ class Gpu:
 
 
 def gpu_at_hand() -> Gpu:
-    """The GPU of `CudaDevice`, without a context on it.
+    """The GPU that `CudaDevice` uses, without creating a context on it.
 
     Raises:
         TargetError: as `CudaDevice`.
@@ -245,7 +245,7 @@ def _first_gpu() -> tuple[Any, Any]:
         raise TargetError("needs the Python package cuda-bindings", "pip install cuda-bindings", where="--target") from error
     try:
         code = driver.cuInit(0)[0]
-    except RuntimeError as error:  # cuda-python's own, where there is no libcuda.so.1
+    except RuntimeError as error:  # cuda-python's, if there is no libcuda.so.1
         raise TargetError("there is no NVIDIA driver here", "choose a machine with a GPU, or another --target") from error
     if code != driver.CUresult.CUDA_SUCCESS:
         raise TargetError(f"the NVIDIA driver finds no GPU ({code.name})", "check nvidia-smi, or choose another --target")
@@ -273,21 +273,21 @@ def _checked(driver: Any, answer: tuple[Any, ...]) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class _Objects:
-    """What a device made in the driver, for the next: a stream is never destroyed, as engines with it may go after the device."""
+    """Driver objects that one device leaves to the next. A stream is never destroyed: its engines may outlive the device."""
 
     stream: Any
-    events: list[Any] = field(default_factory=list)  # that nobody waits for: made once, recorded again and again
+    events: list[Any] = field(default_factory=list)  # those that nobody waits for; each is created once and reused
     turn_around: Any = None  # the kernel, once it is loaded
 
 
 class _Owned:
-    """What a finalizer can watch."""
+    """An object for a finalizer to watch."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Mark:
-    """Waits for an event, and gives it back when nobody can wait for it any more."""
+    """Waits for an event, and releases it for reuse once nothing refers to the mark any more."""
 
     __slots__ = ("_device", "_event")
 

@@ -17,34 +17,34 @@ from skipdecode.model import Model
 from skipdecode.prefill import PREFILL_CHUNK, Prefill
 from skipdecode.schedule import Anchor, Schedule
 
-# ragged rows under an absolute anchor bring ever new combinations of layer counts
+# a limit, because ragged rows under an absolute anchor keep producing new combinations of layer counts
 MOST_ROUTES = 256
 
 
-# a route is itself alone: `DeviceLoop` keeps a graph of each, for as long as it is kept here
+# eq=False: a route is identified by object, because `DeviceLoop` keeps one graph per route for as long as it is kept here
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Route:
-    """What one step runs."""
+    """The calls that one step makes."""
 
     calls: tuple[Call, ...]  # embedding, segments on their rows, lowest first, head
     deepest: int  # layers that the deepest row computes
 
 
 class Decoder:
-    """One batch on its way: engines bound to one KV buffer.
+    """One batch in progress: engines bound to one KV buffer.
 
     Rows must come longest prompt first, so that the rows active in any segment are a suffix of the batch (fewest active
-    layers first); a segment then runs on that suffix alone.
+    layers first). A segment then runs only on that suffix.
 
     Args:
-        prompt_lengths: tokens of each row's prompt, never rising.
-        new: decode steps there is room for.
-        prefill_chunk: prompt tokens a pass.
+        prompt_lengths: tokens in each row's prompt, in descending order.
+        new: how many decode steps to make room for.
+        prefill_chunk: prompt tokens per pass.
 
     Attributes:
-        logits: [B,V] float32, of the next tokens, on the host; after `keep` of the rows that are left.
-        bound: ids [B,1], positions [B,1], `seqlens_k` [B], `last` [B] and logits [B,V] as engines see them, by their names in
-            `bindings`.
+        logits: [B,V] float32 on the host, those of the next tokens; after `keep` only the remaining rows'.
+        bound: the arrays that engines are bound to, by their names in `bindings`: ids [B,1], positions [B,1], `seqlens_k` [B],
+            `last` [B] and logits [B,V].
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Decoder:
         self.slots = self.slots_for(max(prompt_lengths), new)
         self.kv = KVBuffer(model, rows, self.slots, memory)
         self._step, self._by_step = 0, schedule.anchor is Anchor.GENERATED
-        self._first = 0  # rows before it are gone
+        self._first = 0  # rows before it were dropped by `keep`
         self._least_counts = [schedule.least_count(segment.layers[0]) for segment in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._seqlens_k = np.zeros(rows, dtype=np.int32)
         self._totals = np.zeros(rows, dtype=np.int32)
-        # a step writes through these: each call of numpy costs 20 us where an engine has emptied the caches
+        # a step writes through these: each numpy call costs 20 us after an engine has evicted the CPU's caches
         told = (self._ids, self._positions, self._seqlens_k, self._totals, self.kv.lengths)
         self._views = [array.reshape(-1).data for array in told]
         self._room = max(self.slots)
@@ -92,10 +92,10 @@ class Decoder:
         self._routes: dict[int | bytes, Route] = {}
 
     def slots_for(self, prompt: int, new: int) -> tuple[int, ...]:
-        """Slots of each layer that prompts of at most `prompt` tokens and `new` more take.
+        """Slots per layer for prompts of at most `prompt` tokens and `new` more tokens.
 
         Raises:
-            CapacityError: more than engines of fixed buffers have.
+            CapacityError: engines with fixed KV buffers have fewer.
         """
         fixed, needed = self._engines.slots, slots_per_layer(self.schedule, prompt, new)
         if fixed is None:
@@ -108,18 +108,18 @@ class Decoder:
         return fixed_slots(needed, fixed)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Run every row's prompt: its keys and values are in the KV buffer then, and the next tokens' logits in `logits`.
+        """Run every row's prompt, which fills the KV buffer and leaves the next tokens' logits in `logits`.
 
         Args:
-            prompts: token ids of each row, 0 .. V-1 (not checked here), no more than the decoder was made for and never more than
-                the row before has.
+            prompts: token ids of each row, 0 .. V-1 (not checked here); no longer than the decoder was made for, nor than the
+                row before.
         """
         self.enqueue_prefill(prompts)
         if self._receive is not None:
             self._receive()
 
     def enqueue_prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """As `prefill`, but the logits stay where the engines leave them."""
+        """As `prefill`, but leaves the logits where the engines write them."""
         lengths = [len(prompt) for prompt in prompts]
         assert lengths == sorted(lengths, reverse=True)
         self._prefill.run(prompts)
@@ -127,7 +127,7 @@ class Decoder:
         self.kv.lengths[:] = lengths
 
     def decode_step(self, tokens: Sequence[int] | IntArray) -> int:
-        """Feed one token a row; the next tokens' logits are in `logits` [B,V] float32.
+        """Feed one token per row and leave the next tokens' logits in `logits` [B,V] float32.
 
         Args:
             tokens: [B] ids, 0 .. V-1 (not checked here), in the order of the prompts.
@@ -136,7 +136,7 @@ class Decoder:
             How many layers the deepest row computed.
 
         Raises:
-            CapacityError: more steps than the decoder was made for.
+            CapacityError: the KV buffer has no room for another step.
         """
         route = self.route()
         ids, positions, seqlens_k, totals, lengths = self._views
@@ -156,13 +156,13 @@ class Decoder:
         return route.deepest
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with some rows alone, which move to the last places; for engines on the host.
+        """Keep only some rows, moving them to the last places of the batch. Host engines only.
 
         Args:
-            rows: of those that there are, rising. What `decode_step` takes and `logits` holds is of these from here on.
+            rows: indices among the present rows, ascending. From here on `decode_step` takes and `logits` holds only these.
         """
         first = len(self._ids) - len(rows)
-        for place, row in reversed([*zip(range(first, len(self._ids)), rows, strict=True)]):  # so none is written over unread
+        for place, row in reversed([*zip(range(first, len(self._ids)), rows, strict=True)]):  # so that none is overwritten unread
             if self._first + row != place:
                 self.kv.move(self._first + row, place)
         self.logits = self.logits[first - self._first :]
@@ -171,26 +171,26 @@ class Decoder:
         self._routes.clear()
 
     def send_positions(self, positions: IntArray) -> None:
-        """Tell a device's engines each row's position [B] int64: where its next token goes, behind as many valid slots.
+        """Send each row's position [B] int64 to a device's engines: the slot of its next token, all slots before it being valid.
 
-        One less where a turn-around comes before the next step: it counts one on.
+        Pass one less if a turn-around comes before the next step, because it adds one.
         """
         self._positions[:, 0] = self._seqlens_k[:] = positions
         for send in self._sends:
             send()
 
     def advance(self) -> None:
-        """Count the step that `route` told; the device counts its own positions."""
+        """Count one step on the host; the device counts its own positions."""
         self.kv.lengths += 1
         self._step += 1
 
     def rewind(self, position: int, length: int) -> None:
-        """Make the next decode step the one at `position`, on rows of `length` valid tokens: for measuring one step again."""
+        """Make the next decode step the one at `position`, on rows of `length` valid tokens, to measure one step repeatedly."""
         self._step = position
         self.kv.lengths[:] = length
 
     def route(self) -> Route:
-        """The next step's route, found once for each combination of layer counts: the search took half the loop's time."""
+        """The next step's route, built once per combination of layer counts, because building it took half the loop's time."""
         if self._by_step:
             count = self.schedule.layers_at(self._step)
             return self._routes.get(count) or self._new_route(count, np.full(len(self._ids) - self._first, count))
@@ -199,11 +199,11 @@ class Decoder:
         known = self._routes.pop(key, None)
         if known is None:
             return self._new_route(key, counts)
-        self._routes[key] = known  # the last one to be dropped
+        self._routes[key] = known  # now the last one to be dropped
         return known
 
     def _new_route(self, key: int | bytes, counts: IntArray) -> Route:
-        """`counts` [B]: how many layers each row computes in this step, never falling from row to row."""
+        """Build and keep a route; `counts` [B] are the layers that each row computes in this step, in ascending order."""
         starts = (self._first + np.searchsorted(counts, self._least_counts)).tolist()
         climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(self._ids)]
         if len(self._routes) == MOST_ROUTES:
@@ -212,7 +212,7 @@ class Decoder:
         return self._routes[key]
 
     def _bind_embed_and_head(self) -> tuple[Call, Call]:
-        """On the rows that there are."""
+        """Bind embedding and head to the present rows."""
         rows = slice(self._first, None)
         ids, positions, last, logits = (
             self.bound[name][rows] for name in (names.INPUT_IDS, names.POSITION_IDS, names.LAST, names.LOGITS)
@@ -226,7 +226,7 @@ class Decoder:
         if (index, start) not in self._climbs:
             segment = self._engines.segments[index]
             hidden = self._hidden[start:]
-            # of the suffix's longest row, read on the host; a captured step keeps the value that it was recorded with: the most
+            # the longest row's valid slots, read on the host; a captured step keeps the recorded value, so that is the largest
             total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._most_totals[index]
             inputs: dict[str, Array] = {
                 names.HIDDEN: hidden,

@@ -1,6 +1,6 @@
-"""What the runtime asks of a device, and the CPU as one, on which engines made for a GPU can be checked.
+"""What the runtime needs of a device, and the CPU as a device, on which engines made for a GPU can be checked.
 
-Everything that is asked happens in one order, that of the device's stream; only `allocate` and waiting involve the host.
+All work happens in the order of the device's stream; only `allocate` and waiting involve the host.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ class Device(Protocol):
 
     name: str  # as ONNX Runtime calls it
     stream: int  # a cudaStream_t; 0 where there is none
-    capturing: bool  # whether what is asked now is for `captured`
+    capturing: bool  # whether `captured` is recording
 
     def enter(self) -> None:
-        """Make it the one that libraries use on this thread."""
+        """Make this the device that libraries use on this thread."""
 
     def allocate(self, nbytes: int) -> Block:
-        """`nbytes` of zeros.
+        """Allocate `nbytes` of zeros.
 
         Raises:
-            CapacityError: not this much memory is left.
+            CapacityError: less memory is left.
         """
 
     def send(self, pointer: int, array: HostArray) -> None:
-        """From the host; `array` may be changed as soon as this returns."""
+        """Copy `array` from the host to `pointer`; the caller may change it as soon as this returns."""
 
     def mirror(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        """Zeros on the host, at an address that is also the device's to read and write.
+        """Zeros on the host, at an address that the device can also read and write.
 
         Raises:
             CapacityError: as `allocate`.
         """
 
     def fetch(self, pointer: int, array: HostArray) -> Call:
-        """Start a copy of `array.nbytes` to an array of `mirror`; the returned call waits for it."""
+        """Start a copy from `pointer` to an array made by `mirror`; the returned call waits for it."""
 
     def mark(self) -> Call:
-        """What waits until everything that was asked so far is done."""
+        """A call that waits until all work enqueued so far is done."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """`nbytes` from `source` to `target`, within the device; they do not overlap."""
+        """Copy `nbytes` from `source` to `target` within the device; the two must not overlap."""
 
     def clear(self, pointer: int, nbytes: int) -> None:
         """Write `nbytes` of zeros."""
 
     def captured(self, calls: Call) -> Call:
-        """Record what `calls` ask of the device, without doing it; the returned call does all of it, any number of times.
+        """Record the work that `calls` enqueues without doing it; the returned call does all of it, any number of times.
 
-        The caller keeps the memory that they refer to.
+        The caller keeps the memory that `calls` refers to alive.
         """
 
 
 class HostDevice:
-    """The CPU as a device: memory is the host's, a captured call is the call."""
+    """The CPU as a device: its memory is the host's, and a captured call is the call itself."""
 
     name, stream, capturing = "cpu", 0, False
 

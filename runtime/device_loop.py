@@ -1,8 +1,9 @@
 """Decode steps that follow each other on a device: tokens are chosen there, and the host looks at them a few steps later.
 
 A step is the route's engines and the turn-around (plugins/turnaround), which makes the next step's inputs and writes the tokens
-where the host reads them. The first time a route is taken its calls are made one by one; from the second time on they are one
-captured graph, a launch a step. Where a capture fails, the loop goes on with calls, which give the same tokens, and says so.
+where the host reads them. The first time a route is taken, its calls are made one by one. From the second time on they are one
+captured graph, launched once per step. If a capture fails, the loop logs a warning and goes on with calls, which give the same
+tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from skipdecode.memory import DeviceArray, DeviceMemory, IntArray
 from skipdecode.sampling import Sampling
 from skipdecode.turn_around import SkdSampling, SkdTurnaround, TurnAround
 
-AHEAD = 4  # steps under way while the host looks at the tokens of the one before them
+AHEAD = 4  # steps enqueued while the host waits for the tokens of the one before them
 _NO_TOKEN = -1
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ class DeviceLoop:
     """The steps of one decoder, for any number of generations of its rows.
 
     Args:
-        turn_around: on the device that the decoder's memory is of.
-        stop_count: most token ids that end a row.
-        max_steps: most tokens of a row in a generation.
-        graphs: whether routes are captured.
+        turn_around: runs on the device that holds the decoder's memory.
+        stop_count: the largest number of token ids that end a row.
+        max_steps: the largest number of tokens per row in a generation.
+        graphs: whether to capture routes.
     """
 
     def __init__(self, decoder: Decoder, turn_around: TurnAround, *, stop_count: int, max_steps: int, graphs: bool) -> None:
@@ -51,7 +52,7 @@ class DeviceLoop:
         arrays: list[HostArray] = [self._row_ids, self._stop_ids, self._sampling, *counters]
         twins = [decoder.memory.twin(array) for array in arrays]
         self._sends = [send for _, send in twins]
-        # kept: the state has no more than their addresses
+        # kept alive: the state has only their addresses
         row_ids, stop_ids, sampling, steps, finished = self._arrays = [twin for twin, _ in twins]
         self._tokens = self._device.mirror((max_steps, rows), np.int64)
         self._state = SkdTurnaround(
@@ -62,20 +63,23 @@ class DeviceLoop:
         )  # fmt: skip
         self._taken: WeakSet[Route] = WeakSet()
         self._graphs: WeakKeyDictionary[Route, Call] = WeakKeyDictionary()
-        self._generations = 0  # begun so far
+        self._generations = 0  # how many have begun
 
     def tokens(
         self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]
     ) -> Iterator[tuple[list[int], int | None]]:
-        """For each step one token a row, and the layer count; first the prefill's, whose count is None. Rows repeat a stop id.
+        """Yield each step's tokens, one per row, and its layer count; first the prefill's, whose count is None.
+
+        A row that has ended repeats its stop id.
 
         Args:
-            prompts: as `Decoder.prefill`'s.
-            new: tokens a row, at most `max_steps`.
+            prompts: as in `Decoder.prefill`.
+            new: tokens per row, at most `max_steps`.
             row_ids: [B] int64, the user's row numbers.
+            stop_ids: token ids that end a row, at most `stop_count`.
 
         Raises:
-            CapacityError: another generation has begun meanwhile, which has taken the rows' place.
+            CapacityError: another generation has begun meanwhile and taken over the buffers.
         """
         self.begin(prompts, sampling, row_ids, stop_ids)
         generation = self._generations
@@ -90,23 +94,23 @@ class DeviceLoop:
             yield self._tokens[step].tolist(), layers
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, row_ids: IntArray, stop_ids: Sequence[int]) -> None:
-        """Put the prompts and the choice of their tokens on the device's stream; arguments as `tokens`'."""
+        """Enqueue the prefill and the choice of its tokens on the device's stream; arguments as in `tokens`."""
         self._generations += 1
         self._row_ids[:] = row_ids
         self._stop_ids[:] = [*stop_ids, *[_NO_TOKEN] * (len(self._stop_ids) - len(stop_ids))]
         self._sampling[:] = np.frombuffer(bytes(SkdSampling.of(sampling)), dtype=np.uint8)
-        for send in self._sends:  # counters are zero on the host
+        for send in self._sends:  # also resets the counters, which are zero on the host
             send()
         self.decoder.enqueue_prefill(prompts)
-        self.decoder.send_positions(self.decoder.kv.lengths - 1)  # the turn-around counts one on
+        self.decoder.send_positions(self.decoder.kv.lengths - 1)  # the turn-around adds one
         self._turn_around(self._state)
 
     def step(self) -> int:
-        """Put the next step on the device's stream; returns how many layers its deepest row computes."""
+        """Enqueue the next step on the device's stream; returns how many layers its deepest row computes."""
         route = self.decoder.route()
         graph = self._graphs.get(route)
         if graph is None and self._capture and route in self._taken:
-            # not at the first time: engines allocate and choose kernels then, which a capture does not allow
+            # not the first time, when engines allocate memory and choose kernels: a capture does not allow that
             graph = self._captured(route)
         if graph is None:
             self._run(route.calls)
@@ -118,26 +122,26 @@ class DeviceLoop:
 
     @property
     def graphs(self) -> int:
-        """How many routes are one launch by now."""
+        """How many routes have been captured so far."""
         return len(self._graphs)
 
     def rewind(self, position: int, length: int) -> None:
-        """Make the next step the one at `position`, on rows of `length` valid tokens: for measuring steps again."""
-        for send in self._sends:  # counters are zero on the host
+        """Make the next step the one at `position`, on rows of `length` valid tokens, to measure steps repeatedly."""
+        for send in self._sends:  # resets the counters, which are zero on the host
             send()
         self.decoder.rewind(position, length)
         self.decoder.send_positions(self.decoder.kv.lengths)
 
     def wait(self) -> None:
-        """Wait for everything that was put on the device's stream."""
+        """Wait for everything enqueued on the device's stream."""
         self._device.mark()()
 
     def _captured(self, route: Route) -> Call | None:
-        """The route as one launch; None: it cannot be, and no other one will be tried."""
-        calls = route.calls  # a graph that kept its route would be kept by it
+        """Capture the route as a graph; None if that failed, after which no other capture is tried."""
+        calls = route.calls  # not `route` itself: a graph that referred to it would keep its own weak key alive
         try:
             self._graphs[route] = self._device.captured(lambda: self._run(calls))
-        except Exception as error:  # a capture records and runs nothing: whatever broke it, the same calls may be made now
+        except Exception as error:  # a capture runs nothing: whatever broke it, the same calls can still be made
             self._capture = False
             logger.warning("decode steps go on without CUDA graphs: %s", error)
         return self._graphs.get(route)

@@ -7,9 +7,9 @@ class SkipDecodeError(Exception):
     """Base of every error a user can cause; the command line prints it and exits 2.
 
     Args:
-        what: the fact that is wrong, with the value that was given.
-        remedy: what to do, ending the line.
-        where: the file, field or option it concerns; empty where `what` says it.
+        what: what is wrong, with the value that was given.
+        remedy: what to do about it; printed last.
+        where: the file, field or option concerned; printed first. Empty if `what` names it.
     """
 
     def __init__(self, what: str, remedy: str = "", *, where: str = "") -> None:
@@ -23,7 +23,7 @@ class SkipDecodeError(Exception):
 
 
 class ScheduleError(SkipDecodeError):
-    """A schedule that cannot be constructed: it rises, leaves its range, or asks for a speedup out of reach."""
+    """A schedule that cannot be constructed: it rises, leaves its range, or cannot reach the requested speedup."""
 
 
 class ModelNotSupportedError(SkipDecodeError):
@@ -31,7 +31,7 @@ class ModelNotSupportedError(SkipDecodeError):
 
 
 class BundleError(SkipDecodeError):
-    """A bundle that is missing, damaged, of another format version, or an output folder that cannot be written."""
+    """A bundle that is missing, damaged or of another format version, or an output folder that cannot be written."""
 
 
 class TargetError(SkipDecodeError):
@@ -39,5 +39,8 @@ class TargetError(SkipDecodeError):
 
 
 class CapacityError(SkipDecodeError):
-    """A request that cannot be met: beyond what the bundle was made for (batch, length, a token id) or what memory holds; an
-    option or value that is malformed or out of range; a file of the request's that cannot be read or written."""
+    """A request that cannot be met.
+
+    It exceeds what the bundle was exported for (rows, length, vocabulary) or the available memory, has an option or value that
+    is malformed or out of range, or names a file that cannot be read or written.
+    """

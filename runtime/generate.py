@@ -1,4 +1,4 @@
-"""A loaded bundle, and the loop: prefill, then for each step pick tokens, feed them, climb."""
+"""A loaded bundle and its generation loop: prefill, then for each step choose tokens, feed them, run the segments."""
 
 from __future__ import annotations
 
@@ -34,11 +34,19 @@ _PROMPT = "give a text or a list of whole numbers, or a list of these"
 
 
 class Generator:
-    """A bundle loaded on one target. Calls may follow each other, not overlap: none from several threads at once, and of two
-    streams on a device the first is ended by the second.
+    """A bundle loaded on one target. Use `load` to make one; the arguments are the same.
+
+    Use it from one thread at a time. On a device, a stream may take over the buffers of one that has not ended, which then
+    raises CapacityError at its next step.
+
+    Attributes:
+        manifest: what `bundle.json` says.
+        target: the target whose engines are loaded.
+        tokenizer: None where the bundle has none.
+        load_s: seconds that loading took.
 
     Raises:
-        BundleError, TargetError, CapacityError: see `load`.
+        BundleError, TargetError, CapacityError: as `load`.
     """
 
     def __init__(
@@ -81,23 +89,27 @@ class Generator:
         streamer: Streamer | None = None,
         ignore_eos: bool = False,
     ) -> Generation:
-        """Generate for one prompt or a batch whose prompts may differ in length.
+        """Generate tokens for one prompt, or for a batch of prompts, which may differ in length.
 
-        After an error the generator stays usable, unless a device has failed.
+        The generator stays usable after an error, unless the device failed.
 
         Args:
-            prompts: text or token ids, one or several.
-            max_new_tokens: tokens a row, 1 or more.
-            do_sample: False: greedy. Otherwise `temperature`, `top_k`, `top_p` and `seed` as in `Sampling`.
-            schedule: None: the bundle's; "full": every layer at every position, the baseline; or one of this model's depth that
-                takes or leaves each of the bundle's segments as a whole.
-            streamer: `put` gets each step's tokens [B] int64, never the prompt's; rows that have ended repeat their last token.
-            ignore_eos: go on after an end-of-sequence token (for measuring).
+            prompts: text or token ids, one prompt or a list of them.
+            max_new_tokens: tokens to generate per row, 1 or more.
+            do_sample: False: greedy. True: sampled with `temperature`, `top_k`, `top_p` and `seed`, as in `Sampling`.
+            schedule: None: the bundle's. "full": every layer at every position, the baseline. Or a schedule for this model's
+                depth that computes or skips each of the bundle's segments as a whole.
+            streamer: its `put` gets each step's tokens [B] int64, never the prompt's; ended rows repeat their last token.
+            ignore_eos: continue after end-of-sequence tokens (for measuring).
+
+        Returns:
+            Token ids and text of each row, the layer count of each decode step, and timings.
 
         Raises:
-            CapacityError: an empty prompt, text without a tokenizer, an id outside the vocabulary, too many rows or tokens,
-                sampling out of range, more than memory holds; a schedule of another depth, or through a segment of the bundle.
-            ScheduleError: a schedule that skips layers whose keys and values others read.
+            CapacityError: an empty prompt, text for a bundle without a tokenizer, an id outside the vocabulary, too many rows
+                or tokens, a sampling value out of range, or too little memory; an unknown schedule, or one that is for another
+                depth or divides a segment of the bundle.
+            ScheduleError: the schedule skips layers whose keys and values other layers read.
             TargetError: the device or its library failed.
         """
         sampling = Sampling(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -131,14 +143,16 @@ class Generator:
         schedule: Schedule | str | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Step]:
-        """Yield the prefill's tokens, then each decode step's; `rows` grow as tokens come, but their `text` is not set.
+        """Yield the prefill's tokens, then each decode step's; they are also appended to `rows`, whose `text` is not set.
 
         Args:
-            rows: with their prompts; who sets a row's `finish_reason` between two steps ends it. The others as `generate`'s.
+            rows: new ones with their prompts. Set a row's `finish_reason` between two steps to end it.
+            max_new_tokens, schedule, ignore_eos: as in `generate`.
+            sampling: how tokens are chosen.
 
         Raises:
-            CapacityError, ScheduleError, TargetError: as `generate`, at the first token; CapacityError also, on a device, where
-                another generation has begun meanwhile.
+            CapacityError, ScheduleError, TargetError: as `generate`, raised while iterating; CapacityError also when another
+                generation has taken over the buffers on a device.
         """
         chosen = self._schedule(schedule)
         new = check_rows(rows, max_new_tokens, self.manifest)
@@ -153,37 +167,37 @@ class Generator:
                 yield Step(tuple(newest), layers)
                 if all(row.finish_reason is not None for row in rows):
                     return
-        finally:  # also of a stream that is left before its end
+        finally:  # also when the caller abandons the stream early
             self.engines.after_run()
 
     def _tokens(
         self, rows: list[Row], new: int, sampling: Sampling, schedule: Schedule, stop_ids: Sequence[int]
     ) -> Iterator[tuple[list[int], list[int], int | None]]:
-        """As `host_tokens`, of the loop on the host or on the device."""
-        order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # see Decoder
+        """The tokens of each step as `host_tokens` yields them, from the loop on the host or on the device."""
+        order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # as Decoder wants them
         places = order.tolist()
         prompts = [rows[place].prompt_ids for place in places]
         lengths = [len(prompt) for prompt in prompts]
-        if self.engines.turn_around is None or self._trace is not None:  # a trace wants each step waited for
+        if self.engines.turn_around is None or self._trace is not None:  # a trace has to wait for each step
             return host_tokens(self.decoder(lengths, new, schedule), prompts, rows, new, sampling, order, self._trace)
         steps = self._loop(lengths, new, schedule).tokens(prompts, new, sampling, order, stop_ids)
         return ((places, tokens, layers) for tokens, layers in steps)
 
     def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
-        """The last loop, with its buffers and graphs, where it has room for this; else a new one."""
+        """The previous loop with its buffers and graphs if it has room for this generation, else a new one."""
         kept, rows, longest = self._kept_loop, len(prompt_lengths), max(prompt_lengths)
         if kept is not None and (len(kept.decoder.kv.lengths), kept.decoder.schedule) == (rows, schedule):
             fits = have_room(kept.decoder.slots, kept.decoder.slots_for(longest, new))
             if fits and new <= kept.max_steps:
                 return kept
         if kept is not None:
-            kept.wait()  # steps that nobody waited for, after a row's end
-        kept = self._kept_loop = None  # its memory is free before more is taken
+            kept.wait()  # for steps that were enqueued before all rows had ended
+        kept = self._kept_loop = None  # release its memory before allocating more
         self._kept_loop = self.device_loop(prompt_lengths, new, schedule)
         return self._kept_loop
 
     def device_loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
-        """A decoder's steps on the device, where the engines' turn-around is; `Decoder`'s arguments."""
+        """A loop of decode steps on the device, for engines that have a turn-around; arguments as in `decoder`."""
         assert self.engines.turn_around is not None
         return DeviceLoop(
             self.decoder(prompt_lengths, new, schedule), self.engines.turn_around,
@@ -191,7 +205,7 @@ class Generator:
         )  # fmt: skip
 
     def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
-        """A decoder of this bundle's engines, to go step by step; `Decoder`'s arguments, schedule None for the bundle's."""
+        """A decoder on this bundle's engines, to run step by step; arguments as in `Decoder`. `schedule` None: the bundle's."""
         chosen = self._schedule(schedule)
         return Decoder(self.engines, self.manifest.model, chosen, prompt_lengths, new, self._prefill_chunk)
 
@@ -199,7 +213,7 @@ class Generator:
         """Token ids of each prompt.
 
         Raises:
-            CapacityError: neither text nor token ids; text, but the bundle has no tokenizer.
+            CapacityError: a prompt is neither text nor token ids, or is text and the bundle has no tokenizer.
         """
         try:
             one = isinstance(prompts, (str, bytes)) or (len(prompts) and _is_number(prompts[0]))
@@ -209,7 +223,7 @@ class Generator:
         return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(several)]
 
     def _encode(self, prompt: Any, where: str) -> list[int]:
-        if isinstance(prompt, bytes):  # numbers, but no ids
+        if isinstance(prompt, bytes):  # iterates as numbers, which are not ids
             raise _neither(prompt, where)
         if not isinstance(prompt, str):
             try:
@@ -251,22 +265,23 @@ def load(
 ) -> Generator:
     """Load a bundle that `skip-export` wrote.
 
-    Target cuda sets variables of this process's environment that CUDA's libraries read (docs/cuda.md), unless they are set.
+    For target cuda, sets environment variables of this process that CUDA's libraries read (docs/cuda.md), unless they are set.
 
     Args:
-        bundle: its folder.
-        target: where its engines run: cpu, cuda, tensorrt-rtx, tensorrt; None: cpu, or where it has none, the bundle's first.
-        threads: of the process's one pool; None: one for each usable core. The first load of a process decides; later ones
-            change nothing.
-        check_hashes: also compare every file's SHA-256 (reads the whole bundle).
-        prefill_chunk: prompt tokens a pass; what a prompt's attention takes in memory grows with chunk x prompt.
-        cuda_graphs: on a GPU, whether a step is replayed as one CUDA graph; False: its calls are made one by one.
-        trace: collects what all its runs spend their time on; `Trace.write` ends it.
+        bundle: the bundle's folder.
+        target: where the engines run: cpu, cuda, tensorrt-rtx or tensorrt. None: cpu, or the bundle's first target if it has
+            no cpu.
+        threads: size of the one thread pool that all engines of the process share. None: one thread per usable core. The
+            first load in a process decides; later ones change nothing.
+        check_hashes: also compare every file's SHA-256, which reads the whole bundle.
+        prefill_chunk: prompt tokens per pass; the memory for a prompt's attention grows with `prefill_chunk` x prompt length.
+        cuda_graphs: on a GPU, replay each step as one CUDA graph. False: make its calls one by one.
+        trace: records where all runs spend their time; `Trace.write` ends it.
 
     Raises:
-        BundleError: missing, damaged, or of another format version; or replaced meanwhile: load it again.
-        TargetError: no such target, or engines of another library version, CPU or GPU.
-        CapacityError: a chunk of no tokens, threads beyond the machine's cores, or memory that does not hold the engines.
+        BundleError: the bundle is missing, damaged or of another format version, or was replaced during the load: load it again.
+        TargetError: the bundle has no such target, or its engines are for another library version, CPU or GPU.
+        CapacityError: `prefill_chunk` below 1, `threads` below 1 or above the machine's cores, or too little memory.
     """
     return Generator(
         Path(bundle), target=target, threads=threads, check_hashes=check_hashes, prefill_chunk=prefill_chunk,
@@ -279,7 +294,7 @@ def _neither(prompt: Any, where: str) -> CapacityError:
 
 
 def _is_number(value: Any) -> bool:
-    """Also of numpy's and torch's, in which a row of ids is no number, nor is a text of numpy's."""
+    """Whether `value` is a single number, numpy's and torch's included. Their arrays of ids are not, nor is numpy's text."""
     return isinstance(value, Integral) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str))
 
 

@@ -1,4 +1,4 @@
-"""What goes into a generation, and what comes out of it."""
+"""The inputs and outputs of a generation."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from skipdecode.manifest import Manifest
 
 
 class Streamer(Protocol):
-    """As transformers' streamers, given tokens as they come; but not the prompt, so make one without `skip_prompt`."""
+    """Receives tokens as they are generated, like transformers' streamers.
+
+    It never gets the prompt, so create transformers' streamers without `skip_prompt`.
+    """
 
     def put(self, value: Any) -> None: ...
 
     def end(self) -> None: ...
 
 
-@dataclass(slots=True)  # frozen, or a tuple with names, it takes 1.5x to 2x as long to make where caches are cold
+@dataclass(slots=True)  # frozen, or as a named tuple, it takes 1.5x to 2x as long to create with cold caches
 class Step:
-    """What one pass gave: the prefill's tokens first, then one step after another."""
+    """The result of one pass: first that of the prefill, then of one decode step after another."""
 
-    token_ids: tuple[int | None, ...]  # a row each; None for rows that have ended
-    layers: int | None  # what this decode step computed (its deepest row); None for the prefill
+    token_ids: tuple[int | None, ...]  # one per row; None for rows that have ended
+    layers: int | None  # how many this decode step computed (its deepest row); None for the prefill
 
 
 @dataclass(slots=True)
 class Row:
-    """One row: its ids and its reason to stop."""
+    """One row of a batch: its prompt, its generated tokens, and why it ended."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
-    text: str | None = None  # of token_ids, after `generate`; None where the bundle has no tokenizer
-    finish_reason: str | None = None  # length, stop; of `stream`'s rows also what their owner ends them with
+    text: str | None = None  # of token_ids, set by `generate`; None where the bundle has no tokenizer
+    finish_reason: str | None = None  # length or stop; with `stream` also what the caller sets to end the row; None: it goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds, and generated tokens of all rows per second of prefill and decode."""
+    """Times in seconds, and the generated tokens of all rows per second of prefill and decode together."""
 
     load_s: float
     prefill_s: float
@@ -49,10 +52,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What `generate` gives."""
+    """The result of `Generator.generate`."""
 
-    sequences: tuple[Row, ...]
-    layers: tuple[int, ...]  # layers[i]: what decode step i computed
+    sequences: tuple[Row, ...]  # in the order of the prompts
+    layers: tuple[int, ...]  # layers[i]: how many layers decode step i computed (its deepest row)
     timings: Timings
 
 
@@ -63,10 +66,10 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
     """Refuse rows that the bundle cannot run: too many, too long, empty, an unknown id, or used before or twice.
 
     Returns:
-        `max_new_tokens` as Python's own number: numpy's narrow ones would wrap in sums.
+        `max_new_tokens` as a Python int: numpy's narrow integers would wrap in sums.
 
     Raises:
-        CapacityError: such rows, or no count.
+        CapacityError: such rows, or `max_new_tokens` is not a positive integer.
     """
     limits, vocabulary = manifest.limits, manifest.model.vocab_size
     if not rows:

@@ -20,14 +20,15 @@ def host_tokens(
     order: IntArray,
     trace: Trace | None,
 ) -> Iterator[tuple[list[int], list[int], int | None]]:
-    """For each step the rows that go on, one token of each, and the layer count; first the prefill's, whose count is None.
+    """Yield each step's row numbers, one token for each, and the layer count; first the prefill's, whose count is None.
 
-    Rows that have ended are left out once they are half of the batch, because the others' keys and values move then.
+    Rows that have ended stay in the batch until they are half of it, because dropping them moves the keys and values of others.
 
     Args:
-        prompts: as `Decoder.prefill`'s.
-        rows: the user's; who reads the tokens marks those that have ended.
-        order: [B] int64, the user's row numbers as the decoder has them, longest prompt first.
+        prompts: as in `Decoder.prefill`.
+        rows: the user's rows; the caller sets `finish_reason` on those that have ended.
+        new: tokens per row.
+        order: [B] int64, the user's row numbers in the decoder's order, longest prompt first.
     """
     places = order.tolist()
     traced(trace, "prefill", decoder.prefill)(prompts)

@@ -1,7 +1,7 @@
-"""The KV buffer: one preallocated key and value array a layer, shared by all variants, with the schedule's shape.
+"""The KV buffer: one preallocated key and value array per layer, shared by all variants, with the schedule's shape.
 
-A layer with linear attention, Mamba or a short convolution has states of one size in their place or beside them; some layers
-read the keys and values of another.
+A layer with linear attention, Mamba or a short convolution has states of constant size instead of keys and values, or alongside
+them. Some layers read the keys and values of another layer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from skipdecode.memory import Array, DeviceMemory, IntArray, Memory
 from skipdecode.model import Keys, Model, StateLayers, kept, key_sizes
 from skipdecode.schedule import Anchor, Schedule
 
-# TensorRT-RTX 1.7.1 cannot build a plan of two or more layers whose longest pass of a prompt has 64 tokens or fewer; and a pass
+# TensorRT-RTX 1.7.1 cannot build a plan of two or more layers whose longest pass over a prompt has 64 tokens or fewer, and a pass
 # has no more tokens than its KV buffer has slots
 LEAST_SLOTS = 128
-STATE_BYTES = 4  # of a number in a state: fp32 on every target, since each step's rounding would stay in it
+STATE_BYTES = 4  # per number in a state: fp32 on every target, because each step's rounding would stay in it
 
 
 def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...]:
-    """Slots that each layer needs for `prompt` + `new` tokens: none where no decode step computes it.
+    """Slots that each layer needs for `prompt` + `new` tokens: none for a layer that no position of the schedule computes.
 
     Position `t` of a row lies in slot `t` (absolute) or `prompt + t` (generated).
     """
@@ -39,22 +39,22 @@ def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...
 def static_slots(
     schedule: Schedule, max_length: int, groups: Sequence[StateLayers], keys: Keys, float_bytes: int
 ) -> tuple[int, ...]:
-    """Slots of the keys that each layer reads, for any run of at most `max_length` tokens: what plans are built for.
+    """Slots of the keys that each layer reads, enough for any run of at most `max_length` tokens: what plans are built for.
 
-    A layer that no decode step computes has buffers too, which a prompt's keys and values pass through. Counts are rounded up so
+    A layer that no decode step computes has buffers, too, which a prompt's keys and values pass through. Counts are rounded up so
     that each row's slots begin at an aligned address.
 
     Args:
-        groups: layers that keep anything else than keys and values of the sizes `keys` (`Model.state_layers`).
-        keys: of every other layer.
-        float_bytes: of a number in them.
+        groups: layers that keep anything other than keys and values of the sizes `keys` (`Model.state_layers`).
+        keys: key sizes of every other layer.
+        float_bytes: bytes of a number in keys and values.
 
     Returns:
         At least LEAST_SLOTS each.
     """
     absolute = schedule.anchor is Anchor.ABSOLUTE
     needed = slots_per_layer(schedule, 0, max_length) if absolute else (max_length,) * schedule.num_layers
-    # what divides the bytes of a slot's keys, KVH x D, of each layer
+    # a common divisor of the bytes of one slot's keys, KVH x D numbers, over all layers
     slot_bytes = math.gcd(*(each.num_heads * each.head_size for each in key_sizes(groups, keys))) * float_bytes
     step = ALIGNMENT // math.gcd(ALIGNMENT, slot_bytes)
     sources = (kept(groups, keys, layer).keys_of for layer in range(schedule.num_layers))
@@ -63,25 +63,25 @@ def static_slots(
 
 
 def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
-    """Slots of each layer where buffers are of a `fixed` size: none where none are `needed`, else all."""
+    """Slots per layer for buffers of a `fixed` size: none if none are `needed`, else all."""
     return tuple(most if count else 0 for count, most in zip(needed, fixed, strict=True))
 
 
 def have_room(slots: Sequence[int], needed: Sequence[int]) -> bool:
-    """Whether buffers of `slots` slots, a layer each, hold the `needed` ones."""
+    """Whether buffers with `slots` per layer hold the `needed` ones."""
     return all(have >= count for have, count in zip(slots, needed, strict=True))
 
 
 def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
-    """`static_slots` of a bundle's plans."""
+    """`static_slots` for a bundle's plans."""
     model = manifest.model
     return static_slots(manifest.schedule, manifest.limits.max_length, model.state_layers, model.keys, target.float_bytes)
 
 
 def key_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
-    """Keys and values that `layer` keeps of a row with `slots` slots: shapes, by the names under which its engine reads them.
+    """Shapes of the keys and values that `layer` keeps for a row with `slots` slots, by the names of its engine's inputs.
 
-    In the engines' float type.
+    Their dtype is the engines' float type.
     """
     keys = model.kept(layer).keys
     if keys is None:
@@ -91,12 +91,12 @@ def key_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]
 
 
 def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
-    """What else `layer` keeps of a row, whatever its slots: as `key_state`, in fp32, zeros before the row's first token."""
+    """Shapes of the states that `layer` keeps for a row, named as in `key_state`; fp32, zeros before the row's first token."""
     return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
 
 
 def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...]:
-    """The keys and values that `layers` read of others: each layer and the name of its array."""
+    """The keys and values that `layers` read from other layers: (layer, name of its array) pairs."""
     sources = {source for layer in layers if (source := model.kept(layer).keys_of) is not None} - {*layers}
     return tuple(
         (source, names.of_layer(name, source)) for source in sorted(sources) for name in (names.PAST_KEY, names.PAST_VALUE)
@@ -104,7 +104,7 @@ def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...
 
 
 def state_bytes(group: StateLayers, slots: int, float_bytes: int) -> int:
-    """Bytes of what a layer of `group` keeps of a row with `slots` slots, whose keys and values have numbers of `float_bytes`."""
+    """Bytes that a layer of `group` keeps for a row with `slots` slots; a number in keys and values takes `float_bytes`."""
     keys = 2 * group.keys.num_heads * slots * group.keys.head_size if group.keys else 0
     return keys * float_bytes + sum(math.prod(state.shape) for state in group.states) * STATE_BYTES
 
@@ -114,17 +114,17 @@ def _numbers(shapes: Sequence[dict[str, tuple[int, ...]]]) -> int:
 
 
 class KVBuffer:
-    """Memory and lengths, nothing else.
+    """What layers keep for the rows of a batch, and the rows' lengths.
 
-    One allocation for all keys and values: numpy asks for huge pages only for large arrays, and each decode step reads every
-    valid slot; another one for states.
+    All keys and values are one allocation, because numpy asks for huge pages only for large arrays and each decode step reads
+    every valid slot. States are another.
 
     Args:
-        slots: C, of each layer; 0: it needs none, nor any other state.
+        slots: C of each layer; 0: the layer gets neither keys and values nor states.
 
     Attributes:
-        layers: of each layer the arrays [B, ...] of `key_state`, in the memory's float type, and of `constant_state`; none where
-            no step computes it.
+        layers: per layer the arrays [B, ...] of `key_state`, in the memory's float type, and of `constant_state`, in fp32; none
+            for a layer with 0 slots.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
@@ -139,20 +139,20 @@ class KVBuffer:
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has(self, layer: int) -> bool:
-        """Whether any decode step computes `layer`."""
+        """Whether `layer` has slots."""
         return self._has[layer]
 
     def rows(self, layer: int, rows: slice) -> dict[str, Any]:
-        """The arrays of some rows of a layer, contiguous, at the buffer's own addresses."""
+        """A layer's arrays for some rows: contiguous views of the buffer."""
         assert self.has(layer), f"no decode step computes layer {layer}"
         return {name: array[rows] for name, array in self.layers[layer].items()}
 
     def read(self, layers: Sequence[int], rows: slice) -> dict[str, Array]:
-        """What `layers` read of others, by the names of their engine's inputs: keys and values with the new tokens' in them."""
+        """The keys and values that `layers` read from other layers, new tokens' included, by the names of the engine's inputs."""
         return {names.present(name): self.layers[source][name][rows] for source, name in keys_read(self._model, layers)}
 
     def move(self, row: int, place: int) -> None:
-        """Let `row` lie at `place`, over the row that was there; on the host."""
+        """Move `row` to `place`, overwriting the row that was there. Host memory only."""
         length = int(self.lengths[row])
         for states in self._states:
             for array in states.values():
@@ -163,9 +163,10 @@ class KVBuffer:
         self.lengths[place] = length
 
     def clear(self) -> None:
-        """Forget what states have summed up; on a device keys and values, too.
+        """Zero the states, and on a device keys and values, too.
 
-        Attention weighs every slot there, by 0 where it is not valid: of a NaN that an earlier run left in one, it makes a NaN.
+        Attention on a device multiplies every slot by a weight, 0 if the slot is not valid. A NaN left by an earlier run would
+        stay a NaN.
         """
         self._memory.clear(self._state_block)
         if isinstance(self._memory, DeviceMemory):
@@ -175,10 +176,10 @@ class KVBuffer:
 def _divided(
     allocate: Callable[[tuple[int, ...]], Any], rows: int, shapes: Sequence[dict[str, tuple[int, ...]]]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """One allocation, and each layer's arrays [rows, ...] in it, of these shapes."""
+    """Make one allocation and divide it into each layer's arrays [rows, ...] of the given shapes."""
     block = allocate((rows * _numbers(shapes),))
     layers: list[dict[str, Any]] = []
-    end = 0  # in numbers
+    end = 0  # counted in numbers, not bytes
     for of_layer in shapes:
         layers.append({})
         for name, shape in of_layer.items():

@@ -1,4 +1,4 @@
-"""`bundle.json`: what a bundle holds, read strictly and written last. Specified on one screen in docs/bundle.md."""
+"""`bundle.json`: what a bundle holds, read strictly and written last. Specified in docs/bundle.md."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from skipdecode.strict_json import MalformedError, decode
 FORMAT_VERSION = 4
 MANIFEST = "bundle.json"
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
-WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")  # of a target's engines; the last two block-quantised
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of the source weights' dtypes
+WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")  # types of a target's weights; the last two are block-quantised
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # per dtype of the source weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the bundle was made for."""
+    """The largest run that the bundle was exported for."""
 
-    max_length: int  # tokens of a row, prompt and generated
+    max_length: int  # tokens per row, prompt and generated
     max_batch: int  # rows
 
 
@@ -39,7 +39,7 @@ class Variant:
 
     name: str  # v24
     num_layers: int
-    segments: tuple[int, ...]  # indices, climbed in this order
+    segments: tuple[int, ...]  # indices into `Manifest.segments`, in the order they run
     graph: str | None  # whole graph, weights by reference; None in a slim bundle
 
 
@@ -48,26 +48,26 @@ class Target:
     """Engines that are ready to load on one kind of device."""
 
     name: str  # cpu, cuda, tensorrt-rtx, tensorrt
-    weights: str  # of its engines, one of WEIGHTS
+    weights: str  # type of its engines' weights, one of WEIGHTS
     library: str  # onnxruntime, tensorrt_rtx, tensorrt
-    library_version: str  # prepacked weights and plans belong to it
-    machine: str  # of cpu its architecture, x86_64; of plans the GPUs, "sm86 sm89" or "sm80 and later"; of cuda "any"
+    library_version: str  # prepacked weights and plans work with this version only
+    machine: str  # cpu: its architecture, x86_64; plans: the GPUs, "sm86 sm89" or "sm80 and later"; cuda: "any"
     cpu_features: tuple[str, ...]  # instruction sets that the prepacked weights were laid out for
     embed: str
-    segments: tuple[str, ...]  # one engine a segment
+    segments: tuple[str, ...]  # one engine per segment
     head: str
-    tied_weight: str | None  # [V,E], which embedding and head are both given; None: engines that have their own
-    segment_weight_bytes: tuple[int, ...]  # of each segment's weights that a decode step of one row reads
+    tied_weight: str | None  # file of the weight [V',E] that embedding and head share (`bindings`); None: each has its own
+    segment_weight_bytes: tuple[int, ...]  # per segment, the bytes of weights that a decode step of one row reads
     head_weight_bytes: int
 
     @property
     def fixed_kv_buffer(self) -> bool:
-        """Whether engines are compiled for one number of slots: TensorRT updates a cache in place only then."""
+        """Whether engines are compiled for one number of slots: TensorRT updates a KV buffer in place only then."""
         return self.library != "onnxruntime"
 
     @property
     def float_bytes(self) -> int:
-        """Of a number in hidden states, keys and values: fp32 on cpu, fp16 or bf16 on GPUs."""
+        """Bytes of a number in hidden states, keys and values: fp32 on cpu, fp16 or bf16 on GPUs."""
         return 4 if self.name == "cpu" else 2
 
 
@@ -85,7 +85,7 @@ class Manifest:
     """Everything `bundle.json` says.
 
     Raises:
-        MalformedError, ScheduleError: parts that contradict each other.
+        MalformedError, ScheduleError: parts are out of range or contradict each other.
     """
 
     format_version: int
@@ -93,8 +93,8 @@ class Manifest:
     dtype: str  # of the source weights, a key of ITEM_BYTES
     limits: Limits
     schedule: Schedule
-    kv_slots: tuple[int | None, ...]  # per layer: decode positions that need a slot; None: as many as the run has
-    segments: tuple[tuple[int, ...], ...]  # layers of each
+    kv_slots: tuple[int | None, ...]  # per layer, the positions that need a slot; None: as many as the run has
+    segments: tuple[tuple[int, ...], ...]  # the layers of each
     variants: tuple[Variant, ...]
     targets: tuple[Target, ...]
     files: tuple[File, ...]
@@ -102,7 +102,7 @@ class Manifest:
     def __post_init__(self) -> None:
         depth = self.model.num_layers
         layers = [layer for segment in self.segments for layer in segment]
-        # lengths are compared first: a depth of 10**9 is refused before anything of that size is made
+        # lengths are compared first: a depth of 10**9 is refused before anything of that size is allocated
         covered = len(layers) == depth and layers == list(range(depth)) and all(self.segments)
         caps = tuple(map(self.schedule.cap, range(depth))) if len(self.kv_slots) == depth else None
         checks = (
@@ -148,16 +148,17 @@ class Manifest:
 
     @property
     def default_target(self) -> str:
-        """The target that runs unless another is named: cpu, or the first where the bundle has no cpu."""
+        """The target that runs unless another is named: cpu, or the first one if the bundle has no cpu."""
         names = [target.name for target in self.targets]
         return "cpu" if "cpu" in names or not names else names[0]
 
 
 def read(bundle: Path) -> Manifest:
-    """Read and check `bundle/bundle.json`, and that every file is there in its size.
+    """Read and check `bundle/bundle.json`, and check that every file exists and has its size.
 
     Raises:
-        BundleError: missing, not JSON, of another format version, an unknown or missing key, a file missing or truncated.
+        BundleError: `bundle.json` is missing, not JSON, of another format version or malformed, or a file is missing,
+            unreadable or of another size.
     """
     path = bundle / MANIFEST
     try:
@@ -186,12 +187,12 @@ def read(bundle: Path) -> Manifest:
 
 @contextmanager
 def one_bundle(bundle: Path) -> Iterator[None]:
-    """Whatever is read of the bundle in this block is one bundle's, though another folder may be put in its place meanwhile.
+    """Ensure that everything read inside this block comes from one bundle, even if the folder is replaced meanwhile.
 
-    What tells them apart is `bundle.json`: files that are replaced one by one below it are found by `check_hashes` alone.
+    Bundles are told apart by their `bundle.json`. Only `check_hashes` detects other files that were replaced one by one.
 
     Raises:
-        BundleError: another was, by an export with --force or a deployment that renames a folder or turns a link.
+        BundleError: the bundle was replaced, by an export with --force or a deployment that renames a folder or switches a link.
     """
     before = _identity(bundle)
     try:
@@ -205,20 +206,20 @@ def one_bundle(bundle: Path) -> Iterator[None]:
 
 
 def file_identity(path: Path) -> tuple[int, ...]:
-    """What another file that is put under the same name differs in.
+    """What distinguishes a file from another one put under the same name: device, inode, size and modification time in ns.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such file.
     """
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _identity(bundle: Path) -> tuple[int, ...] | None:
-    """That of its manifest; None: there is none."""
+    """The identity of the bundle's manifest; None if there is none."""
     try:
         return file_identity(bundle / MANIFEST)
-    except (OSError, ValueError):  # the latter for a NUL or a lone surrogate in the name
+    except (OSError, ValueError):  # ValueError: a NUL or a lone surrogate in the name
         return None
 
 
@@ -243,7 +244,7 @@ def check_hashes(manifest: Manifest, bundle: Path) -> None:
     """Compare every file's SHA-256 with the manifest's (reads the whole bundle).
 
     Raises:
-        BundleError: a file that changed.
+        BundleError: a file has changed or cannot be read.
     """
     for file in manifest.files:
         try:

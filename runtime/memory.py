@@ -1,7 +1,7 @@
 """Where an engine's arrays live: on the host, as numpy arrays, or on a device.
 
 Both kinds of memory hand out arrays that can be sliced along their first axis and reshaped, at fixed addresses. What Python
-writes (token ids, positions, lengths) has a twin on the device: the same array on the host, a copy that is sent elsewhere.
+writes (token ids, positions, lengths) has a twin that engines read: the same array on the host, or a copy on the device.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from skipdecode.device import Block, Call, Device, HostArray
 from skipdecode.errors import CapacityError
 
-_BFLOAT16 = 16  # ONNX's number of it; numpy has no such dtype
-_FLOATS: dict[str, tuple[Any, Any]] = {  # dtype -> (as ONNX Runtime takes it, of the same size in numpy)
+_BFLOAT16 = 16  # ONNX's number for the type, which numpy does not have
+_FLOATS: dict[str, tuple[Any, Any]] = {  # dtype -> (type as ONNX Runtime takes it, numpy type of the same size)
     "float32": (np.float32, np.float32),
     "float16": (np.float16, np.float16),
     "bfloat16": (_BFLOAT16, np.uint16),
@@ -27,11 +27,11 @@ _FLOATS: dict[str, tuple[Any, Any]] = {  # dtype -> (as ONNX Runtime takes it, o
 class DeviceArray:
     """A contiguous array, or a part of one, on a device."""
 
-    owner: Any  # keeps the memory
+    owner: Any  # keeps the memory alive
     device: str  # as ONNX Runtime calls it
     pointer: int
     shape: tuple[int, ...]
-    element_type: Any  # a numpy type, or ONNX's number of one
+    element_type: Any  # a numpy type, or ONNX's number for a type
     itemsize: int
 
     @property
@@ -40,21 +40,21 @@ class DeviceArray:
         return math.prod(self.shape) * self.itemsize
 
     def __getitem__(self, rows: slice) -> DeviceArray:
-        """Some of the first axis, contiguous."""
+        """A contiguous part along the first axis."""
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1, "only contiguous parts"
         offset = start * math.prod(self.shape[1:]) * self.itemsize
         return self._like(self.pointer + offset, (max(0, stop - start), *self.shape[1:]))
 
     def reshape(self, *shape: int) -> DeviceArray:
-        """The same memory in another shape; one size may be -1, as numpy's."""
+        """The same memory in another shape; one size may be -1, as in numpy."""
         known = math.prod(size for size in shape if size != -1)
         whole = tuple(math.prod(self.shape) // known if size == -1 else size for size in shape)
         assert math.prod(whole) == math.prod(self.shape), f"{self.shape} is not {shape}"
         return self._like(self.pointer, whole)
 
     def moved(self, block: Block) -> DeviceArray:
-        """An array of the same shape and type in other memory, whose contents it does not set."""
+        """An array of the same shape and type in `block`. Contents are not copied."""
         return replace(self, owner=block, pointer=block.pointer)
 
     def _like(self, pointer: int, shape: tuple[int, ...]) -> DeviceArray:
@@ -67,39 +67,39 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class HostMemory:
-    """numpy arrays, floats in fp32: engines read and write what Python sees."""
+    """Memory of the host: numpy arrays with floats in fp32, which engines read and write directly."""
 
     def floats(self, shape: tuple[int, ...]) -> HostArray:
         """Zeros of the engines' float type.
 
         Raises:
-            CapacityError: the machine has not this much memory.
+            CapacityError: the machine has too little memory.
         """
         return _zeros(shape, np.float32)
 
     def wide_floats(self, shape: tuple[int, ...]) -> HostArray:
-        """Zeros in fp32; else as `floats`."""
+        """Zeros in fp32, whatever the engines' float type; otherwise as `floats`."""
         return _zeros(shape, np.float32)
 
     def twin(self, array: HostArray) -> tuple[HostArray, None]:
-        """`array` as engines see it, and the call that shows them what the host writes later; None: they see it at once."""
+        """`array` as engines see it, and a call that sends them what the host writes later; None: they see it at once."""
         return array, None
 
     def result(self, shape: tuple[int, ...], dtype: Any) -> tuple[HostArray, HostArray, None]:
-        """An array that an engine writes: as the host sees it, as engines do, and what brings it to the host."""
+        """An array that an engine writes: as the host sees it, as engines see it, and a call that brings it to the host."""
         array = _zeros(shape, dtype)
         return array, array, None
 
     def clear(self, array: Any) -> None:
-        """Write zeros to an array of `floats` or `wide_floats`, or to a part of one."""
+        """Write zeros to an array made by `floats` or `wide_floats`, or to a part of one."""
         array[...] = 0
 
     def chosen(self, rows: Any, positions: IntArray) -> Any:
-        """Of `floats` [B,S,H] one position of each row, [B,1,H], in memory of its own."""
+        """Copy one position of each row of `rows` [B,S,H] to a new array [B,1,H]."""
         return rows[np.arange(len(positions)), positions][:, None]
 
     def to_host(self, array: Any) -> HostArray:
-        """An array of `floats` or `wide_floats`, in fp32."""
+        """An array made by `floats` or `wide_floats`, as a numpy array in fp32."""
         return np.asarray(array)
 
 
@@ -107,7 +107,7 @@ class DeviceMemory:
     """Memory of one device.
 
     Args:
-        dtype: of the engines' floats: float16, bfloat16.
+        dtype: the engines' float type, float16 or bfloat16.
     """
 
     def __init__(self, device: Device, dtype: str) -> None:
@@ -117,7 +117,7 @@ class DeviceMemory:
         """Zeros of the engines' float type.
 
         Raises:
-            CapacityError: the device has not this much memory.
+            CapacityError: the device has too little memory.
         """
         return self._floats(shape, self._dtype)
 
@@ -159,7 +159,7 @@ class DeviceMemory:
         part = self.device.mirror(array.shape, stored)
         self.device.fetch(array.pointer, part)()
         if array.element_type == _BFLOAT16:
-            part = (part.astype(np.uint32) << 16).view(np.float32)  # the upper half of an fp32
+            part = (part.astype(np.uint32) << 16).view(np.float32)  # bf16 is the upper half of an fp32
         return np.asarray(part, dtype=np.float32)
 
     def _floats(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
@@ -179,7 +179,7 @@ Memory = HostMemory | DeviceMemory
 def _zeros(shape: tuple[int, ...], dtype: Any) -> HostArray:
     try:
         return np.zeros(shape, dtype)
-    except (MemoryError, ValueError) as error:  # ValueError: more than an address can say
+    except (MemoryError, ValueError) as error:  # ValueError: larger than the address space
         wanted = math.prod(shape) * np.dtype(dtype).itemsize
         remedy = "send fewer rows or shorter prompts, or ask for fewer tokens"
         raise CapacityError(f"no memory is left for {-(-wanted >> 20)} MiB", remedy) from error

@@ -1,4 +1,4 @@
-"""What a model is to the runtime: its dimensions, and what each of its layers keeps of a row."""
+"""A model as the runtime sees it: its dimensions, and what each of its layers keeps for a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipdecode.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Sizes of a layer's keys, which are also those of its values."""
+    """Sizes of a layer's keys, and of its values too."""
 
     num_heads: int  # KVH
     head_size: int  # D
@@ -21,40 +21,47 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """An array that has one size whatever the length, zeros before a row's first token."""
+    """A recurrent state: an array of constant size, whatever the row's length; zeros before the row's first token."""
 
-    name: str  # its engine reads past_{name}.{l} and writes present_{name}.{l}
+    name: str  # the layer's engine reads past_{name}.{l} and writes present_{name}.{l}
     shape: tuple[int, ...]  # of one row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayers:
-    """A group of layers that store the same things for a row: keys and values of their own or none, and recurrent states."""
+    """A group of layers that keep the same for a row: keys and values of their own or none, and recurrent states."""
 
-    layers: tuple[int, ...]  # rising
-    keys: Keys | None  # None: they have none of their own
-    keys_of: int | None  # a layer below, computed at every position, whose keys and values they read
+    layers: tuple[int, ...]  # ascending
+    keys: Keys | None  # None: these layers have no keys of their own
+    keys_of: int | None  # a lower layer, computed at every position, whose keys and values these layers read
     states: tuple[State, ...]
 
     @property
     def keeps_anything(self) -> bool:
-        """Whether they keep anything of a row."""
+        """Whether these layers keep anything for a row."""
         return self.keys is not None or bool(self.states)
 
 
 def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
-    """The group that `layer` is in; where it is in none, one that has `keys`."""
+    """The group that `layer` belongs to; if it is in none, a group of its own with `keys` and nothing else."""
     own = next((group for group in groups if layer in group.layers), None)
     return own or StateLayers(layers=(layer,), keys=keys, keys_of=None, states=())
 
 
 def key_sizes(groups: Sequence[StateLayers], keys: Keys) -> set[Keys]:
-    """Those of all layers that have any; `keys`: of layers that are in no group."""
+    """The distinct key sizes of all layers that have keys; `keys` are those of layers in no group."""
     return {each for each in (keys, *(group.keys for group in groups)) if each is not None and each.num_heads}
 
 
 def check_sources(sources: Collection[int], schedule: Schedule) -> None:
-    """Raises ScheduleError where one of `sources`, whose keys and values others read, is not computed at every position."""
+    """Refuse a schedule that skips a layer whose keys and values other layers read.
+
+    Args:
+        sources: the layers that others read.
+
+    Raises:
+        ScheduleError: one of them is not computed at every position.
+    """
     skipped = [layer for layer in sources if schedule.cap(layer) is not None]
     if skipped:
         raise ScheduleError(
@@ -72,32 +79,32 @@ class Model:
     num_layers: int  # L
     hidden_size: int  # H, between layers
     num_heads: int  # NH, 0 where no layer has attention
-    num_kv_heads: int  # KVH, and
-    head_size: int  # D, of a layer in none of `state_layers`; 0 where each is in one
+    num_kv_heads: int  # KVH of a layer in none of `state_layers`; 0 where no layer has attention
+    head_size: int  # D, likewise
     vocab_size: int  # V
     num_parameters: int  # tied weights once
-    state_layers: tuple[StateLayers, ...]  # every other layer has keys and values of those sizes, and nothing else
+    state_layers: tuple[StateLayers, ...]  # all other layers keep keys and values of the sizes above, and nothing else
     eos_token_ids: tuple[int, ...]  # empty: no token ends a row
 
     @property
     def keys(self) -> Keys:
-        """Of a layer in none of `state_layers`."""
+        """Key sizes of a layer in none of `state_layers`."""
         return Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
 
     def kept(self, layer: int) -> StateLayers:
-        """What `layer` keeps."""
+        """What `layer` keeps for a row."""
         return kept(self.state_layers, self.keys, layer)
 
     @property
     def key_sources(self) -> frozenset[int]:
-        """The layers whose keys and values others read."""
+        """The layers whose keys and values other layers read."""
         return frozenset(group.keys_of for group in self.state_layers if group.keys_of is not None)
 
 
 def sizes_hold(model: Model) -> bool:
-    """Whether every number is one that a size can be: what divides by it or multiplies it is safe.
+    """Whether every size is positive and below 2**63, so that dividing by it or multiplying it is safe.
 
-    Those of heads are 0 where all layers keep states in the place of keys.
+    Head counts and head size may all be 0 if no layer has keys of its own.
     """
     heads = (model.num_heads, model.num_kv_heads, model.head_size)
     without = not any(heads) and sum(len(group.layers) for group in model.state_layers if not group.keys) == model.num_layers
@@ -106,7 +113,10 @@ def sizes_hold(model: Model) -> bool:
 
 
 def states_hold(model: Model) -> bool:
-    """Whether `state_layers` name layers of the model, rising and once, and what each keeps has sizes and a name of its own."""
+    """Whether `state_layers` is well formed.
+
+    Each layer exists and is named at most once, groups are ascending, and each array has positive sizes and a name of its own.
+    """
     layers = [layer for group in model.state_layers for layer in group.layers]
     rising = all(
         before < after for group in model.state_layers for before, after in pairwise((-1, *group.layers, model.num_layers))
@@ -123,7 +133,7 @@ def _kept_once(group: StateLayers) -> bool:
 
 
 def sources_hold(model: Model) -> bool:
-    """Whether every layer whose keys others read is below those and has its own."""
+    """Whether every layer whose keys others read lies below its readers and has keys of its own."""
     readers = [(group, group.keys_of) for group in model.state_layers if group.keys_of is not None]
     return all(
         group.keys is None and 0 <= source < min(group.layers, default=0) and model.kept(source).keys for group, source in readers

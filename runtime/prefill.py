@@ -1,4 +1,4 @@
-"""Prefill: the passes over prompts, after which their keys and values are in the KV buffer and the next tokens' logits known."""
+"""Prefill: the passes over prompts, which fill the KV buffer and give the next tokens' logits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from skipdecode.memory import Array, IntArray
 from skipdecode.model import Model
 from skipdecode.schedule import Anchor, Schedule
 
-PREFILL_CHUNK = 512  # prompt tokens a pass, unless told otherwise: bounds the attention scores to chunk x prompt
-_PADDING = 4  # tokens a row is padded by at most: a pass of its own costs as much as 3 (int4) to 10 (fp32) tokens on 2 cores
+PREFILL_CHUNK = 512  # default for prompt tokens per pass: bounds attention scores to chunk x prompt
+_PADDING = 4  # most padding of a row, in tokens: a pass of its own costs as much as 3 (int4) to 10 (fp32) tokens on 2 cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Some tokens of a pass over prompts, what engines are told of them."""
+    """Some tokens of a pass over prompts, and the engine inputs that describe them."""
 
     tokens: slice  # of each row
     positions: Array  # [B,S] int64
@@ -30,15 +30,16 @@ class _Piece:
 
 
 class Prefill:
-    """Runs prompts: what layers keep of them is in the KV buffer then, and each row's next logits where `bound` has them.
+    """Runs prompts, which fills the KV buffer and leaves each row's next logits in `bound`.
 
-    Short prompts of about the same length share a pass, because a pass reads the weights once. A long one goes in chunks, so that
-    activations do not grow with P x P. Layers that keep nothing, up to the last, compute each prompt's last token alone.
+    Short prompts of about the same length share a pass, because a pass reads the weights once. A long prompt runs in chunks, so
+    that activations do not grow with the square of its length. If the topmost segments keep nothing for a row, they compute only
+    each prompt's last token.
 
     Args:
         kv: written in place.
-        chunk: prompt tokens a pass.
-        bound: logits [B,V], where the engines leave them, and `last` [B], zeros, by their names in `bindings`.
+        chunk: prompt tokens per pass.
+        bound: arrays by their names in `bindings`: logits [B,V], which the head writes, and `last` [B], zeros.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Prefill:
         keeping = (any(model.kept(layer).keeps_anything for layer in segment.layers) for segment in engines.segments)
         self._first_keeping_none = max((index + 1 for index, keeps in enumerate(keeping) if keeps), default=0)
         sums = any(group.states for group in model.state_layers)
-        self._padding = 0 if sums else _PADDING  # in a state, what a row is padded by would stay
+        self._padding = 0 if sums else _PADDING  # a state would keep the padding
 
     def run(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Run every row's prompt; never longer than the row before."""
+        """Run every row's prompt; none may be longer than the one before."""
         lengths = [len(prompt) for prompt in prompts]
         self._kv.clear()
         for rows in _passes(lengths, self._chunk if self._shares_passes(lengths[0]) else 1, self._padding):
@@ -66,15 +67,15 @@ class Prefill:
         return length if cap is None else min(cap, length)
 
     def _shares_passes(self, length: int) -> bool:
-        """Whether rows can lie one after another: every layer computes all of a prompt's `length` positions."""
+        """Whether rows can share a pass: engines take several, and every layer computes all of a prompt's `length` positions."""
         segments = self._engines.segments
         whole = all(self._computed(segment.layers[0], length) == length for segment in segments)
         return whole and self._engines.most_prompt_tokens is None
 
     def _run_pass(self, rows: slice, prompts: Sequence[Sequence[int]]) -> None:
-        """Some rows' prompts, padded to the longest, which is the first, in one piece; or one row's in chunks, piece by piece.
+        """Run some rows' prompts as one piece, padded to the longest, which is the first; or one row's prompt in chunks.
 
-        The hidden state [B*S,H] of either is one block, of which each piece is a contiguous part.
+        Either way the hidden state [B*S,H] is one block, and each piece is a contiguous part of it.
         """
         count, length, memory = len(prompts), len(prompts[0]), self._memory
         padded: IntArray = np.zeros((count, length), dtype=np.int64)
@@ -90,7 +91,7 @@ class Prefill:
             self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: piece.positions}, {names.HIDDEN: part})()
         for index in range(self._first_keeping_none):
             self._run_segment(index, rows, hidden, pieces)
-        if count == 1:  # its last token alone
+        if count == 1:  # only its last token
             top: dict[str, Array] = {names.HIDDEN: hidden[length - 1 :].reshape(1, 1, -1), names.LAST: self._last[:1]}
         else:
             top = {names.HIDDEN: hidden.reshape(count, length, -1), names.LAST: memory.twin(last)[0]}
@@ -99,7 +100,11 @@ class Prefill:
         self._engines.head.bind(top, {names.LOGITS: self._logits[rows]})()
 
     def _run_top(self, rows: slice, hidden: Any, last: IntArray) -> Any:
-        """The segments that keep nothing, on the rows' last tokens alone; `hidden` [B,S,H], of which S may be the last one's.
+        """Run the topmost segments, which keep nothing, only on the rows' last tokens.
+
+        Args:
+            hidden: [B,S,H], or [B,1,H] with the last tokens only.
+            last: [B] int64, the index of each row's last token.
 
         Returns:
             [B,1,H].
@@ -118,13 +123,13 @@ class Prefill:
         return self._piece_of(tokens, positions, np.minimum(last, tokens.stop - 1))
 
     def _piece_of(self, tokens: slice, positions: IntArray, seqlens_k: IntArray) -> _Piece:
-        """Positions [B,S] and `seqlens_k` [B], where engines see them."""
+        """A piece with positions [B,S] and `seqlens_k` [B] in the engines' memory."""
         seen, _ = self._memory.twin(positions)
         valid, _ = self._memory.twin(seqlens_k.astype(np.int32))
         return _Piece(tokens=tokens, positions=seen, seqlens_k=valid, total=np.array([tokens.stop], dtype=np.int32))
 
     def _run_segment(self, index: int, rows: slice, hidden: Array, pieces: Sequence[_Piece]) -> None:
-        """Segment `index` on the prompts of some rows: `hidden` [B*S,H] in place."""
+        """Run segment `index` on the prompts of some rows, updating `hidden` [B*S,H] in place."""
         layers = self._engines.segments[index].layers
         count = rows.stop - rows.start
         length, width = hidden.shape[0] // count, self._model.hidden_size
@@ -141,7 +146,7 @@ class Prefill:
             self._run_engine(index, rows, part, piece, states)
 
     def _run_engine(self, index: int, rows: slice, hidden: Array, piece: _Piece, states: Iterable[Mapping[str, Array]]) -> None:
-        """Segment `index` on `piece`: `hidden` [B,S,H] in place, beside `states` what its layers read of others."""
+        """Run segment `index` on `piece`, updating `hidden` [B,S,H] and its layers' `states` in place."""
         segment = self._engines.segments[index]
         inputs: dict[str, Array] = {
             names.HIDDEN: hidden,
@@ -153,14 +158,14 @@ class Prefill:
         bind_segment(segment.engine, inputs, hidden, states)()
 
     def _passing(self, layer: int, count: int, slots: int) -> dict[str, Array]:
-        """What a layer that no decode step computes needs for the prompts of `count` rows: it lives for this call only."""
+        """Temporary arrays, for the prompts of `count` rows, of a layer that no decode step computes."""
         keys, states = key_state(self._model, layer, slots), constant_state(self._model, layer)
         arrays = {name: self._memory.floats((count, *shape)) for name, shape in keys.items()}
         return arrays | {name: self._memory.wide_floats((count, *shape)) for name, shape in states.items()}
 
 
 def _passes(lengths: Sequence[int], most: int, padding: int) -> Iterator[slice]:
-    """Rows, longest first, whose prompts share a pass of at most `most` tokens, `padding` a row; a longer one is alone."""
+    """Group rows, longest first, into passes of at most `most` tokens and `padding` per row; a longer prompt is on its own."""
     first = 0
     for row, length in enumerate(lengths):
         longest = lengths[first]

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or sampled with a generator that any language can repeat."""
+"""From logits to tokens: greedy, or sampled with a random number generator that any language can reproduce."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from skipdecode.errors import CapacityError
 from skipdecode.memory import FloatArray, IntArray
 
 _MASK = (1 << 64) - 1
-_BINS, _BINS_PER_NAT = 1024, 16  # all that is 64 nats below the likeliest token is next to impossible, and shares the last bin
+_BINS, _BINS_PER_NAT = 1024, 16  # tokens 64 nats below the likeliest are next to impossible and share the last bin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen.
+    """How the next token is chosen from the logits.
 
     Raises:
-        CapacityError: a value out of its range.
+        CapacityError: a value is out of its range.
     """
 
-    do_sample: bool = False  # False: greedy, the rest is not read
-    temperature: float = 1.0  # above 0
-    top_k: int = 0  # most likely tokens kept; 0: all
-    top_p: float = 1.0  # least probability mass kept, most likely first; 1: all
-    seed: int = 0
+    do_sample: bool = False  # False: greedy, and the other fields are ignored
+    temperature: float = 1.0  # above 0; divides the logits
+    top_k: int = 0  # how many of the likeliest tokens to keep; 0: all
+    top_p: float = 1.0  # in (0, 1]; keeps the fewest likeliest tokens whose probabilities reach this sum; 1: all
+    seed: int = 0  # any integer
 
     def __post_init__(self) -> None:
         if not self.do_sample:
@@ -41,7 +41,7 @@ class Sampling:
             object.__setattr__(self, name, value)
 
 
-# of what was given as Python's own number: a fraction that is above 0 may be 0.0 then
+# checked after conversion to a Python int or float, in which a tiny positive fraction may have become 0.0
 _RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
     ("temperature", float, lambda heat: heat > 0, "choose a number above 0 that a float holds"),
     ("top_k", int, lambda k: k >= 0, "choose 0 (all) or more"),
@@ -51,15 +51,15 @@ _RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
 
 
 def _told(given: Any) -> str:
-    """As it was written, or begins."""
+    """The given value as text, cut to 40 characters."""
     try:
         return str(given)[:40]
-    except ValueError:  # Python writes no more than 4300 digits
+    except ValueError:  # Python converts at most 4300 digits to text
         return f"a number of {given.bit_length()} bits"
 
 
 def _converted(given: Any, kind: type[float]) -> float | None:
-    """A whole number, or any that is real, as Python's own; None: it is none, or beyond what a float holds."""
+    """`given` as a Python int or float; None if it is not an integer or a real number, or too large for a float."""
     if not isinstance(given, Integral if kind is int else Real):
         return None
     try:
@@ -69,11 +69,11 @@ def _converted(given: Any, kind: type[float]) -> float | None:
 
 
 def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: int) -> IntArray:
-    """One token a row.
+    """Choose each row's next token.
 
     Args:
         logits: [B, V] float32.
-        rows: [B] int64, the user's row numbers, so that a row's tokens do not depend on the batch's order.
+        rows: [B] int64, the user's row numbers, so that a row's tokens do not depend on the order of the batch.
         step: 0 for the token after the prompt.
 
     Returns:
@@ -87,15 +87,15 @@ def choose_tokens(logits: FloatArray, sampling: Sampling, rows: IntArray, step: 
 
 
 def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
-    """One row's token of its logits [V].
+    """Choose one row's token from its logits [V].
 
-    Sorting a vocabulary takes longer than many a decode step. So tokens are put into bins by their logits, and only the bin in
-    which the k-th one, the end of what top-p keeps, or the draw lies is sorted.
+    Sorting a vocabulary takes longer than many a decode step. So tokens are binned by their logits, and only those bins are
+    sorted that hold the k-th token, the end of what top-p keeps, or the draw.
     """
     top = logits.max()
     if not np.isfinite(top):
         return int(logits.argmax())
-    steepness = min(_BINS_PER_NAT / sampling.temperature, 1e30)  # which for a temperature near 0 would overflow fp32
+    steepness = min(_BINS_PER_NAT / sampling.temperature, 1e30)  # a temperature near 0 would overflow fp32
     with np.errstate(over="ignore", invalid="ignore"):
         bins = np.fmin((top - logits) * np.float32(steepness), _BINS - 1).astype(np.intp)
     if not 0 < sampling.top_k < len(logits):
@@ -105,48 +105,51 @@ def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
 
 
 def _likeliest(logits: FloatArray, bins: IntArray, count: int) -> IntArray:
-    """Ids of the `count` likeliest tokens, rising; of equals the lower ids."""
+    """Ids of the `count` likeliest tokens, ascending; of equally likely ones the lower ids."""
     cut = int(np.searchsorted(np.bincount(bins).cumsum(), count))
     surely = np.flatnonzero(bins < cut)
     return np.sort(np.concatenate([surely, _sorted(logits, bins, cut)[: count - len(surely)]]))
 
 
 def _sorted(logits: FloatArray, bins: IntArray, which: int) -> IntArray:
-    """Places of a bin's tokens, likeliest first, of equals the lower one first."""
+    """Indices of the tokens in bin `which`, likeliest first; of equally likely ones the lower index first."""
     members = np.flatnonzero(bins == which)
     return members[np.argsort(-logits[members], kind="stable")]
 
 
 def _draw(logits: FloatArray, bins: IntArray, top: np.float32, sampling: Sampling, draw: float) -> int:
-    """The place of the token that `draw` falls on, among what top-p keeps of these."""
-    mass = logits.astype(np.float64)  # probability over the likeliest token's
+    """The index of the token that `draw`, in [0, 1), falls on among the tokens that top-p keeps."""
+    mass = logits.astype(np.float64)  # each probability divided by the likeliest token's
     with np.errstate(over="ignore"):
         mass -= float(top)
-        mass /= sampling.temperature  # next to 0, all but the likeliest are infinitely far below it
+        mass /= sampling.temperature  # near 0, all but the likeliest become -inf
         np.exp(mass, out=mass)
-    after = np.bincount(bins, weights=mass).cumsum()  # the mass down to each bin's end
-    order: dict[int, IntArray] = {}  # of bins that were sorted
+    after = np.bincount(bins, weights=mass).cumsum()  # the cumulative mass at each bin's end
+    order: dict[int, IntArray] = {}  # of the bins sorted so far
 
     def passing(limit: float) -> tuple[int, float]:
-        """The first token, likeliest first, with which the running mass is above `limit`, and that mass."""
+        """The first token, likeliest first, at which the cumulative mass exceeds `limit`, and that mass."""
         which = int(np.searchsorted(after, limit, side="right"))
         if which not in order:
             order[which] = _sorted(logits, bins, which)
         members = order[which]
         running = (after[which - 1] if which else 0.0) + mass[members].cumsum()
         place = min(int(np.searchsorted(running, limit, side="right")), len(members) - 1)
-        # sums of the same numbers in another order, which must not pass each other
+        # both sum the same numbers in different orders, and rounding must not lift the mass above the bin's end
         return int(members[place]), float(min(running[place], after[which]))
 
     kept = float(after[-1])
     if sampling.top_p < 1:
-        _, kept = passing(float(np.nextafter(sampling.top_p * kept, 0)))  # that reaches it is enough
+        _, kept = passing(float(np.nextafter(sampling.top_p * kept, 0)))  # reaching top_p is enough
     token, _ = passing(min(draw * kept, float(np.nextafter(kept, 0))))
     return token
 
 
 def uniform(seed: int, row: int, step: int) -> float:
-    """A number in [0, 1): the top 53 bits of splitmix64 (Steele et al. 2014) at `seed` + `row * 2^32 + step`, twice mixed."""
+    """A number in [0, 1): the top 53 bits after two rounds of splitmix64 (Steele et al. 2014).
+
+    The state starts at `seed` times splitmix64's increment, plus `row * 2^32 + step`.
+    """
     value = (seed * 0x9E3779B97F4A7C15 + (row << 32) + step) & _MASK
     for _ in range(2):
         value = (value + 0x9E3779B97F4A7C15) & _MASK

@@ -22,22 +22,22 @@ class Anchor(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`t -> k(t)`: how many layers position `t` computes; never increasing, so active layers are nested.
+    """How many layers each position computes: `t -> k(t)`, never increasing, so that active layers are nested.
 
     Raises:
-        ScheduleError: there are no counts, they rise, are no whole numbers or leave `least_layers(...) .. num_layers`; more
-            warm-up layers than layers, or fewer than none; an unknown anchor.
+        ScheduleError: `layers` is empty, rises, holds anything but integers, or leaves `least_layers(...) .. num_layers`;
+            `warmup_layers` is outside 0 .. `num_layers`; the anchor is unknown.
     """
 
-    name: str  # full, linear, power, step or table: how it was made, for people
+    name: str  # how it was made, for display: full, linear, power, step or table
     num_layers: int  # L
-    warmup_layers: int  # w: the first w layers, which every position computes; L: early exit, the first k(t) and none on top
-    layers: tuple[int, ...]  # k(t) for t < span; later positions stay at the last one
+    warmup_layers: int  # w: every position computes the first w layers; L: early exit, the first k(t) and none on top
+    layers: tuple[int, ...]  # k(t) for t < span; later positions keep the last count
     anchor: Anchor = Anchor.GENERATED
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "anchor", Anchor(self.anchor))  # its value is as good
+            object.__setattr__(self, "anchor", Anchor(self.anchor))  # accepts the enum's string values, too
         except ValueError as error:
             raise ScheduleError(f"the anchor is {self.anchor!r}", f"choose {' or '.join(Anchor)}") from error
         if not 0 <= self.warmup_layers <= self.num_layers:
@@ -64,7 +64,7 @@ class Schedule:
 
     @property
     def span(self) -> int:
-        """Positions that have a count of their own; later ones have the last one's."""
+        """How many positions have a count of their own; later positions keep the last count."""
         return len(self.layers)
 
     @property
@@ -85,7 +85,7 @@ class Schedule:
         return layer + 1 if layer < self.warmup_layers else self.num_layers - layer + self.warmup_layers
 
     def cap(self, layer: int) -> int | None:
-        """How many positions compute `layer`: it is active on exactly `[0, cap)`. None: on all of them."""
+        """How many positions compute `layer`: it is active on exactly `[0, cap)`. None: on all positions."""
         needed = self.least_count(layer)
         if self.layers[-1] >= needed:
             return None
@@ -103,7 +103,7 @@ def least_layers(num_layers: int, warmup_layers: int) -> int:
 
 
 def active_layers(num_layers: int, warmup_layers: int, count: int) -> tuple[int, ...]:
-    """The first `warmup_layers` (no more than `count`) and the last ones, `count` of `num_layers` layers in all."""
+    """The first `warmup_layers` (at most `count`) of `num_layers` layers and as many of the last as make `count`, ascending."""
     first = min(warmup_layers, count)
     return (*range(first), *range(num_layers - (count - first), num_layers))
 

@@ -16,32 +16,33 @@ _BY_SPEEDUP = ("linear", "power", "step")
 SCHEDULES = ("linear", "full", "power", "step", "table:FILE")
 DEFAULT_SPEEDUP = 2.0
 DEFAULT_SPAN = 128
-_MOST_POSITIONS = 2**20  # of a span: more than models have
+_MOST_POSITIONS = 2**20  # longest span, beyond any model's length
 _STEP_STAIRS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRequest:
-    """What the command line says about the schedule; None where it is silent."""
+    """What is asked of a schedule, one field per command-line option; None leaves the choice to `build_schedule`."""
 
     name: str = "linear"  # one of SCHEDULES
     speedup: float | None = None  # L / mean layers over the span
-    max_layers: int | None = None
-    min_layers: int | None = None
+    max_layers: int | None = None  # most layers, at the first position
+    min_layers: int | None = None  # fewest layers, from the end of the span on
     warmup_layers: int = 1  # 0 .. L; L: early exit
     span: int | None = None  # positions until min_layers is reached; None: DEFAULT_SPAN
     alpha: float | None = None  # decay per position, `power` only; 0 < alpha <= 1
-    max_variants: int | None = None  # at most this many distinct counts, rounded up
+    max_variants: int | None = None  # at most this many distinct layer counts; others are rounded up to them
     anchor: Anchor = Anchor.GENERATED
 
 
 def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
-    """The schedule that `request` asks for on a model with `num_layers` layers.
+    """Build the schedule that `request` asks for, for a model with `num_layers` layers.
 
     Linear is the paper's (section 3.1): `k(t) = round(max - (max - min) t / (span - 1))`; power is arXiv 2503.08524's.
 
     Raises:
-        ScheduleError: an unknown name, a range that is empty, or a speedup that cannot be reached.
+        ScheduleError: an unknown name, a number out of its range, a table that cannot be read or is malformed, or a speedup
+            that cannot be reached.
     """
     check_schedule_request(request)
     _check_depth(request, num_layers)
@@ -64,15 +65,15 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
 
 
 def check_schedule_request(request: ScheduleRequest) -> None:
-    """Refuse what is wrong whatever the model's depth is.
+    """Refuse a request that is wrong for a model of any depth.
 
     Raises:
-        ScheduleError: an unknown name, a table that is not there, ends the wrong way round, or a number out of its range.
+        ScheduleError: an unknown name, a missing table file, `min_layers` above `max_layers`, or a number out of its range.
     """
     kind, _, table = request.name.partition(":")
     if not (kind == "table" and table) and request.name not in ("full", *_BY_SPEEDUP):
         raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
-    if table and not os.path.exists(table):  # a look alone: a pipe is read once
+    if table and not os.path.exists(table):  # only looked up: a pipe can be read just once
         raise ScheduleError("cannot be read (no such file)", "name a JSON file", where=f"table {table}")
     lower, upper = request.min_layers, request.max_layers
     if lower is not None and upper is not None and lower > upper:
@@ -87,10 +88,10 @@ def check_schedule_request(request: ScheduleRequest) -> None:
 
 
 def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
-    """What is not as asked.
+    """Yield a message for each thing that was requested but is different in `schedule`.
 
-    A table, full depth and --alpha fix every layer count, --max-variants and stairs round it, warm-up layers bound the default
-    speedup.
+    A table, full depth and --alpha fix every layer count, --max-variants and the stairs of `step` round it, and warm-up layers
+    bound the default speedup.
     """
     least = least_layers(schedule.num_layers, schedule.warmup_layers)
     silent = {request.speedup, request.max_layers, request.min_layers, request.alpha} == {None}
@@ -101,7 +102,7 @@ def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]
         )
     speedup, rounding = request.speedup, 0.5  # layers
     fixed = request.alpha is not None or request.name.partition(":")[0] in ("table", "full")
-    floor = request.name == "power" and not fixed and request.max_variants is None  # which a decay need not come down to
+    floor = request.name == "power" and not fixed and request.max_variants is None  # a decay need not come down to min_layers
     checks = (
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
         ("--max-layers", request.max_layers, request.max_layers == schedule.layers[0]),
@@ -143,7 +144,7 @@ def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, in
     if request.name == "power":
         upper = num_layers if upper is None else upper
         if lower is None:
-            rest = (mean * span - upper) / (span - 1) if span > 1 else mean  # of the positions after the first
+            rest = (mean * span - upper) / (span - 1) if span > 1 else mean  # the mean of the positions after the first
             lower = max(least, min(round(mean / 2), int(rest)))
         return lower, upper
     if span == 1:
@@ -157,15 +158,15 @@ def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, in
 
 
 def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
-    """The mean layer count that the speedup asks for; of the default one, as near as can be.
+    """The mean layer count that the speedup asks for; for the default speedup, the nearest that can be reached.
 
     Raises:
-        ScheduleError: the model's depth, or the ends that were given, do not allow it.
+        ScheduleError: the model's depth, or the ends that were given, do not allow the requested speedup.
     """
     speedup = DEFAULT_SPEEDUP if request.speedup is None else request.speedup
     low, high = _reach(request, span, num_layers)
     reachable = speedup >= 1 and low - 0.5 <= num_layers / speedup <= high + 0.5  # half a layer is rounding
-    if reachable or request.speedup is None:  # nobody asked for 2: what is nearest; `disagreements` tells
+    if reachable or request.speedup is None:  # the default was not asked for: take the nearest, which `disagreements` reports
         return min(max(num_layers / speedup, low), high)
     nearest = _floor(num_layers / low) if speedup > num_layers / low else -_floor(-num_layers / high)
     least = least_layers(num_layers, request.warmup_layers)
@@ -177,7 +178,7 @@ def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
 
 
 def _reach(request: ScheduleRequest, span: int, num_layers: int) -> tuple[float, float]:
-    """The least and the largest mean layer count between the ends that were given."""
+    """The smallest and the largest mean layer count that the given ends allow."""
     least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
     if request.name == "power":
         upper = num_layers if upper is None else upper
@@ -196,7 +197,7 @@ def _reach(request: ScheduleRequest, span: int, num_layers: int) -> tuple[float,
 
 
 def _floor(value: float) -> float:
-    """To two decimals, downwards."""
+    """Round down to two decimals."""
     return math.floor(value * 100) / 100
 
 

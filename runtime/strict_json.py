@@ -1,4 +1,4 @@
-"""JSON to frozen dataclasses, strictly: every key that is declared, no other, and values of exactly the declared types."""
+"""JSON to frozen dataclasses, strictly: exactly the declared keys, with values of exactly the declared types."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 
 
 class MalformedError(ValueError):
-    """JSON that is not what was declared: where, and what is there."""
+    """JSON that does not match its declaration; the message says where, and what is there."""
 
 
 def decode(kind: Any, data: Any, where: str = "") -> Any:
-    """The value of type `kind` that JSON says.
+    """Convert parsed JSON to a value of type `kind`.
 
     Args:
-        kind: a frozen dataclass, a tuple of one kind, an enum of strings, int, str, or one of these or None.
-        where: the path to it from the root, for messages.
+        kind: a frozen dataclass, a tuple of items of one kind, an enum of strings, int, str, or a union of one of these and None.
+        data: what `json.loads` gives.
+        where: the path from the root to `data`, for messages.
 
     Raises:
-        MalformedError: an unknown or missing key, a value of another type.
+        MalformedError: an unknown or missing key, or a value of another type.
     """
     if dataclasses.is_dataclass(kind):
         return _decode_object(kind, data, where)

@@ -1,4 +1,4 @@
-"""Which of a bundle's targets runs here, and its engines."""
+"""Choose which of a bundle's targets to run, and load its engines."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from skipdecode.process_memory import loading
 from skipdecode.trace import Trace
 from skipdecode.turn_around import TurnAround
 
-PORTABLE = "sm80 and later"  # what plans are for that were built for no compute capability by name
+PORTABLE = "sm80 and later"  # `Target.machine` of plans built without naming a compute capability
 
 
 def choose_target(manifest: Manifest, bundle: Path, name: str | None) -> Target:
-    """The bundle's target of that name; None: cpu, or where it has none, its first.
+    """The bundle's target of that name; None: cpu, or its first target if it has no cpu.
 
     Raises:
         TargetError: the bundle has no such target.
@@ -51,9 +51,9 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
     """Load every engine of `target`.
 
     Raises:
-        TargetError: engines of another library or version of it, CPU or GPU, or for a device that is not here.
-        BundleError: an engine that cannot be loaded.
-        CapacityError: memory does not hold them all.
+        TargetError: the engines are for another library, library version, CPU or GPU, or for a device that is missing.
+        BundleError: an engine cannot be loaded.
+        CapacityError: memory does not hold them all, or `threads` is out of range.
     """
     if target.name in tensorrt.LIBRARIES:
         return _load_plans(manifest, bundle, target, trace)
@@ -83,14 +83,14 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
 def load_device_engines(
     manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: TurnAround | None, trace: Trace | None = None
 ) -> Engines:
-    """Load the engines of the cuda target: on a GPU, or on the `HostDevice`, to check them where there is none.
+    """Load the engines of the cuda target: on a GPU, or on a `HostDevice` to check them without one.
 
     Args:
-        turn_around: on that device; None: tokens are chosen on the host.
+        turn_around: the device's turn-around; None: tokens are chosen on the host.
 
     Raises:
         TargetError: ONNX Runtime cannot use the device.
-        BundleError: an engine that cannot be loaded.
+        BundleError: an engine cannot be loaded.
         CapacityError: memory does not hold them all.
     """
     engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
@@ -101,7 +101,7 @@ def load_device_engines(
 def _checked(
     manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], OrtEngine]
 ) -> Callable[[Path], OrtEngine]:
-    """`engine`, of each of whose files inputs and outputs are compared with the manifest's."""
+    """`engine`, extended to compare each file's inputs and outputs with what the manifest calls for."""
     model, floats = manifest.model, "float32" if target.float_bytes == 4 else manifest.dtype
     contracts = {
         bundle / target.embed: embed_contract(model, floats),
@@ -140,13 +140,13 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace |
 
 
 def _rebuild(target: Target, capabilities: Sequence[str]) -> str:
-    """What to do; `tensorrt` builds for the GPU at hand, and takes none by name."""
+    """The remedy: how to export again. `tensorrt` builds for the GPU at hand and takes no capability by name."""
     named = f":{','.join(capabilities)}" if capabilities and target.name != "tensorrt" else ""
     return f"export the model again with --target {target.name}{named} --force"
 
 
 def _kernels_of(bundle: Path, gpu: str) -> Path:
-    """The file of the kernels that its plans' library compiled for this kind of GPU; machines with others may share a home."""
+    """The file for kernels compiled from the bundle's plans for one kind of GPU; machines with other GPUs may share a home."""
     identity = hashlib.sha256((bundle / MANIFEST).read_bytes() + gpu.encode()).hexdigest()[:24]
     return cache_folder("kernels") / f"{identity}.bin"
 
@@ -155,7 +155,7 @@ def plan_engines(
     manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: TurnAround | None,
     engine: Callable[[Path], Engine],
 ) -> Engines:  # fmt: skip
-    """Load plans: engines with KV buffers of a fixed number of slots, and one row a prompt's pass.
+    """Load plans: engines with a fixed number of KV buffer slots that take one row per pass over a prompt.
 
     Args:
         engine: loads one of the target's files.
@@ -168,7 +168,7 @@ def plan_engines(
 def _load_on_device(
     manifest: Manifest, bundle: Path, target: Target, device: Device, engine: Callable[[Path], Engine], *, threads: int
 ) -> Engines:
-    """As `_load`, with what embedding and head share on the device once."""
+    """As `_load`, with the weight that embedding and head share, if any, once on the device."""
     memory = DeviceMemory(device, manifest.dtype)
     loaded = _load(manifest, bundle, target, memory, engine, threads=threads)
     if target.tied_weight is None:
@@ -188,10 +188,10 @@ def _load_on_device(
 def _load(
     manifest: Manifest, bundle: Path, target: Target, memory: Memory, engine: Callable[[Path], Engine], *, threads: int
 ) -> Engines:
-    """Each of a target's files, by `engine`."""
+    """Load each of a target's files with `engine`."""
     paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
-        with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime packs quantised weights, to compare them
+        with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime packs quantised weights to compare them
             embed, *segments, head = pool.map(engine, paths)
     except MemoryError as error:
         raise CapacityError("does not fit in memory", "free some memory", where=str(bundle)) from error

@@ -1,4 +1,4 @@
-"""Text in and out, by the tokenizer that the checkpoint came with."""
+"""Text to token ids and back, with the tokenizer that the checkpoint came with."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import tokenizers
 
 from skipdecode.errors import BundleError, CapacityError
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no character, or not one yet
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a character, or not yet a whole one
 
 
 def is_utf8(path: Path) -> bool:
-    """Whether libraries that are not written in Python can be given a path, whose bytes may be any but 0."""
+    """Whether `path`, whose bytes may be any but 0, is UTF-8, which libraries not written in Python require."""
     return os.fsencode(path).decode(errors="replace") == str(path)
 
 
 class Tokenizer:
-    """A `tokenizer.json`: it encodes as the file says, special tokens included."""
+    """A `tokenizer.json`. Encodes as the file says, special tokens included, but neither truncates nor pads."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,10 +29,10 @@ class Tokenizer:
 
     @classmethod
     def of(cls, bundle: Path) -> Tokenizer | None:
-        """The bundle's tokenizer; None where the checkpoint had none.
+        """The bundle's tokenizer; None if the checkpoint had none.
 
         Raises:
-            BundleError: a tokenizer.json that cannot be read.
+            BundleError: tokenizer.json cannot be read.
         """
         path = bundle / "tokenizer.json"
         if not path.is_file():
@@ -46,7 +46,7 @@ class Tokenizer:
         """Token ids of `text`.
 
         Raises:
-            CapacityError: it holds what no UTF-8 can, as an argument of other bytes does.
+            CapacityError: `text` cannot be encoded in UTF-8, as with a command-line argument of other bytes.
         """
         try:
             text.encode()
@@ -61,24 +61,24 @@ class Tokenizer:
         return text
 
     def stream(self) -> TextStream:
-        """For one row's tokens as they come."""
+        """A `TextStream` for one row."""
         return TextStream(self)
 
 
 class TextStream:
-    """One row's text as it is made, whole characters at a time.
+    """One row's text as its tokens arrive, whole characters at a time.
 
-    tokenizers' own DecodeStream raises where a byte that was given already (`<0x0A>`) turns out to be the first of invalid ones.
-    Text is decoded from the last given piece on, because what a token looks like depends on the one before it.
+    tokenizers' own DecodeStream raises if a byte that it has already emitted (`<0x0A>`) turns out to start an invalid sequence.
+    Text is decoded from the last emitted piece on, because a token's text depends on the token before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # of the last piece that was given, and those that came since
-        self._given = 0  # how many of them are in that piece
+        self._ids: list[int] = []  # those of the last emitted piece, and those after it
+        self._given = 0  # how many of them belong to that piece
 
     def put(self, token: int) -> str:
-        """Take the next id; the text that is whole with it, or nothing."""
+        """Take the next id; returns the text that it completes, or an empty string."""
         self._ids.append(token)
         piece = self._rest()
         if not piece or piece.endswith(_INCOMPLETE):
@@ -87,7 +87,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What waited for more bytes of a character."""
+        """The text that was still waiting for the rest of a character's bytes."""
         piece, self._given = self._rest(), len(self._ids)
         return piece
 

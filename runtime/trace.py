@@ -1,7 +1,7 @@
-"""What a run spends its time on, as a trace that Perfetto and chrome://tracing open.
+"""Where a run spends its time, as a trace that Perfetto and chrome://tracing open.
 
-Steps, the engines inside them, and inside those ONNX Runtime's own profile, operator by operator. Profiling costs a few
-microseconds an operator; figures of a run without it are skip-validate's.
+It shows steps, the engines inside them, and inside those ONNX Runtime's own profile, operator by operator. Profiling costs a few
+microseconds per operator; skip-validate measures without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class Trace:
-    """Collects spans of one thread; `write` ends the engines' profiles and merges them."""
+    """Collects where the runs of one thread spend their time.
+
+    Pass it to `load`. `write` ends the engines' profiles and merges them.
+    """
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = [
@@ -34,20 +37,20 @@ class Trace:
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="skipdecode-trace-")
         self._sessions: list[ort.InferenceSession] = []
-        self._numbers = count()  # of profiles: ONNX Runtime names files by the millisecond alone
+        self._numbers = count()  # for the profiles' names, which ONNX Runtime tells apart only by the millisecond
 
     def profile(self, options: ort.SessionOptions) -> None:
-        """Switch a session's own profile on, before it is made."""
+        """Switch on the profile of a session that is about to be created with `options`."""
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(self._folder.name) / f"session{next(self._numbers)}")
 
     def follow(self, session: ort.InferenceSession) -> None:
-        """Merge what `session` will have profiled."""
+        """Let `write` merge the profile of `session`."""
         self._sessions.append(session)
 
     @contextmanager
     def span(self, name: str, kind: str) -> Iterator[dict[str, Any]]:
-        """The time from entering to leaving; what is put into the dict that it gives stands beside it."""
+        """Record the time spent inside this block; what is put into the dict that it yields is recorded with it."""
         facts: dict[str, Any] = {}
         began = time.time_ns()
         try:
@@ -62,7 +65,7 @@ class Trace:
             CapacityError: `path` cannot be written.
         """
         for session in self._sessions:
-            # of the clock that time.time_ns reads (seen on Linux; the documentation names the monotonic one)
+            # on the clock of time.time_ns (seen on Linux; the documentation names the monotonic one)
             start_us = session.get_profiling_start_time_ns() / 1e3
             profile = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
             for event in profile:
@@ -88,7 +91,11 @@ class Trace:
 def traced(
     trace: Trace | None, name: str, call: Callable[P, T], *, kind: str = "loop", result: str | None = None
 ) -> Callable[P, T]:
-    """`call`, each time in a span of `trace`, which tells what it gave as `result`; itself where there is no trace."""
+    """`call`, recorded in `trace` each time it is made; without a trace `call` itself.
+
+    Args:
+        result: the name under which to record what `call` returns; None: it is not recorded.
+    """
     if trace is None:
         return call
 

@@ -1,7 +1,7 @@
-"""The turn-around between two decode steps on a device (plugins/turnaround): what it is told, and its kernel.
+"""The turn-around between two decode steps on a device (plugins/turnaround): its arguments and its kernel.
 
 The structures are those of turnaround.h. The kernel comes as PTX, which the driver compiles for the GPU at hand, so running it
-takes no compiler.
+needs no compiler.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from skipdecode.sampling import Sampling
 
 KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and turnaround.h have them
-_MOST = 2**31 - 1  # of a C int; no vocabulary is larger
+_MOST = 2**31 - 1  # largest C int; no vocabulary is larger
 
 
 def ptx() -> bytes:
-    """The kernel, for compute capability 7.5 and all later ones."""
-    found = find_spec("skipdecode.plugins.turnaround")  # data alone: no code of plugins is imported
+    """The kernel as PTX, for compute capability 7.5 and all later ones."""
+    found = find_spec("skipdecode.plugins.turnaround")  # only data: no code of plugins is imported
     assert found is not None and found.origin is not None
     return Path(found.origin).with_name("turnaround.ptx").read_bytes()
 
@@ -37,14 +37,14 @@ class SkdSampling(ctypes.Structure):
 
     @classmethod
     def of(cls, how: Sampling) -> SkdSampling:
-        """The same in C, zeros where it is greedy."""
+        """`how` in C; all zeros if it is greedy."""
         if not how.do_sample:
             return cls()
         return cls(True, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
 
 
 class SkdTurnaround(ctypes.Structure):
-    """What one turn-around reads and writes: B rows, V tokens of vocabulary; addresses of arrays that the caller keeps."""
+    """What one turn-around reads and writes: B rows, a vocabulary of V, and addresses of arrays that the caller keeps alive."""
 
     _fields_ = (
         ("rows", ctypes.c_int32),
@@ -64,4 +64,4 @@ class SkdTurnaround(ctypes.Structure):
     )
 
 
-TurnAround = Callable[[SkdTurnaround], None]  # one of them, on whatever device the addresses are of
+TurnAround = Callable[[SkdTurnaround], None]  # runs one turn-around, on the device that the addresses belong to

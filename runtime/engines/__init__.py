@@ -1,4 +1,4 @@
-"""Engines are compiled segments. One module for each library; here, what the runtime asks of all of them."""
+"""Engines: compiled segments, embeddings and heads. One module per library; here, what the runtime asks of all of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from skipdecode.device import Call
 from skipdecode.memory import Array, Memory
 from skipdecode.turn_around import TurnAround
 
-# From 1.29 on ONNX Runtime's packages send their maker what process, machine and model they run, and leave a data base in the
-# user's cache folder, unless this is set before they are imported.
+# From 1.29 on ONNX Runtime's packages report process, machine and model to their vendor, and leave a database in the user's cache
+# folder, unless this is set before they are imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
@@ -23,33 +23,33 @@ class Engine(Protocol):
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
         """Bind contiguous arrays by name and return what runs the engine on them; the caller keeps the arrays alive.
 
-        Inputs that this engine does not read are left out. An output may be the same memory as an input.
+        Inputs that this engine does not read are ignored. An output may be the same memory as an input.
 
         Args:
-            inputs, outputs: shapes and dtypes as `bindings` has them, floats as wide as the engine's.
+            inputs, outputs: shapes and dtypes as in `bindings`, floats in the engine's float type.
 
         Raises:
-            CapacityError, TargetError: by what is returned, where memory runs out, and where the device or its library fails.
+            CapacityError, TargetError: raised by the returned call, if memory runs out, or if the device or its library fails.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """An engine some of whose weights are inputs, because another engine has them too."""
+    """An engine that takes some of its weights as inputs, because it shares them with another engine."""
 
     engine: Engine
     weights: Mapping[str, Array]
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
-        """As `Engine.bind`, of all other inputs."""
+        """As `Engine.bind`, for all other inputs."""
         return self.engine.bind({**inputs, **self.weights}, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers that every step computes together, or not at all, compiled as one."""
+    """Consecutive layers that every step computes together or not at all, compiled as one engine."""
 
-    layers: tuple[int, ...]  # one after another, the lowest first
+    layers: tuple[int, ...]  # lowest first
     engine: Engine
 
 
@@ -61,14 +61,14 @@ class Engines:
     segments: tuple[Segment, ...]  # lowest first
     head: Engine
     memory: Memory  # what they read and write
-    slots: tuple[int, ...] | None = None  # of each layer's KV buffer, where engines are built for that many alone
-    most_prompt_tokens: int | None = None  # that a prompt's pass may have, then of one row; None: any number, of any rows
+    slots: tuple[int, ...] | None = None  # of each layer's KV buffer, if engines are built for one number; None: any
+    most_prompt_tokens: int | None = None  # per pass over a prompt, then of one row; None: any number of tokens and rows
     turn_around: TurnAround | None = None  # between two steps on the device; None: tokens are chosen on the host
-    after_run: Call = lambda: None  # keeps what they have compiled, for the next start
+    after_run: Call = lambda: None  # saves what the engines have compiled, for the next start
 
 
 def bind_segment(engine: Engine, inputs: Mapping[str, Array], hidden: Array, states: Iterable[Mapping[str, Array]]) -> Call:
-    """Bind a segment's engine; hidden state and each layer's arrays, by the names of their inputs, are updated in place."""
+    """Bind a segment's engine so that hidden state and each layer's arrays, named as its inputs, are updated in place."""
     arrays = {name: array for state in states for name, array in state.items()}
     written = {names.present(name): array for name, array in arrays.items()}
     return engine.bind({**inputs, **arrays}, {names.HIDDEN_OUT: hidden, **written})

@@ -1,6 +1,6 @@
-"""Whether an engine's inputs and outputs are those that its manifest calls for (runtime/bindings.py).
+"""Check that an engine's inputs and outputs are those that its manifest calls for (runtime/bindings.py).
 
-ONNX Runtime would say so at the first run, in its own words, or write past an array.
+Otherwise ONNX Runtime would report a mismatch only at the first run and in its own words, or write past the end of an array.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ class Contract:
     outputs: Tensors
 
     def check(self, engine: OrtEngine, path: Path) -> None:
-        """Raises BundleError where `engine`, of the file `path`, is another: swapped, or its manifest edited."""
+        """Refuse an engine whose inputs or outputs differ, because its file was swapped or the manifest edited.
+
+        Args:
+            path: the engine's file.
+
+        Raises:
+            BundleError: an input or output is unknown or differs, or an output is missing.
+        """
         for kind, found, wanted in (("input", engine.inputs, self.inputs), ("output", engine.outputs, self.outputs)):
             for name, tensor in found.items():
                 if name not in wanted or not _fits(tensor, wanted[name]):
@@ -41,13 +48,13 @@ class Contract:
 
 
 def embed_contract(model: Model, floats: str) -> Contract:
-    """`floats`: the dtype of hidden states, keys and values."""
+    """The contract of the embedding; `floats` is the dtype of hidden states, keys and values."""
     inputs = {names.INPUT_IDS: _IDS, names.POSITION_IDS: _IDS, names.TIED_WEIGHT: _tied(model, floats)}
     return Contract(inputs=inputs, outputs={names.HIDDEN: _hidden(model, floats)})
 
 
 def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contract:
-    """Of the engine that computes `layers`."""
+    """The contract of the engine that computes `layers`."""
     past: dict[str, Tensor] = {}
     for layer in layers:
         past |= _keys(model, layer, floats)
@@ -63,12 +70,12 @@ def segment_contract(model: Model, floats: str, layers: Sequence[int]) -> Contra
 
 
 def _keys(model: Model, layer: int, floats: str) -> dict[str, Tensor]:
-    """Of any number of slots."""
+    """The inputs for the keys and values of `layer`, with any number of slots."""
     return {name: (floats, (_ANY, heads, _ANY, size)) for name, (heads, _, size) in key_state(model, layer, 0).items()}
 
 
 def head_contract(model: Model, floats: str) -> Contract:
-    """Of the engine from the last hidden states to the logits."""
+    """The contract of the head, which makes logits from the last hidden states."""
     inputs = {names.HIDDEN: _hidden(model, floats), names.LAST: ("int64", (_ANY,)), names.TIED_WEIGHT: _tied(model, floats)}
     return Contract(inputs=inputs, outputs={names.LOGITS: ("float32", (_ANY, model.vocab_size))})
 
@@ -89,7 +96,7 @@ def _fits(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _text(dtype: str, shape: tuple[int | None, ...]) -> str:
-    """float32 [?,?,64]"""
+    """The tensor as messages show it: float32 [?,?,64]."""
     return f"{dtype} [{','.join('?' if size is _ANY else str(size) for size in shape)}]"
 
 

@@ -1,6 +1,6 @@
 """The kernels that TensorRT-RTX compiles for the GPU at hand: compiled once for all engines, and kept for the next start.
 
-NVIDIA's word for it is runtime cache. It checks by itself that a file fits the GPU, the driver and its own version.
+NVIDIA calls this the runtime cache. TensorRT-RTX itself checks that a file fits the GPU, the driver and its own version.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class KernelCache:
-    """One for all engines of a bundle, written after runs that compiled kernels, and when nobody uses it any more.
+    """One cache for all engines of a bundle, written after runs that compiled kernels, and when it is no longer used.
 
     Args:
-        path: of the file, which need not be there.
+        path: the cache's file, which need not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class KernelCache:
         self._grown = False
 
     def attach(self, config: Any) -> None:
-        """Let contexts of this runtime configuration (TensorRT-RTX's) take kernels from here, and leave theirs."""
+        """Let contexts with this runtime configuration (TensorRT-RTX's) take kernels from here and add theirs."""
         if self._cache is None:
             self._cache = config.create_runtime_cache()
             self._file.read_into(self._cache)
@@ -38,18 +38,18 @@ class KernelCache:
         self.expect_more()
 
     def expect_more(self) -> None:
-        """A context of this cache runs shapes that it has not run before, for which kernels may be compiled."""
-        self._grown = self._cache is not None  # the package tensorrt has none
+        """Note that a context runs shapes that are new to it, for which kernels may be compiled."""
+        self._grown = self._cache is not None  # None with the package tensorrt, which has no such cache
 
     def keep(self) -> None:
-        """Write what was compiled since: a service is ended by a signal, and writes nothing then."""
+        """Write the kernels compiled since the last call: a service that a signal ends does not get to write them."""
         if self._grown:
             self._grown = False
             self._file.write(self._cache)
 
 
 class _File:
-    """What the next start takes its kernels from."""
+    """The file from which the next start takes its kernels."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class _File:
     def read_into(self, cache: Any) -> None:
         try:
             self._known = self.path.read_bytes()
-        except OSError:  # most often, because it is not there yet
+        except OSError:  # mostly because it does not exist yet
             return
         if not cache.deserialize(self._known):
             logger.info("%s does not fit this machine, and will be written anew", self.path)

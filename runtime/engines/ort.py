@@ -23,31 +23,32 @@ from skipdecode.trace import Trace, traced
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _UNWANTED = [
-    # It makes an uneven Split of slices that lie side by side (Phi-3's query, key, value). CUDA's copies its
-    # table of parts from a buffer on the host at each run: in a captured graph, from where that buffer was.
+    # It turns adjacent slices (Phi-3's query, key, value) into an uneven Split. CUDA's Split copies its table of parts from a
+    # host buffer at each run; a captured graph copies it from where that buffer was.
     "GatherSliceToSplitFusion",
-    # It makes a bias an input of a product by quantised weights. CUDA adds it by another kernel all the same, and CUTLASS's
-    # kernels (ORT_FPA_INTB_GEMM=1) take none.
+    # It makes a bias an input of a product with quantised weights. CUDA adds the bias in another kernel all the same, and
+    # CUTLASS's kernels (ORT_FPA_INTB_GEMM=1) do not take one.
     "MatMulNBitsFusion",
 ]
-# What CUDA's libraries read from the environment, where the user has not said otherwise (measured on an H200).
+# Environment variables for CUDA's libraries, unless the user has set them (measured on an H200).
 ENVIRONMENT = {
-    # ONNX Runtime's XQA kernels clear a counter before each attention, and the host launches a graph that has other nodes than
-    # kernels in 32 us, not in 5; a step takes 1.01x to 1.12x (1 to 32 rows on 128 to 1024 positions; also where 4 heads
-    # share a key).
+    # ONNX Runtime's XQA kernels clear a counter before each attention, and the host launches a graph that has nodes other than
+    # kernels in 32 us instead of 5. With XQA a step takes 1.01x to 1.12x as long (1 to 32 rows on 128 to 1024 positions; also if
+    # 4 heads share a key).
     "ORT_ENABLE_XQA": "0",
-    # Without a workspace cuBLAS sums a product of few rows in one kernel: in a graph a workspace is an allocation and a sum of
-    # its parts behind the product. A layer of OPT-6.7B takes 133 us and not 141, of 8 rows 139 and not 148.
+    # With a workspace cuBLAS splits a product of few rows and sums the parts in a second kernel; in a graph the workspace is also
+    # an allocation. Without one a layer of OPT-6.7B takes 133 us instead of 141, with 8 rows 139 instead of 148.
     "CUBLAS_WORKSPACE_CONFIG": ":0:0",
-    # A mixture's kernels are else timed when they are first run, each engine's in scratch memory that it keeps (four layers of 32
-    # experts: 2654 MiB and not 1884, the first prompt after 1.6 s and not 0.3), and then sum in any order; a step is no faster.
+    # Otherwise a mixture's kernels are timed when first run, each engine's in scratch memory that it keeps (four layers of 32
+    # experts: 2654 MiB instead of 1884, the first prompt after 1.6 s instead of 0.3), and then sum in any order. A step is no
+    # faster for it.
     "ORT_FORCE_DETERMINISTIC_MOE": "1",
-    # Where ORT_FPA_INTB_GEMM=1 lets CUTLASS multiply quantised weights: which of its kernels is best for a number of rows is
-    # measured when they come, not for twelve numbers while loading (OPT-6.7B loads in 1.7 s so, 1.4 without CUTLASS).
+    # If ORT_FPA_INTB_GEMM=1 lets CUTLASS multiply quantised weights, its best kernel for a number of rows is measured when that
+    # number first comes, not for twelve numbers while loading (OPT-6.7B then loads in 1.7 s; without CUTLASS in 1.4).
     "ORT_FPA_INTB_PROFILE_M": "1",
 }
-_MOST_SAID = 400  # characters of ONNX Runtime's reason: node, source file and function stand before what was wrong
-# What its arena, C++, CUDA and cuBLAS say.
+_MOST_SAID = 400  # characters of ONNX Runtime's reason, in which node, source file and function precede what was wrong
+# How its arena, C++, CUDA and cuBLAS report it.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)
@@ -55,22 +56,22 @@ logger = logging.getLogger(__name__)
 Tensor = tuple[str, tuple[int | None, ...]]  # dtype and shape, None for a size that differs from run to run
 _DTYPES = {"tensor(float)": "float32", **{f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64")}}
 
-_pool_threads: int | None = None  # ONNX Runtime's environment is one a process, and so are its pool and its arena; None: not yet
+_pool_threads: int | None = None  # a process has one ONNX Runtime environment, with one pool and one arena; None: not yet made
 
 
 def use_threads(threads: int | None) -> None:
-    """Make the process's one thread pool and one arena, which all engines share.
+    """Create the process's one thread pool and one arena, which all engines share.
 
-    With one pool per engine a step takes 8x as long (120 ms against 16); with one arena per engine each keeps its peak of the
+    With one pool per engine a step takes 8x as long (120 ms against 16). With one arena per engine each keeps the peak of its
     longest prompt (25 engines of OPT-1.3B's shape on 400 tokens: 590 MiB more). The first call in a process decides the pool's
     size; ONNX Runtime cannot resize it.
 
     Args:
-        threads: None: one for each core that this process may use.
+        threads: the pool's size; None: one for each core that this process may use.
 
     Raises:
-        CapacityError: fewer than one, or more than the machine has cores.
-        TargetError: another user of ONNX Runtime in this process was first.
+        CapacityError: fewer than one thread, or more than the machine has cores.
+        TargetError: something else in this process has used ONNX Runtime first.
     """
     global _pool_threads
     most = os.cpu_count() or 1
@@ -95,40 +96,41 @@ class OrtEngine:
     """A compiled graph, ready to be bound.
 
     Args:
-        trace: of what it runs, and for how long.
-        device: None: the CPU and numpy's arrays. Else the graph is optimised for it now, and a call only puts work on its stream.
+        trace: records what runs, and for how long.
+        device: None: the CPU and numpy's arrays. Otherwise the graph is optimised for the device now, and a call only enqueues
+            work on its stream.
 
     Raises:
         BundleError: the file cannot be loaded.
-        TargetError: the device is not there, or cannot run all of it.
+        TargetError: the device is missing, or cannot run the whole graph.
         CapacityError: it does not fit in memory.
     """
 
     def __init__(self, path: Path, trace: Trace | None = None, *, device: Device | None = None) -> None:
         options = ort.SessionOptions()
         options.use_per_session_threads = False
-        options.log_severity_level = 4  # what it raises it would print too, in colours
+        options.log_severity_level = 4  # it would also print what it raises, in colours
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_DISABLE_ALL if device is None else levels.ORT_ENABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
         if device is not None and device.stream:
-            # a node on the CPU would wait for each step, or miss its replay
+            # a node on the CPU would wait in each step, or be missing from its replay
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-            # an arena doubles what it takes at a time, which for weights is up to twice their size
+            # an arena doubles what it allocates at a time, so weights would take up to twice their size
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         if trace is not None:
             trace.profile(options)
         try:
             self.session = ort.InferenceSession(
                 str(path), options, providers=[_provider(device)], disabled_optimizers=_UNWANTED,
-                enable_fallback=0,  # else it prints what is wrong, and loads on the CPU
+                enable_fallback=0,  # otherwise it prints what is wrong, and loads on the CPU
             )  # fmt: skip
         except Exception as error:  # ORT's exceptions have no common base but this
             raise _refused(error, path) from error
         if trace is not None:
             trace.follow(self.session)
         self._path, self._trace, self._on_device = path, trace, device is not None
-        # a trace's times are of what has ended
+        # a trace times work that has ended, so each run waits
         self._run_options = None if device is None or trace is not None else _without_waiting()
         self.inputs, self.outputs = _tensors(self.session.get_inputs()), _tensors(self.session.get_outputs())
 
@@ -152,7 +154,7 @@ class OrtEngine:
 
 
 def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
-    """What a graph declares, by name."""
+    """The inputs or outputs that a graph declares, by name."""
     return {
         value.name: (_DTYPES.get(value.type, value.type), tuple(size if isinstance(size, int) else None for size in value.shape))
         for value in values
@@ -167,7 +169,7 @@ def _too_late() -> TargetError:
 
 
 def _refused(error: Exception, path: Path) -> SkipDecodeError:
-    """Why there is no session; ONNX Runtime says it in words alone."""
+    """The error for a session that cannot be created. ONNX Runtime gives the reason only as text."""
     said, where = str(error), str(path)
     if not is_utf8(path):
         return BundleError(
@@ -191,7 +193,7 @@ def _refused(error: Exception, path: Path) -> SkipDecodeError:
 
 
 def _stopped(error: Exception, path: Path, *, on_device: bool) -> SkipDecodeError:
-    """Why a run ended."""
+    """The error for a run that failed."""
     said = str(error)
     if _NO_MEMORY.search(said):
         return _no_memory(said, "send fewer rows or shorter prompts, or choose a smaller --prefill-chunk", "")
@@ -210,7 +212,7 @@ def _reason(said: str) -> str:
 
 
 def _place(array: Array) -> tuple[str, int, Any, list[int], int]:
-    """Device, its number, element type, shape and address."""
+    """What binding takes: device, its number, element type, shape and address."""
     if isinstance(array, np.ndarray):
         return "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data
     return array.device, 0, array.element_type, list(array.shape), array.pointer
@@ -223,17 +225,17 @@ def _without_waiting() -> ort.RunOptions:
 
 
 def _provider(device: Device | None) -> tuple[str, dict[str, str]]:
-    """A provider and its options."""
+    """The execution provider for `device`, and its options."""
     if device is None or not device.stream:
         return _CPU, {}
     return _CUDA, {"user_compute_stream": str(device.stream), "arena_extend_strategy": "kSameAsRequested"}
 
 
 def prepare_cuda() -> None:
-    """Refuse an ONNX Runtime that was built without CUDA; load CUDA's libraries where they came with pip, choose its kernels.
+    """Refuse an ONNX Runtime built without CUDA, set `ENVIRONMENT`, and load the CUDA libraries that pip installed.
 
     Raises:
-        TargetError: with what to install.
+        TargetError: ONNX Runtime has no CUDA; the message says what to install.
     """
     if _CUDA not in ort.get_available_providers():
         raise TargetError(
@@ -242,14 +244,14 @@ def prepare_cuda() -> None:
         )  # fmt: skip
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # it prints what it does not find, which the system may have
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # it prints what it fails to find, which the system may have
         ort.preload_dlls()
     if said.getvalue():
         logger.info("%s", said.getvalue().strip())
 
 
 def check_library(version: str, bundle: Path) -> None:
-    """Refuse a bundle's engines of another ONNX Runtime: prepacked weights belong to the version that wrote them.
+    """Refuse engines compiled by another version of ONNX Runtime: prepacked weights work only with the version that wrote them.
 
     Raises:
         TargetError: the installed version differs.

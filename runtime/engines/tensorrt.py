@@ -26,7 +26,7 @@ def library(target: str) -> Any:
     """The Python package of a TensorRT target.
 
     Raises:
-        TargetError: not installed, or without the libraries that it is made of.
+        TargetError: it is not installed, or its shared libraries cannot be loaded.
     """
     package = LIBRARIES[target]
     remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
@@ -34,15 +34,15 @@ def library(target: str) -> Any:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise TargetError(f"target {target} needs the Python package {package}", remedy, where="--target") from error
-    except (ImportError, OSError) as error:  # its libraries
+    except (ImportError, OSError) as error:  # its shared libraries
         raise TargetError(f"{package} cannot be loaded ({error})", remedy, where="--target") from error
 
 
 def polygraphy(target: str, module: str) -> Any:
-    """A module of polygraphy for a TensorRT library; its first import in a process decides which library that is.
+    """A module of polygraphy for a target's TensorRT library; its first import in a process decides which library that is.
 
     Raises:
-        TargetError: not installed.
+        TargetError: polygraphy is not installed.
     """
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(target == "tensorrt-rtx"))
     try:
@@ -50,15 +50,15 @@ def polygraphy(target: str, module: str) -> Any:
     except ImportError as error:
         remedy = "pip install polygraphy"
         raise TargetError(f"target {target} needs the Python package polygraphy", remedy, where="--target") from error
-    logger.module_severity = logger.CRITICAL + 1  # what matters of it is told by its caller
+    logger.module_severity = logger.CRITICAL + 1  # the caller reports what matters
     return importlib.import_module(f"polygraphy.{module}")
 
 
 def log_of(trt: Any, *, warnings: bool = False) -> Any:
-    """A logger that keeps what the library says; its base class is known only once the library is.
+    """A logger that keeps the library's messages. A function, because its base class comes from the library.
 
     Args:
-        warnings: keep these too, beside the errors since they were last asked for.
+        warnings: whether to keep warnings, too. Errors are kept until `first_error` asks for them.
     """
     severities = trt.ILogger.Severity
 
@@ -75,7 +75,7 @@ def log_of(trt: Any, *, warnings: bool = False) -> Any:
                 self.warnings.append(message)
 
         def first_error(self) -> str:
-            # without a GPU every error is followed by one of the driver, which is not the reason; where memory ran out, it is
+            # without a GPU every error is followed by one from the driver, which is not the reason; if memory ran out, it is
             memory = [message for message in self.errors if NO_MEMORY.search(message)]
             reasons = [message for message in self.errors if "Cuda Runtime" not in message]
             first = [*memory, *reasons, *self.errors, "no reason given"][0][:300]
@@ -86,7 +86,7 @@ def log_of(trt: Any, *, warnings: bool = False) -> Any:
 
 
 class PlanRuntime:
-    """What the engines of one target share, which run one after another: library, log, stream, memory of no lasting use.
+    """What the engines of one target share, since they run one after another: library, log, stream and scratch memory.
 
     Raises:
         TargetError: the library is not installed, or does not start on this machine.
@@ -97,29 +97,29 @@ class PlanRuntime:
         self.log = log_of(self.trt)
         try:
             self.runtime = self.trt.Runtime(self.log)
-        except TypeError as error:  # what its bindings make of a null pointer
+        except TypeError as error:  # how its bindings report a null pointer
             raise self.refused("its version may need a newer driver: check nvidia-smi") from error
         self.kernels = kernels
         self.device = device
-        self.scratch_bytes = 0  # of the engine that takes most
+        self.scratch_bytes = 0  # of the engine that needs most
         self._scratch: Block | None = None
         self._apart: dict[str, Block] = {}
 
     def scratch(self) -> Block:
-        """What any one engine computes in. To be called when all engines are loaded."""
+        """The memory in which any engine computes while it runs. Call this only after all engines are loaded."""
         if self._scratch is None:
             self._scratch = self.device.allocate(self.scratch_bytes)
         return self._scratch
 
     def apart(self, name: str, nbytes: int) -> Block:
-        """Memory for any one engine's input or output of this name, at least `nbytes`; the caller keeps it."""
+        """At least `nbytes` of memory that all engines share for an input or output of this name; the caller keeps it alive."""
         known = self._apart.get(name)
         if known is None or known.nbytes < nbytes:
             known = self._apart[name] = self.device.allocate(nbytes)
         return known
 
     def refused(self, remedy: str) -> SkipDecodeError:
-        """The error to raise when the library says no to a run."""
+        """The error to raise when the library refuses a run."""
         reason = self.log.first_error()
         if NO_MEMORY.search(reason):
             return CapacityError(
@@ -132,7 +132,7 @@ class PlanRuntime:
         reason, where = self.log.first_error(), str(path)
         if NO_MEMORY.search(reason):
             return CapacityError(f"no memory is left for it ({reason})", "free some, or export a smaller model", where=where)
-        if "does not support this compute capability" in reason:  # portable plans, too, leave out some GPUs (H100, H200)
+        if "does not support this compute capability" in reason:  # portable plans also leave out some GPUs (H100, H200)
             return TargetError(f"{self.trt.__name__} does not serve this GPU ({reason})", "export with --target cuda")
         return BundleError(f"cannot be loaded ({reason})", "export the model again with the same --target", where=where)
 
@@ -141,21 +141,21 @@ class TensorRTEngine:
     """A plan, ready to be bound.
 
     Args:
-        trace: of what it runs, and for how long: each run is waited for then.
+        trace: records what runs, and for how long. Each run is then waited for.
 
     Raises:
         TargetError: the library does not serve the GPU.
         CapacityError: it does not fit in memory.
-        BundleError: the library refuses the file, or it is not as this version exports it: KV buffers in place, logits in fp32.
+        BundleError: the library refuses the file, or the plan does not update KV buffers in place or give logits in fp32.
     """
 
     def __init__(self, path: Path, shared: PlanRuntime, trace: Trace | None = None) -> None:
-        shared.log.errors.clear()  # of what came before
+        shared.log.errors.clear()  # those of earlier calls
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = shared.runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise shared.unloadable(path)
-        # an object's attributes go in this order, and what serves others has to go after them
+        # attributes are released in this order: contexts before the engine and the library that serve them
         self._contexts: dict[Any, _Context] = {}
         self._engine, self._shared, self._path, self._trace = engine, shared, path, trace
         modes = shared.trt.TensorIOMode
@@ -173,11 +173,11 @@ class TensorRTEngine:
         self._ranges = [{name: _range(engine, name, profile) for name in self.input_names} for profile in profiles]
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
-        """As `Engine.bind`; what is bound lies on the device.
+        """As `Engine.bind`, for arrays on the device.
 
-        TensorRT asks for aligned addresses, and may write an output before it has read every input. So what lies elsewhere
-        goes through a copy that is aligned, and an output at an input's address is written apart and copied to it; but for KV
-        buffers, which TensorRT knows to update in place (not for states).
+        TensorRT requires aligned addresses, and may write an output before it has read every input. So an unaligned array goes
+        through an aligned copy, and an output at an input's address is written elsewhere and then copied there. KV buffers
+        are exempt, because TensorRT knows to update them in place; states are not.
         """
         device, before, after = self._shared.device, [], []
         places: dict[str, DeviceArray] = {}
@@ -214,7 +214,7 @@ class TensorRTEngine:
         return array.moved(self._shared.apart(name, array.nbytes))
 
     def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> _Context:
-        """A context for these shapes: of its own for a decode step, so that a graph can hold it; else one for all prompts."""
+        """A context for these shapes. A decode step's shapes have their own, for a graph to hold; all prompts share one."""
         fits = [
             index for index, ranges in enumerate(self._ranges)
             if all(_within(shapes[name], *ranges[name]) for name in self.input_names)
@@ -229,44 +229,44 @@ class TensorRTEngine:
 
 
 class _Context:
-    """An execution context, and what it was told last.
+    """An execution context, and the arrays that it was last given.
 
     Args:
-        steady: the shapes of all its runs, told once: telling shapes puts work on the stream, which a graph must not record, and
-            the pass over a prompt of one token takes turns with steps. None: each run tells its own.
+        steady: the shapes of all its runs, set only once: setting shapes puts work on the stream, which a graph must not record,
+            and passes over prompts of one token alternate with steps. None: each run sets its own.
     """
 
     def __init__(self, engine: Any, shared: PlanRuntime, profile: int, steady: Mapping[str, tuple[int, ...]] | None) -> None:
         trt = shared.trt
-        shared.log.errors.clear()  # of what came before
+        shared.log.errors.clear()  # those of earlier calls
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX, which compiles kernels here
-            if steady:  # a graph would keep the fallback kernel that the lazy way starts with
+            if steady:  # a graph would keep the fallback kernel that lazy specialisation starts with
                 config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             if shared.kernels is not None:
                 shared.kernels.attach(config)
         context = engine.create_execution_context(config)
         if context is None or not context.set_optimization_profile_async(profile, shared.device.stream):
             raise shared.refused("free its memory, or send fewer rows")
-        # an object's attributes go in this order: the context before its engine, and both before the kernels that it uses
+        # attributes are released in this order: the context before its engine, and both before the kernels that they use
         self._context, self._engine, self._shared, self._steady = context, engine, shared, steady is not None
         scratch = shared.scratch()
         context.set_device_memory(scratch.pointer, shared.scratch_bytes)
-        self._told: object | None = None  # what stands for the places: they themselves would be kept for as long as the engine
-        self._capturable = False  # before its first run
+        self._told: object | None = None  # stands for the last places, which, if stored, would live as long as the engine
+        self._capturable = False  # known after the first run
         self._known: set[frozenset[tuple[str, tuple[int, ...]]]] = set()  # shapes that it has run
         if steady is not None and not all(context.set_input_shape(name, shape) for name, shape in steady.items()):
             raise shared.refused("export the model again")
 
     def run(self, call: object, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`call` stands for the places and shapes, which are told where it is another one than the last."""
+        """Run on `places`. `call` stands for places and shapes, which are set only if it differs from the last run's."""
         device = self._shared.device
         if device.capturing and not self._capturable:
             raise TargetError("a plan allocates memory while it runs", "export the model again")
         new = self._told is not call
         if new:
-            self._shared.log.errors.clear()  # of what came before
+            self._shared.log.errors.clear()  # those of earlier calls
             accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
             accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
             self._told = call if all(accepted) else None
@@ -274,11 +274,11 @@ class _Context:
         if self._told is None or not self._context.execute_async_v3(device.stream):
             raise self._shared.refused("check nvidia-smi, and start again")
         if new and self._steady and not device.capturing:
-            ask = getattr(self._context, "is_stream_capturable", None)  # TensorRT-RTX's
+            ask = getattr(self._context, "is_stream_capturable", None)  # only TensorRT-RTX has it
             self._capturable = ask is None or ask(device.stream)
 
     def _note(self, shapes: frozenset[tuple[str, tuple[int, ...]]]) -> None:
-        """Prompts of a new length may have kernels of their own."""
+        """Expect new kernels if these shapes are new: prompts of a new length may have kernels of their own."""
         if self._shared.kernels is not None and shapes not in self._known:
             self._known.add(shapes)
             self._shared.kernels.expect_more()
