@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 install: $(VENV)/.installed
 
-# torch first and alone: asked for through another package, the newest build with gigabytes of CUDA comes
+# torch first and by itself: as a dependency of another package, pip would take the newest build, with gigabytes of CUDA
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch==2.13.0
@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/e2e/demo.py
 
-# two processes, a file in one of them: tests share what they export by file
+# two processes, each file in one of them: the tests of a file share what they export
 test: install browser provider bindings cpp
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
@@ -29,37 +29,37 @@ cpp: install
 	cd runtime/cpp && for preset in release address thread; do \
 	  cmake --preset $$preset >/dev/null && cmake --build --preset $$preset -- --quiet || exit 1; done
 
-# skip-validate's report is tested in a real browser; where this cannot install one, those tests say so and are skipped
+# skip-validate's report is tested in a real browser; if this cannot install one, those tests are skipped and say why
 browser:
 	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
 	{ test "$$(id -u)" -eq 0 && apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	echo "no chromium and chromium-driver: the report's tests will be skipped" >&2
 
-# ONNX Runtime with its CUDA provider, beside the one that is installed: tests run it on stand-ins for CUDA and its driver, and
-# say where it is not to be had (other machines than x86-64)
+# ONNX Runtime with its CUDA provider, next to the installed one. Tests run it on stand-ins for CUDA and its driver; where it is
+# not available (on machines other than x86-64), they are skipped and say why
 provider: install
 	@test -d build/onnxruntime-gpu/onnxruntime || \
 	$(PIP) --no-deps --target build/onnxruntime-gpu onnxruntime-gpu==1.31.1 || \
 	echo "no onnxruntime-gpu: tests of its CUDA provider will be skipped" >&2
 
-# what PyPI has of the package tensorrt, the first version that serves and the last: tests ask it what the package's names are
+# TensorRT's Python bindings, in the first supported version and the last on PyPI: tests look up the package's names in them
 bindings: install
 	@for version in 10.15.1.29 11.4.0.106; do test -d build/tensorrt-$$version/tensorrt_bindings || \
 	$(PIP) --no-deps --target build/tensorrt-$$version tensorrt-cu13-bindings==$$version || \
 	echo "no tensorrt-cu13-bindings $$version: tests of the target tensorrt will be skipped" >&2; done
 
-# slow, and not part of CI: every architecture, where the suite has those that between them take every path of the exporter; and
-# every one's cuda engines on that provider
+# slow, and not part of CI: tests every architecture, and the cuda engines of each on that provider. The suite has only those
+# architectures that together take every path of the exporter
 survey: provider
 	$(BIN)/pytest -m survey --numprocesses 2
 	rm -rf build/survey && $(BIN)/python -m tests.standin.survey build/survey
 
-# the turn-around's kernel for runtimes without a compiler; commit what changes
+# the turn-around's kernel as PTX, for runtimes without a compiler; commit the changed file
 ptx: install
 	$(BIN)/python -c "from skipdecode.plugins import turnaround; turnaround.write_ptx()"
 
-# what type checkers see of the folders that setuptools maps to one package
+# links that show type checkers one package, as setuptools makes it of several folders
 links:
 	rm -rf .typing && mkdir -p .typing/skipdecode
 	for entry in runtime/* exporter graph_passes plugins; do ln -s ../../$$entry .typing/skipdecode/; done
@@ -82,7 +82,7 @@ lint-cpp:
 tidy: cpp
 	clang-tidy -p build/cpp/release --quiet $(wildcard runtime/cpp/src/*.cc)
 
-# what keeps a manifest from doing harm: libFuzzer on its parser (needs clang and libclang-rt-dev); new findings join the corpus
+# libFuzzer on the manifest's parser, since manifests are not trusted (needs clang and libclang-rt-dev); findings join the corpus
 SECONDS_OF_FUZZING ?= 600
 fuzz: cpp
 	mkdir -p build/cpp/fuzz/found && $(BIN)/python -m zipfile -e tests/cpp/corpus.zip build/cpp/fuzz/corpus
@@ -93,7 +93,7 @@ fuzz: cpp
 	build/cpp/fuzz/fuzz -merge=1 build/cpp/fuzz/corpus build/cpp/fuzz/found
 	rm tests/cpp/corpus.zip && $(BIN)/python -m zipfile -c tests/cpp/corpus.zip build/cpp/fuzz/corpus/*
 
-# llama.cpp is built here, by what pip fetches for that
+# pip builds llama.cpp here, and fetches the tools for that
 bench: install
 	$(PIP) -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/decode.py

@@ -1,4 +1,4 @@
-// How fast does a bundle decode at batch 1, and where does the time go? benchmarks/cpp.py runs it beside the Python runtime.
+// How fast does a bundle decode at batch 1, and where does the time go? benchmarks/cpp.py compares it with the Python runtime.
 #include <algorithm>
 #include <iostream>
 #include <nlohmann/json.hpp>

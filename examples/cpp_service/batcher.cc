@@ -9,8 +9,8 @@
 namespace service {
 namespace {
 
-constexpr std::chrono::milliseconds kMoment{50};  // between looks at a queue, which may be long
-constexpr std::chrono::seconds kAgain{1};         // between attempts to make a session that nobody asks for
+constexpr std::chrono::milliseconds kMoment{50};  // between checks of the whole queue, which may be long
+constexpr std::chrono::seconds kAgain{1};         // between attempts to make a session while no row asks for one
 
 }  // namespace
 
@@ -86,14 +86,14 @@ void Batcher::Loop() {
       DropAbandoned();
       Admit();
       Step();
-    } catch (const std::exception& error) {  // of the engines, or for want of memory: these rows end, the service goes on
+    } catch (const std::exception& error) {  // engine failure or out of memory: these rows end, the service goes on
       std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
     }
   }
 }
 
-// A new one where the last failed. Throws where none can be made.
+// The session, rebuilt if the last one failed. Throws if that is not possible.
 skipdecode::Session& Batcher::TheSession() {
   if (session_ != nullptr) return *session_;
   try {
@@ -106,7 +106,7 @@ skipdecode::Session& Batcher::TheSession() {
   return *session_;
 }
 
-// No row asks for it: whoever looks at the service's health may send none until it is well.
+// Does not wait for a row to ask for a session: clients that check /health may send none until it recovers.
 void Batcher::RenewSession() {
   const bool told = failing_;
   try {
@@ -116,7 +116,7 @@ void Batcher::RenewSession() {
   }
 }
 
-// Rows join while there are places; one whose client does not wait any more never starts.
+// Start queued rows while there are places. A row that nobody waits for any more never starts.
 void Batcher::Admit() {
   while (running_.size() < room_.max_rows) {
     std::shared_ptr<Row> row;
@@ -136,10 +136,10 @@ void Batcher::Admit() {
   }
 }
 
-// Tells a row that cannot; throws where the session is lost with it.
+// Add a row to the session. A row that cannot join is told why; throws if the session is lost with it.
 void Batcher::Join(const std::shared_ptr<Row>& row) {
   End end = End::kLost;
-  // Whether there is no session that could be lost with it.
+  // Ends the row; returns false if the session is lost with it.
   const auto refuse = [&](End reason, const std::exception& error, bool unharmed) {
     ++metrics_->failed;
     row->Tell(std::nullopt, reason);
@@ -153,14 +153,14 @@ void Batcher::Join(const std::shared_ptr<Row>& row) {
     running_.emplace(session.Add(row->prompt, row->options), row);
   } catch (const skipdecode::Error& error) {
     const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
-    // skipdecode.h: after CAPACITY, and no other, a session is as it was
+    // skipdecode.h: a session is unchanged after CAPACITY, and after no other error
     if (!refuse(no_memory ? End::kRefused : end, error, no_memory)) throw;
-  } catch (const std::exception& error) {  // our own want of memory: the session may have the row by now
+  } catch (const std::exception& error) {  // out of memory outside the library: the session may already have the row
     if (!refuse(End::kRefused, error, /*unharmed=*/false)) throw;
   }
 }
 
-// Whether nobody waits for this row any more, or not longer; counted here.
+// Whether nobody waits for this row any more, or its deadline has passed. Counts it if so.
 bool Batcher::Abandoned(const Row& row, Clock::time_point now) {
   if (!row.complete() && !row.cancelled() && now < row.deadline) return false;
   ++(row.complete() ? metrics_->completed : row.cancelled() ? metrics_->cancelled : metrics_->timed_out);
@@ -210,7 +210,8 @@ void Batcher::Leave(uint64_t id, End end, bool in_session) {
   metrics_->running = running_.size();
 }
 
-// What the session holds after a failure nobody knows. Its memory is given back first: a new one may have no place beside it.
+// End all running rows and drop the session, whose state after a failure is unknown. It must be gone before a new one is made,
+// because memory may not hold two.
 void Batcher::FailAll() noexcept {
   metrics_->failed += running_.size();
   for (const auto& [id, row] : running_) row->Tell(std::nullopt, End::kFailed);

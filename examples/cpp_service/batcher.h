@@ -1,4 +1,4 @@
-// One thread that owns the session: rows join as they come, decode together, and leave when they end or nobody waits for them.
+// The thread that owns the session. Rows join as they come, decode together, and leave when they end or nobody waits for them.
 #pragma once
 
 #include <atomic>
@@ -20,21 +20,21 @@ namespace service {
 
 using Clock = std::chrono::steady_clock;
 
-// kFailed: the engines did; kLost: they did, and no new session can be made; kRefused: for now there is no memory to decode in.
+// kFailed: the engines failed. kLost: they failed, and no new session can be made. kRefused: out of memory for now.
 enum class End { kStop, kLength, kTimeout, kFailed, kLost, kRefused };
 
-// What the rows of one request were given, until the thread that serves its client takes it.
+// Tokens and endings of one request's rows, kept until the thread that serves its client takes them.
 class Mailbox {
  public:
   struct News {
     size_t row;  // its index in the request
     std::optional<int64_t> token;
-    std::optional<End> end;  // no more will come
+    std::optional<End> end;  // the row's last news
   };
 
   void Put(const News& news) noexcept;
-  // Wait for news of any row, for a moment at most: so that the caller can look after its client. Throws std::bad_alloc where
-  // news were lost for want of memory.
+  // Wait for news of any row, for `moment` at most, so that the caller can check on its client in between. Throws
+  // std::bad_alloc if news was lost because there was no memory for it.
   std::vector<News> Take(std::chrono::milliseconds moment);
 
  private:
@@ -59,7 +59,7 @@ class Row {
   // The client is gone.
   void Cancel() { cancelled_ = true; }
   bool cancelled() const { return cancelled_; }
-  // The client has all of its text: a stop string ended it.
+  // The client has all of its text, because a stop string ended it.
   void Complete() { complete_ = true; }
   bool complete() const { return complete_; }
 
@@ -81,9 +81,9 @@ class Batcher {
   Batcher(const skipdecode::Bundle& bundle, const skd_session_options& room, size_t queue_length, Metrics* metrics);
   ~Batcher();  // after all rows have ended
 
-  // All of them or none: false where the queue has no room.
+  // Queue all rows or none. Returns false if the queue has no room for them.
   bool Submit(const std::vector<std::shared_ptr<Row>>& rows);
-  // Whether no session could be made when that was tried last: at once after a failure, then each second.
+  // Whether the last attempt to make a session failed. After a failure it is tried at once, each second and for each row.
   bool failing() const { return failing_; }
 
  private:
@@ -102,9 +102,9 @@ class Batcher {
   const skd_session_options room_;
   const size_t queue_length_;
   Metrics* const metrics_;
-  std::unique_ptr<skipdecode::Session> session_;      // none after a failure, until one can be made
-  std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's id
-  Clock::time_point next_look_{};                     // at whether those in the queue are waited for
+  std::unique_ptr<skipdecode::Session> session_;      // null after a failure, until a new one can be made
+  std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's row id
+  Clock::time_point next_look_{};                     // when to check the queue for abandoned rows again
   std::atomic<bool> failing_{false};
 
   std::mutex mutex_;

@@ -10,14 +10,14 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr size_t kMostLevels = 8;   // a copy of a value calls itself for each: 200 000 brackets would end the process
-constexpr uint64_t kOfFields = 64;  // values that are no prompts: there are 20 fields, and `stop` has four texts
+constexpr size_t kMostLevels = 8;   // copying a value recurses once per level: 200 000 brackets would end the process
+constexpr uint64_t kOfFields = 64;  // values outside `prompt`: there are 20 fields, and `stop` has four texts
 
-// Of all prompts as token ids, the largest request.
+// The number of values in the largest request, whose prompts are all token ids.
 uint64_t MostValues(const Limits& limits) { return limits.max_prompts * (uint64_t{limits.max_prompt_tokens} + 1) + kOfFields; }
 
-// Counts values and keeps none: a byte of a body may take 24 as a value. nlohmann-json's own callback would not do, with which
-// an array of n objects takes n * n steps.
+// Counts values and stores none, because one byte of a body can become a value of 24 bytes. nlohmann-json's parser callback is
+// no alternative: with it, an array of n objects takes n * n steps.
 class Counter : public nlohmann::json_sax<Json> {
  public:
   explicit Counter(const Limits& limits) : limits_(limits), left_(MostValues(limits)) {}

@@ -8,8 +8,8 @@ namespace service {
 
 struct Limits;
 
-// Throws HttpError 400, before anything of it is kept, for a body that is malformed, nests too deep or has more values than any
-// request within `limits`.
+// Parse a body. Throws HttpError 400, before any value is stored, if it is malformed, nests too deep, or has more values than
+// any request within `limits`.
 nlohmann::json ParseBody(const std::string& text, const Limits& limits);
 
 }  // namespace service

@@ -15,7 +15,7 @@ using Json = nlohmann::json;
 
 [[noreturn]] void Refuse(const std::string& message) { throw HttpError(400, message); }
 
-// A field of one type, or `otherwise` where it is missing or null.
+// A field that must pass `is`, or `otherwise` if it is missing or null.
 template <typename T, typename Is>
 T Field(const Json& body, const char* name, T otherwise, Is is, const char* wanted) {
   if (!body.contains(name) || body[name].is_null()) return otherwise;
@@ -28,7 +28,7 @@ uint64_t Count(const Json& body, const char* name, uint64_t otherwise) {
       body, name, otherwise, [](const Json& j) { return j.is_number_unsigned(); }, "a whole number, 0 or more");
 }
 
-// As its two's complement: -1 is what 2**64-1 is, as in skip-run --seed.
+// A negative seed means its two's complement: -1 is the same as 2**64-1, as in skip-run --seed.
 uint64_t Seed(const Json& body, uint64_t otherwise) {
   return Field<uint64_t>(
       body, "seed", otherwise, [](const Json& j) { return j.is_number_integer(); }, "a whole number, -2**63 to 2**64-1");
@@ -49,7 +49,7 @@ std::string Text(const Json& body, const char* name, const std::string& otherwis
       body, name, otherwise, [](const Json& j) { return j.is_string(); }, "a string");
 }
 
-// Fields of the API that this server knows but does not serve may be there with the value that changes nothing.
+// Refuse unknown fields. API fields that this server does not implement are accepted with the value that changes nothing.
 void CheckFields(const Json& body) {
   static const std::set<std::string> served = {"model", "prompt", "max_tokens", "temperature",    "top_p", "top_k",
                                                "seed",  "stop",   "stream",     "stream_options", "user",  "ignore_eos"};
@@ -82,7 +82,7 @@ void CheckLength(uint64_t length, uint64_t most, const std::string& unit) {
 std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
   if (IsIds(prompt)) {
     CheckLength(prompt.size(), limits.max_prompt_tokens, "tokens");
-    for (const Json& id : prompt) {  // as JSON has it: 2**63 is no int64
+    for (const Json& id : prompt) {  // checked as JSON numbers, because 2**63 does not fit int64
       if (!id.is_number_unsigned() || id.get<uint64_t>() >= limits.vocab_size)
         Refuse("token id " + id.dump() + " is outside the vocabulary");
     }
@@ -92,9 +92,9 @@ std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::T
   const auto& text = prompt.get_ref<const std::string&>();
   if (text.find('\0') != std::string::npos) Refuse("prompt holds a NUL character");
   if (tokenizer == nullptr) Refuse("this model has no tokenizer: give token ids");
-  CheckLength(text.size(), limits.max_prompt_bytes, "bytes");  // all requests wait for the one tokenizer
+  CheckLength(text.size(), limits.max_prompt_bytes, "bytes");  // all requests share the one tokenizer
   std::vector<int64_t> ids = tokenizer->Encode(text);
-  // tokens that were added to a checkpoint's tokenizer and not to its weights
+  // tokens may have been added to a checkpoint's tokenizer but not to its weights
   const auto outside = [&](int64_t id) { return id < 0 || static_cast<uint64_t>(id) >= limits.vocab_size; };
   const auto found = std::find_if(ids.begin(), ids.end(), outside);
   if (found != ids.end()) Refuse("token id " + std::to_string(*found) + " of the prompt's text is outside the vocabulary");
@@ -162,7 +162,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   const Json body = ParseBody(text, limits);
   if (!body.is_object()) Refuse("the body is not a JSON object");
   CheckFields(body);
-  Text(body, "user", "");  // taken, and not told to anybody
+  Text(body, "user", "");  // checked, then ignored
   const std::string asked = Text(body, "model", model);
   if (asked != model) throw HttpError(404, "model '" + asked.substr(0, 80) + "' is not here; choose " + model);
   static std::atomic<uint64_t> count{0};
@@ -214,7 +214,7 @@ std::string StopFilter::Add(const std::string& text) {
     stopped_ = true;
     return held_.substr(0, end);
   }
-  size_t keep = 0;  // the longest end of the text that begins a stop string
+  size_t keep = 0;  // length of the text's longest suffix that begins a stop string
   for (const std::string& stop : stops_) {
     for (size_t size = std::min(stop.size() - 1, held_.size()); size > keep; --size) {
       if (held_.compare(held_.size() - size, size, stop, 0, size) == 0) keep = size;

@@ -1,4 +1,4 @@
-// One request of the OpenAI completions API: what it asks, and the JSON that answers it.
+// One request of the OpenAI completions API: what it asks for, and the JSON that answers it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace service {
 
-// As every answer is written: ASCII, U+FFFD for what is no UTF-8.
+// Serialise JSON as in every answer: ASCII only, with U+FFFD for bytes that are not UTF-8.
 std::string Dump(const nlohmann::json& json);
 
 // A request that cannot be served, with its HTTP status.
@@ -24,7 +24,7 @@ class HttpError : public std::runtime_error {
 
  private:
   int status_;
-  std::string message_;  // whole, where what() ends at a NUL that a client sent
+  std::string message_;  // complete, whereas what() ends at a NUL that a client sent
   std::string type_;
 };
 
@@ -35,14 +35,14 @@ struct Completion {
   skd_row_options options;
   std::vector<std::string> stops;
   bool stream, include_usage;
-  bool gives_ids;  // for want of a tokenizer
+  bool gives_ids;  // answers hold token ids, because there is no tokenizer
 };
 
 // What the server allows.
 struct Limits {
   uint32_t max_prompt_tokens, max_new_tokens, max_prompts;
   uint64_t vocab_size;
-  uint64_t max_prompt_bytes;  // of a text
+  uint64_t max_prompt_bytes;  // of a prompt given as text
 };
 
 // Throws HttpError 400 for anything that is malformed, out of range or not supported.
@@ -55,18 +55,18 @@ struct Choice {
   std::optional<std::string> finish_reason;
 };
 
-using Choices = std::vector<std::pair<size_t, Choice>>;  // with their indices in the request
+using Choices = std::vector<std::pair<size_t, Choice>>;  // each with its prompt's index in the request
 
 // The whole answer, or one piece of a stream; `completion_tokens` adds the token counts.
 nlohmann::json Answer(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens);
 
-// Ends text before the first stop string; holds back what may be the beginning of one.
+// Cuts text off before the first stop string, and holds back what may be the beginning of one.
 class StopFilter {
  public:
   explicit StopFilter(const std::vector<std::string>& stops) : stops_(stops) {}
-  // The text that may be told now.
+  // Append text; returns what may be sent now.
   std::string Add(const std::string& text);
-  // What was held back, at the end of a text that met no stop string.
+  // What is still held back when the text has ended; empty if a stop string ended it.
   std::string Rest();
   bool stopped() const { return stopped_; }
 

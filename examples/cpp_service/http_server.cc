@@ -17,17 +17,17 @@ namespace service {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether waiting goes on
-constexpr std::chrono::seconds kWrite{5};         // for a client to take any byte of its answer
-constexpr std::chrono::seconds kLinger{2};        // for a client to read an answer that came before its request's end
-constexpr std::chrono::seconds kRest{1};          // at shutdown, for a request that is on its way to be answered 503
-constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in chunks of a byte has six
+constexpr std::chrono::milliseconds kMoment{50};  // between checks of whether to go on waiting
+constexpr std::chrono::seconds kWrite{5};         // for a client to accept any byte of its answer
+constexpr std::chrono::seconds kLinger{2};        // for a client to read an answer that came before its request had ended
+constexpr std::chrono::seconds kRest{1};          // at shutdown, for a request on its way to arrive and be answered with 503
+constexpr size_t kMostBytes = size_t{8} << 20;    // of a request: a body of 1 MiB in one-byte chunks takes 6 MiB
 constexpr size_t kMostOfHead = size_t{64} << 10;
-constexpr size_t kMostLines = 256;               // of a head: httplib keeps each header, with a hundred bytes beside its own
-constexpr std::string_view kHeadEnd = "\n\r\n";  // an empty line, as httplib takes it
+constexpr size_t kMostLines = 256;               // of a head: httplib stores each header with a hundred bytes of overhead
+constexpr std::string_view kHeadEnd = "\n\r\n";  // an empty line as httplib recognises it
 
-// A client's socket, read until a point in time. Without `override`, because httplib's names differ: 0.18 asks is_writable where
-// 0.41 has wait_readable, wait_writable and duration.
+// A client's socket, which is read until a deadline. Without `override`, because httplib's virtual functions differ by version:
+// 0.18 calls is_writable where 0.41 has wait_readable, wait_writable and duration.
 class Connection : public httplib::Stream {
  public:
   Connection(socket_t socket, Clock::time_point arrived_by, const std::atomic<bool>& reading, const std::atomic<bool>& writing)
@@ -35,14 +35,14 @@ class Connection : public httplib::Stream {
 
   bool is_readable() const { return next_ < end_; }
   bool wait_readable() const { return is_readable() || WaitForBytes(&arrived_by_); }
-  // Also whether the client is still there.
+  // Also checks that the client is still there.
   bool is_writable() const { return !Gone() && WaitForRoom(); }
   bool wait_writable() const { return is_writable(); }
-  time_t duration() const { return 0; }  // only httplib's clients ask
+  time_t duration() const { return 0; }  // only httplib's clients call it
   ssize_t read(char* data, size_t size) {
     if (HeadIsLong()) {
       if (std::exchange(long_head_, true) || lines_ > 0) return -1;
-      *data = '\n';  // once: httplib has no answer where not even the first line ends
+      *data = '\n';  // once: httplib does not answer if not even the first line ends
       return 1;
     }
     if (next_ == end_) {
@@ -56,7 +56,7 @@ class Connection : public httplib::Stream {
       taken_ += end_;
     }
     size_t given = 0;
-    // byte by byte, as httplib asks for a head, so that what it gets of one depends on no packets
+    // byte by byte, as httplib reads a head, so that where a long one is cut off does not depend on packets
     while (!head_ended_ && !HeadIsLong() && given < size && next_ < end_) CountOfHead(data[given++] = buffer_[next_++]);
     if (head_ended_) {
       const size_t rest = std::min(size - given, end_ - next_);
@@ -74,17 +74,17 @@ class Connection : public httplib::Stream {
   void get_local_ip_and_port(std::string&, int&) const {}
   socket_t socket() const { return socket_; }
 
-  // Whether the client is gone, or sends no more, which looks the same.
+  // Whether the client is gone or has closed its sending half: the two look the same.
   bool Gone() const {
-    pollfd left{socket_, POLLRDHUP, 0};  // behind bytes that nobody reads, too
+    pollfd left{socket_, POLLRDHUP, 0};  // seen even behind unread bytes
     return ::poll(&left, 1, 0) > 0;
   }
-  // Whether reading ended because the rest of the request was not here in time.
+  // Whether reading ended because the rest of the request did not arrive in time.
   bool late() const { return late_; }
-  // Whether it ended because the head has more bytes than any that is served.
+  // Whether it ended because the head has more bytes or lines than are served.
   bool long_head() const { return long_head_; }
 
-  // Reads away what the client still sends: closing before would take the answer from it.
+  // Read and discard what the client still sends: closing the socket before that could cost the client its answer.
   void Linger() {
     ::shutdown(socket_, SHUT_WR);
     Clock::time_point until = Clock::now() + kLinger;
@@ -93,7 +93,7 @@ class Connection : public httplib::Stream {
   }
 
  private:
-  // Whether the socket is ready before `until`, which is at most `rest` away once `going_on` is false.
+  // Whether the socket gets ready before `until`, which is moved to at most `rest` from now once `going_on` is false.
   bool Wait(short events, Clock::time_point* until, const std::atomic<bool>& going_on, std::chrono::milliseconds rest) const {
     for (;;) {
       const Clock::time_point now = Clock::now();
@@ -121,29 +121,29 @@ class Connection : public httplib::Stream {
   }
 
   const socket_t socket_;
-  mutable Clock::time_point arrived_by_;  // sooner where the server stops
+  mutable Clock::time_point arrived_by_;  // earlier once the server stops
   const std::atomic<bool>&reading_, &writing_;
   std::array<char, 16384> buffer_{};
-  size_t next_ = 0, end_ = 0;          // of what was received and not read yet
-  size_t taken_ = 0;                   // bytes of this request
-  size_t head_bytes_ = 0, lines_ = 0;  // of its head so far
-  size_t matched_ = 0;                 // of kHeadEnd, by the last bytes of it
+  size_t next_ = 0, end_ = 0;          // what was received but not read yet
+  size_t taken_ = 0;                   // bytes received of this request
+  size_t head_bytes_ = 0, lines_ = 0;  // of its head, read so far
+  size_t matched_ = 0;                 // bytes of kHeadEnd that the head's last bytes match
   bool late_ = false, head_ended_ = false, long_head_ = false;
 };
 
-thread_local const Connection* served = nullptr;  // by this thread; httplib tells handlers nothing of connections
+thread_local const Connection* served = nullptr;  // by this thread; httplib does not pass connections to handlers
 
 }  // namespace
 
 int HttpServer::Bind(const std::string& host, int port, size_t connections) {
   listener_.emplace(host, port);
-  svr_sock_ = listener_->socket();  // httplib ends its streams where this is none
+  svr_sock_ = listener_->socket();  // httplib ends its streams once this is INVALID_SOCKET
   workers_.emplace(connections, [this](int socket) { ServeClient(socket); });
   return listener_->port();
 }
 
 void HttpServer::Serve() {
-  std::optional<Clock::time_point> last;  // others may come forever
+  std::optional<Clock::time_point> last;  // when to stop accepting: clients may keep coming forever
   while (!last || Clock::now() < *last) {
     if (stopping_ && !last) last = Clock::now() + kRest;
     if (!workers_->WaitForFree(kMoment)) continue;
@@ -170,7 +170,7 @@ void HttpServer::ServeClient(int socket) {
     served = &connection;
     bool closed = true;
     if (Answer(this, connection, closed, 0)) connection.Linger();
-  } catch (const std::exception& error) {  // in the midst of an answer, or for want of memory: the others' service goes on
+  } catch (const std::exception& error) {  // in the middle of an answer, or out of memory: others are still served
     std::cerr << "a connection failed: " << error.what() << std::endl;
   }
   served = nullptr;

@@ -1,5 +1,5 @@
-// httplib's requests and answers, over connections of our own: who is let in, how long a whole request may take to arrive, and
-// what shutdown waits for. For httplib from 0.11.4 (on which it is tested) to 0.41 (for which it compiles).
+// httplib's requests and answers over connections that are managed here: how many clients are served, how long a whole request
+// may take to arrive, and what shutdown waits for. For httplib 0.11.4 (tested) to 0.41 (compiles).
 #pragma once
 
 #include <httplib.h>
@@ -15,31 +15,31 @@
 
 namespace service {
 
-// One request a connection: threads wait for requests that arrive, not for clients that may ask again.
+// Serves one request per connection, so that threads wait for requests on their way, not for clients that may ask again.
 class HttpServer : public httplib::Server {
  public:
-  // `arrival`: of a whole request; httplib itself bounds the time between two bytes.
+  // `arrival`: how long a whole request may take to arrive; httplib itself only bounds the time between two bytes.
   explicit HttpServer(std::chrono::milliseconds arrival) : arrival_(arrival) {}
-  // From now on clients can connect; so many are served at the same time, others wait. Returns the port. Throws
-  // std::runtime_error for an address that cannot be had, std::system_error for threads that cannot.
+  // Start listening. `connections` clients are served at the same time, others wait. Returns the port. Throws
+  // std::runtime_error if the address cannot be bound, std::system_error if threads cannot be started.
   int Bind(const std::string& host, int port, size_t connections);
-  // Serve clients until Stop, and then those who wait; throws std::runtime_error where nobody can connect any more.
+  // Serve clients until Stop, and then those already waiting. Throws std::runtime_error if nobody can connect any more.
   void Serve();
   void Stop();
-  // For handlers, of the client that their thread serves: whether nobody waits for its answer, and whether its request was not
-  // here in time, or has too long a head.
+  // For handlers, about the client that their thread serves: whether it no longer waits for its answer, whether its request did
+  // not arrive in time, and whether the request's head is too long.
   static bool ClientGone();
   static bool ArrivedLate();
   static bool LongHead();
-  // From now on a request has a second to be here.
+  // From now on, requests have a second left to arrive.
   void StopReading() { reading_ = false; }
-  // From now on clients that do not take their answers are left.
+  // From now on, clients that do not read their answers are dropped.
   void StopWriting() { writing_ = false; }
 
  private:
   void ServeClient(int socket);
 
-  // httplib until 0.15, and since, when it wants to be told the addresses of both ends.
+  // The first overload is for httplib until 0.15, the second for later versions, which also ask for the addresses of both ends.
   template <typename Self>
   static auto Answer(Self* self, httplib::Stream& stream, bool& closed, int)
       -> decltype(self->process_request(stream, true, closed, nullptr)) {
@@ -50,13 +50,13 @@ class HttpServer : public httplib::Server {
       -> decltype(self->process_request(stream, "", 0, "", 0, true, closed, nullptr)) {
     return self->process_request(stream, "", 0, "", 0, true, closed, IgnoreRange);
   }
-  // httplib would answer a completion with 206, and metrics in as many parts as a client likes.
+  // Without this, a Range header makes httplib answer completions with 206, and metrics in as many parts as the client likes.
   static void IgnoreRange(httplib::Request& request) { request.ranges.clear(); }
 
   const std::chrono::milliseconds arrival_;
   std::atomic<bool> reading_{true}, writing_{true}, stopping_{false};
   std::optional<Listener> listener_;
-  std::optional<Workers> workers_;  // gone before what they serve with
+  std::optional<Workers> workers_;  // last, so that they end before what they use
 };
 
 }  // namespace service

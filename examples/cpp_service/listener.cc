@@ -18,7 +18,7 @@
 namespace service {
 namespace {
 
-constexpr std::chrono::milliseconds kPause{10};  // before an error that may go on is tried again
+constexpr std::chrono::milliseconds kPause{10};  // before retrying after an error that may persist
 
 std::string Reason(int error) { return std::generic_category().message(error); }
 
@@ -33,14 +33,14 @@ void Set(int socket, int level, int option) {
   ::setsockopt(socket, level, option, &on, sizeof on);
 }
 
-// 0, or why nobody can connect to this address.
+// Bind and listen; returns 0, or the errno of the call that failed.
 int Listen(int socket, const addrinfo& address) {
-  // a port whose last connections are still dying, but none that another process listens on: SO_REUSEPORT, httplib's own choice,
-  // would share it with a second service
+  // takes a port whose old connections are still closing, but not one that another process listens on. SO_REUSEPORT,
+  // httplib's default, would share the port with a second service
   Set(socket, SOL_SOCKET, SO_REUSEADDR);
-  Set(socket, IPPROTO_TCP, TCP_NODELAY);  // what is accepted inherits it
+  Set(socket, IPPROTO_TCP, TCP_NODELAY);  // accepted sockets inherit it
   if (::bind(socket, address.ai_addr, address.ai_addrlen) != 0) return errno;
-  // whoever finds no thread free waits here; beyond these, clients time out or are reset
+  // clients that find no thread free wait in this backlog; those beyond it time out or are reset
   return ::listen(socket, SOMAXCONN) == 0 ? 0 : errno;
 }
 
@@ -59,7 +59,7 @@ Listener::Listener(const std::string& host, int port) {
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
   int error = EADDRNOTAVAIL;
   for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
-    // not to be waited in by accept(): a client may be gone by then
+    // non-blocking, so that accept() does not wait if the client that poll() saw is gone by then
     socket_ = ::socket(each->ai_family, each->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, each->ai_protocol);
     error = socket_ < 0 ? errno : Listen(socket_, *each);
     if (error == 0) return;
@@ -104,8 +104,8 @@ std::optional<int> Listener::Accept(std::chrono::milliseconds moment) {
     case ECONNABORTED:
     case EINTR:
     case EPROTO:
-      return std::nullopt;  // of this client alone
-    default:                // Linux tells here what befell the new connection: ENETDOWN, EPERM of a firewall, ...
+      return std::nullopt;  // only this client's error
+    default:                // Linux reports the new connection's own errors here: ENETDOWN, EPERM from a firewall, ...
       std::this_thread::sleep_for(kPause);
       return std::nullopt;
   }

@@ -9,7 +9,7 @@ namespace service {
 
 class Listener {
  public:
-  // `port` 0: any that is free. Throws std::runtime_error: one line.
+  // `port` 0: any free one. Throws std::runtime_error with a one-line message.
   Listener(const std::string& host, int port);
   ~Listener();
   Listener(const Listener&) = delete;
@@ -17,13 +17,13 @@ class Listener {
 
   int port() const;
   int socket() const { return socket_; }
-  // A client's socket; none where nobody came within `moment`, or nobody could be let in. Throws std::runtime_error where nobody
-  // ever can be again.
+  // The next client's socket; nullopt if nobody came within `moment` or could be accepted. Throws std::runtime_error if no
+  // client can ever be accepted again.
   std::optional<int> Accept(std::chrono::milliseconds moment);
 
  private:
   int socket_ = -1;
-  bool told_ = false;  // that the system has no room
+  bool told_ = false;  // whether it was reported that the system has no room
 };
 
 }  // namespace service

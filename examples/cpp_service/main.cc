@@ -19,23 +19,24 @@ namespace {
 constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
 
   --host H               address to listen on (127.0.0.1)
-  --port N               0: any that is free (8080)
-  --rows N               rows that decode together, at most the bundle's (8)
+  --port N               port to listen on; 0: any free one (8080)
+  --rows N               rows that decode together, at most as many as the bundle allows (8)
   --queue N              rows that may wait; more are refused with 429 (64)
-  --connections N        clients at the same time (256)
-  --max-prompt-tokens N  of a row (half of the bundle's length)
-  --max-new-tokens N     of a row (what is left)
-  --max-prompt-bytes N   of a prompt's text, told before it is tokenised (32 for each of --max-prompt-tokens)
-  --timeout-s N          of a request that is here, waiting included (60)
-  --arrival-s N          of a whole request, from its connection to the last byte (10)
-  --target T             cpu or cuda (cpu, or cuda where the bundle has no cpu engines)
-  --threads N            of the process's pool (one for each usable core)
-  --onnxruntime-library F  libonnxruntime.so; for cuda onnxruntime-gpu's
-  --genai-library F      libonnxruntime-genai.so, whose tokenizer is used
+  --connections N        clients served at the same time; others wait (256)
+  --max-prompt-tokens N  prompt tokens per row (half of the bundle's length)
+  --max-new-tokens N     new tokens per row (the rest of the bundle's length)
+  --max-prompt-bytes N   bytes per prompt text, checked before it is tokenised (32 times --max-prompt-tokens)
+  --timeout-s N          seconds for a request that has arrived, waiting included (60)
+  --arrival-s N          seconds for a request to arrive, from its connection to its last byte (10)
+  --target T             cpu or cuda (cpu, or cuda if the bundle has no cpu engines)
+  --threads N            size of the process's thread pool (one thread per usable core)
+  --onnxruntime-library F  libonnxruntime.so; for cuda, onnxruntime-gpu's
+  --genai-library F      libonnxruntime-genai.so, used for its tokenizer
 
 serves POST /v1/completions, GET /v1/models, /health, /metrics
-exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do); the first SIGTERM or SIGINT
-finishes what runs; one that comes a second or more later, or before it listens, ends it at once, and is then its status
+exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do)
+The first SIGTERM or SIGINT finishes running requests. One that comes a second or more later, or before the service listens,
+ends it at once; the exit status is then the signal's.
 )";
 
 uint32_t Count(const std::string& option, const std::string& text, uint32_t least = 0,
@@ -50,7 +51,7 @@ uint32_t Count(const std::string& option, const std::string& text, uint32_t leas
   return static_cast<uint32_t>(count);
 }
 
-// What to do with the value of an option.
+// Handles an option's value.
 using Take = std::function<void(const std::string& option, const std::string& value)>;
 
 template <typename Text>
@@ -100,8 +101,8 @@ service::Settings Parse(int count, char** arguments) {
   return settings;
 }
 
-// An error's line, in which the library names fields of its structs that are options here. Of its parts, "where: what; remedy",
-// the first may be a field and the last name one; paths are in the others.
+// A library error's line, "where: what; remedy", with the struct fields it names replaced by this program's options. Only
+// `where` and `remedy` are searched: `where` may be a field, `remedy` may name one, and the rest may hold paths.
 std::string WithOptions(const skipdecode::Error& error) {
   static const std::pair<std::string, std::string> names[] = {{"skd_load_options.onnxruntime_library", "--onnxruntime-library"},
                                                               {"skd_tokenizer_create", "--genai-library"},
@@ -118,10 +119,10 @@ std::string WithOptions(const skipdecode::Error& error) {
   return line;
 }
 
-// The exit status.
+// Serve until asked to stop; returns the exit status.
 int Run(const service::Settings& settings) {
   service::Signals signals;
-  std::signal(SIGPIPE, SIG_IGN);  // a client that went away is no reason to die
+  std::signal(SIGPIPE, SIG_IGN);  // writing to a client that is gone must not end the process
   service::Service service(settings);
   const int port = service.Bind();
   std::thread stopper([&] {
@@ -134,7 +135,7 @@ int Run(const service::Settings& settings) {
   int status = 0;
   try {
     service.Serve();
-  } catch (const std::exception& error) {  // what runs is finished all the same
+  } catch (const std::exception& error) {  // running requests are still finished
     std::cerr << error.what() << std::endl;
     status = 1;
     signals.Ask();
@@ -150,10 +151,10 @@ int main(int count, char** arguments) {
     std::cout << kHelp;
     return 0;
   }
-  setenv("ORT_DISABLE_TELEMETRY", "1", /*overwrite=*/0);  // before there are threads: docs/cpp.md
+  setenv("ORT_DISABLE_TELEMETRY", "1", /*overwrite=*/0);  // before there are other threads, see docs/cpp.md
   try {
     return Run(Parse(count, arguments));
-  } catch (const std::system_error& error) {  // std::thread's; ours are std::runtime_error alone
+  } catch (const std::system_error& error) {  // from std::thread; the service itself throws plain std::runtime_error
     std::cerr << "the system starts no more threads (" << error.code().message()
               << "); choose fewer --connections or --threads, or raise its limits (ulimit -u, ulimit -v)\n";
     return 2;

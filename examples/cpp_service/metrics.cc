@@ -22,7 +22,7 @@ void Metrics::FirstToken(double seconds) {
 
 std::string Metrics::Text() const {
   std::ostringstream page;
-  page.precision(15);  // a sum of microseconds over years
+  page.precision(15);  // enough for a sum of microseconds over years
   Put(&page, "rows_accepted_total", "counter", "Rows taken into the queue.", accepted.load());
   Put(&page, "rows_rejected_total", "counter", "Rows refused because the queue was full.", rejected.load());
   Put(&page, "rows_completed_total", "counter", "Rows that ended by themselves, or by a stop string.", completed.load());

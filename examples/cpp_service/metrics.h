@@ -1,4 +1,4 @@
-// Counters of the service, as Prometheus reads them.
+// The service's counters, in Prometheus's text format.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ struct Metrics {
 
   std::atomic<uint64_t> accepted{0}, rejected{0}, completed{0}, cancelled{0}, timed_out{0}, failed{0};  // rows
   std::atomic<uint64_t> tokens{0}, decode_steps{0}, layers{0};
-  std::atomic<uint64_t> queued{0}, running{0};                          // now
+  std::atomic<uint64_t> queued{0}, running{0};                          // at this moment
   std::array<std::atomic<uint64_t>, kBounds.size() + 1> first_token{};  // rows, by time from arrival to first token
   std::atomic<uint64_t> first_token_us{0};
 

@@ -9,7 +9,7 @@ namespace service {
 namespace {
 
 using Json = nlohmann::json;
-constexpr std::chrono::milliseconds kMoment{50};  // between looks at the client's connection
+constexpr std::chrono::milliseconds kMoment{50};  // between checks of the client's connection
 
 const char* ReasonOf(End end) {
   switch (end) {
@@ -33,7 +33,7 @@ Running::Running(Completion asked, skipdecode::Tokenizer* tokenizer, Clock::time
     : completion_(std::move(asked)), counter_(counter) {
   for (size_t index = 0; index < completion_.prompts.size(); ++index) {
     skd_row_options options = completion_.options;
-    options.generator_row += static_cast<uint32_t>(index);  // as skd_generate numbers them: equal prompts get other samples
+    options.generator_row += static_cast<uint32_t>(index);  // as in skd_generate: equal prompts get different samples
     parts_.push_back({std::make_shared<Row>(completion_.prompts[index], options, arrived, deadline, mailbox_, index),
                       tokenizer == nullptr ? nullptr : std::make_unique<skipdecode::TextStream>(*tokenizer),
                       StopFilter(completion_.stops),
@@ -57,7 +57,7 @@ std::vector<std::shared_ptr<Row>> Running::rows() const {
 
 void Running::WaitForFirst(const std::function<bool()>& client_gone) {
   while (first_.empty()) {
-    // one that is there and only sends no more can read this
+    // a client that has only closed its sending half can read this
     if (client_gone())
       throw HttpError(400, "the client closed its side of the connection before its answer was there: keep it open");
     first_ = Take();
@@ -88,12 +88,12 @@ bool Running::Ended() const {
   return std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.choice.finish_reason.has_value(); });
 }
 
-// What came since the last call, by part; waits a moment at most.
+// What has come since the last call, by part; waits for kMoment at most.
 Choices Running::Take() {
   std::map<size_t, Choice> news;
   for (const Mailbox::News& each : mailbox_->Take(kMoment)) {
     Part& part = parts_[each.row];
-    if (part.choice.finish_reason) continue;  // a stop string ended it before its row did
+    if (part.choice.finish_reason) continue;  // a stop string ended it before its row ended
     Choice& now = news[each.row];
     if (each.token) {
       now.tokens.push_back(*each.token);

@@ -14,21 +14,22 @@ namespace service {
 namespace {
 
 using Json = nlohmann::json;
-constexpr std::chrono::milliseconds kMoment{50};  // between looks at whether all requests have ended
-constexpr std::chrono::seconds kLastWords{5};     // for clients to take the end of their answers at shutdown
+constexpr std::chrono::milliseconds kMoment{50};  // between checks of whether all requests have ended
+constexpr std::chrono::seconds kLastWords{5};     // at shutdown, for clients to read the end of their answers
 constexpr char kCompletions[] = "/v1/completions";
 constexpr char kLength[] = "Content-Length", kCoding[] = "Transfer-Encoding";
 constexpr char kTooLarge[] = "the body is larger than 1 MiB";
 constexpr size_t kLargestBody = size_t{1} << 20;
-constexpr uint64_t kTokenBytes = 32;  // generous: English text has four to five a token
+constexpr uint64_t kTokenBytes = 32;  // generous: English text has four to five bytes per token
 
 std::string Lower(std::string text) {
   std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   return text;
 }
 
-// Why a body may not be read; nothing where it may. What is refused here another reader could understand in another way: where
-// that is a proxy before this server, the rest of a body would be the next client's request (RFC 9112, 5.1 and 6.3).
+// Why a body must not be read, or nullopt if it may be. Bodies are refused that another HTTP parser could delimit
+// differently: if a proxy in front of this server did, the rest of a body would become the next client's request (RFC 9112, 5.1
+// and 6.3).
 std::optional<HttpError> RefusedBody(const httplib::Request& request) {
   const auto spaced = [](const auto& header) { return header.first.find_first_of(" \t") != std::string::npos; };
   if (std::any_of(request.headers.begin(), request.headers.end(), spaced)) {
@@ -42,7 +43,7 @@ std::optional<HttpError> RefusedBody(const httplib::Request& request) {
   if (request.has_header(kCoding)) {
     return HttpError(400, "Content-Length and Transfer-Encoding are both there: leave one of them out");
   }
-  const std::string& length = found->second;  // whole, where httplib's own answer ends at a NUL
+  const std::string& length = found->second;  // complete, whereas httplib's get_header_value ends at a NUL
   if (length.empty() || length.find_first_not_of("0123456789") != std::string::npos) {
     return HttpError(400, "Content-Length '" + length.substr(0, 40) + "' is not a number of bytes");
   }
@@ -55,7 +56,7 @@ void Answer(const HttpError& error, httplib::Response* response) {
   response->set_content(error.Body(), "application/json");
 }
 
-// Of a request that no handler saw.
+// The message for a request that no handler has seen.
 std::string Refusal(const httplib::Request& request, int status) {
   switch (status) {
     case 413:
@@ -100,7 +101,7 @@ Service::Service(const Settings& settings)
       settings.max_new_tokens > 0 ? settings.max_new_tokens : static_cast<uint32_t>(info.max_length - limits_.max_prompt_tokens);
   limits_.max_prompts = static_cast<uint32_t>(settings.queue_length);
   limits_.vocab_size = info.vocab_size;
-  // the vocabulary's longest token is no bound: tokenizers drop and merge text
+  // the vocabulary's longest token gives no bound, because tokenizers drop and merge text
   limits_.max_prompt_bytes = settings.max_prompt_bytes > 0 ? settings.max_prompt_bytes : kTokenBytes * limits_.max_prompt_tokens;
   room.max_prompt_tokens = limits_.max_prompt_tokens;
   room.max_new_tokens = limits_.max_new_tokens;
@@ -123,7 +124,7 @@ Service::Service(const Settings& settings)
 }
 
 void Service::AddRoutes() {
-  // before the body of a request that nobody serves is read
+  // refuses what is not served before its body is read
   server_.set_pre_routing_handler([](const httplib::Request& request, httplib::Response& response) {
     const bool reads = request.method == "GET" || request.method == "HEAD";
     const bool served = reads || (request.method == "POST" && request.path == kCompletions);
@@ -145,7 +146,7 @@ void Service::AddRoutes() {
     const Json model = {{"id", model_}, {"object", "model"}, {"created", 0}, {"owned_by", "skipdecode"}};
     response.set_content(Dump(Json{{"object", "list"}, {"data", Json::array({model})}}), "application/json");
   });
-  // by a reader of its own, because httplib counts no chunks and takes curl's default type for a form of 8 KiB
+  // reads the body itself: httplib does not limit chunked bodies, and takes curl's default type for a form of at most 8 KiB
   server_.Post(kCompletions,
                [this](const httplib::Request& request, httplib::Response& response, const httplib::ContentReader& reader) {
                  try {
@@ -190,7 +191,7 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
   throw HttpError(400, "the body is malformed, or ends too soon");
 }
 
-// A request that was not here in time.
+// The error for a request that did not arrive in time.
 HttpError Service::Late() const {
   if (stopping_) return {503, "the server is stopping", "server_error"};
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(settings_.arrival).count();
@@ -201,18 +202,18 @@ void Service::Complete(const httplib::Request& request, const std::string& body,
   const Clock::time_point arrived = Clock::now();  // before its texts are tokenised, which may take a while
   auto running = std::make_shared<Running>(ParseCompletion(body, model_, limits_, tokenizer_.get()), tokenizer_.get(), arrived,
                                            arrived + settings_.timeout, &active_);
-  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");  // else Stop waits for it: it has been counted
+  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");  // else Stop waits for it: it is counted
   if (!batcher_->Submit(running->rows())) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
-  running->WaitForFirst(HttpServer::ClientGone);  // from then on `tell` looks
+  running->WaitForFirst(HttpServer::ClientGone);  // from then on, `tell` checks the client
   const auto tell = [running](size_t, httplib::DataSink& sink) {
     const std::string told = running->Next();
-    if (!sink.is_writable()) return false;  // the client is gone: Running's end frees the rows
+    if (!sink.is_writable()) return false;  // the client is gone: ~Running cancels its rows
     if (!told.empty() && !sink.write(told.data(), told.size())) return false;
     if (running->Ended()) sink.done();
     return true;
   };
   const std::string type = running->stream() ? "text/event-stream" : "application/json";
-  if (request.version == "HTTP/1.0") {  // knows no chunks: the answer ends where the connection does
+  if (request.version == "HTTP/1.0") {  // has no chunks: the answer ends with the connection
     response.set_content_provider(type, tell);
   } else {
     response.set_chunked_content_provider(type, tell);

@@ -19,28 +19,28 @@ namespace service {
 
 struct Settings {
   std::string bundle, host = "127.0.0.1", genai_library, onnxruntime_library;
-  std::optional<std::string> target;  // none: cpu, or cuda where the bundle has no cpu engines
+  std::optional<std::string> target;  // unset: cpu, or cuda if the bundle has no cpu engines
   int port = 8080;
   size_t queue_length = 64;
   size_t connections = 256;
   uint32_t rows = 8;
-  uint32_t max_prompt_tokens = 0;             // of a row; 0: half of the bundle's length
-  uint32_t max_new_tokens = 0;                // of a row; 0: what is left of it
-  uint32_t max_prompt_bytes = 0;              // of a prompt's text; 0: 32 for each of max_prompt_tokens
-  uint32_t threads = 0;                       // of the process's one pool; 0: one for each usable core
-  std::chrono::milliseconds timeout{60'000};  // of a request that is here, waiting included
-  std::chrono::milliseconds arrival{10'000};  // of a whole request
+  uint32_t max_prompt_tokens = 0;             // per row; 0: half of the bundle's length
+  uint32_t max_new_tokens = 0;                // per row; 0: the rest of the bundle's length
+  uint32_t max_prompt_bytes = 0;              // per prompt given as text; 0: 32 times max_prompt_tokens
+  uint32_t threads = 0;                       // size of the process's thread pool; 0: one thread per usable core
+  std::chrono::milliseconds timeout{60'000};  // for a request that has arrived, waiting included
+  std::chrono::milliseconds arrival{10'000};  // for a whole request to arrive
 };
 
 class Service {
  public:
   // Throws skipdecode::Error.
   explicit Service(const Settings& settings);
-  // Listen, with all threads that will be needed; returns the port (settings.port 0: any). Throws std::runtime_error for an
-  // address that cannot be had, std::system_error for threads that cannot.
+  // Start listening, and all threads that serving needs. Returns the port (settings.port 0: any free one). Throws
+  // std::runtime_error if the address cannot be bound, std::system_error if threads cannot be started.
   int Bind();
-  void Serve();  // until Stop; throws std::runtime_error where clients cannot connect any more
-  // Refuse what is new, finish what runs (no request takes longer than `timeout`), then return from Serve.
+  void Serve();  // until Stop; throws std::runtime_error if clients cannot connect any more
+  // Refuse new requests, finish running ones (none takes longer than `timeout`), then let Serve return.
   void Stop();
 
  private:
@@ -52,13 +52,13 @@ class Service {
   const Settings settings_;
   Metrics metrics_;
   skipdecode::Bundle bundle_;
-  std::unique_ptr<skipdecode::Tokenizer> tokenizer_;  // none where the bundle has none
+  std::unique_ptr<skipdecode::Tokenizer> tokenizer_;  // null if the bundle has none that works in C++
   std::string model_;
   Limits limits_{};
   std::unique_ptr<Batcher> batcher_;
   HttpServer server_;
   std::atomic<bool> stopping_{false};
-  std::atomic<int> active_{0};  // requests whose rows are on their way
+  std::atomic<int> active_{0};  // requests that are being served
 };
 
 }  // namespace service

@@ -10,8 +10,8 @@ namespace service {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr timespec kMoment{0, 50'000'000};   // between looks at whether there is anything to wait for
-constexpr std::chrono::seconds kOneWish{1};  // for what comes sooner: timeout(1) tells its child and then the child's group
+constexpr timespec kMoment{0, 50'000'000};   // between checks of whether to go on waiting
+constexpr std::chrono::seconds kOneWish{1};  // signals within it count as one: timeout(1) sends two, to child and group
 
 [[noreturn]] void EndBy(int signal) {
   std::signal(signal, SIG_DFL);
@@ -20,10 +20,10 @@ constexpr std::chrono::seconds kOneWish{1};  // for what comes sooner: timeout(1
   sigaddset(&it, signal);
   pthread_sigmask(SIG_UNBLOCK, &it, nullptr);
   std::raise(signal);
-  _exit(128 + signal);  // a container's first process, whom no signal ends by itself
+  _exit(128 + signal);  // for a container's first process, which no signal ends by default
 }
 
-// As a shell has it for what its scripts start in the background.
+// A shell ignores SIGINT for what its scripts start in the background.
 bool IsIgnored(int signal) {
   struct sigaction now {};
   return sigaction(signal, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;

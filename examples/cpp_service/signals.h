@@ -1,4 +1,4 @@
-// SIGTERM and SIGINT: what they ask for, and when.
+// How SIGTERM and SIGINT end the service.
 #pragma once
 
 #include <atomic>
@@ -8,11 +8,11 @@
 
 namespace service {
 
-// Until there is something to finish a signal ends the process at once, as it would by itself; then the first asks to finish,
-// and one that comes a second or more after it ends the process. SIGINT stays ignored where it was.
+// Before Listen, a signal ends the process at once, as it does by default. After that, the first signal asks the service to
+// finish, and one that comes a second or more later ends the process. SIGINT stays ignored if it was ignored at the start.
 class Signals {
  public:
-  // Before all other threads, which inherit that signals do not come to them. Throws std::system_error.
+  // Construct before all other threads, which inherit the mask that blocks the signals. Throws std::system_error.
   Signals();
   ~Signals();
   Signals(const Signals&) = delete;
@@ -20,9 +20,9 @@ class Signals {
 
   // From now on there is something to finish.
   void Listen() { listening_ = true; }
-  // To finish, as the first signal does; the next signal is the first all the same.
+  // Ask to finish, as the first signal does. The next signal still counts as the first.
   void Ask();
-  // Until somebody does; once.
+  // Wait until a signal or Ask asks to finish. Call once.
   void Wait() { asked_.get_future().wait(); }
 
  private:

@@ -1,4 +1,4 @@
-// Threads that serve clients, each one at a time.
+// Threads that serve clients, one client each at a time.
 #pragma once
 
 #include <chrono>
@@ -12,16 +12,17 @@
 
 namespace service {
 
-// httplib's own pool cannot be given up where the system starts no more threads, and takes more clients than it has threads.
+// Used instead of httplib's pool, which cannot be torn down if the system refuses it a thread, and which takes more clients
+// than it has threads.
 class Workers {
  public:
-  // `serve` gets each client's socket, and throws nothing. Throws std::system_error where threads cannot be started.
+  // `serve` gets each client's socket and must not throw. Throws std::system_error if threads cannot be started.
   Workers(size_t count, std::function<void(int)> serve);
-  ~Workers();  // when all clients have been served
+  ~Workers();  // waits until all clients have been served
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // Whether there is a thread for another client, within `moment`.
+  // Whether a thread is free for another client; waits for one for `moment` at most.
   bool WaitForFree(std::chrono::milliseconds moment);
   void Serve(int client);
 
@@ -32,7 +33,7 @@ class Workers {
   const std::function<void(int)> serve_;
   std::mutex mutex_;
   std::condition_variable came_, free_;
-  std::deque<int> clients_;  // that no thread has taken yet
+  std::deque<int> clients_;  // not yet taken by a thread
   size_t idle_ = 0;          // threads that wait for a client
   bool ending_ = false;
   std::vector<std::thread> threads_;

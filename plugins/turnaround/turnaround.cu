@@ -1,4 +1,4 @@
-// The turn-around as a CUDA kernel, a block a row; compiled as C++ (g++ -x c++) it is the host's version alone.
+// The turn-around as a CUDA kernel, with one block per row. Compiled as C++ (g++ -x c++), this file has only the host version.
 #include "choose.h"
 #include "turnaround.h"
 
@@ -23,7 +23,7 @@ struct DeviceBlock {
   __device__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x); }
   __device__ int32_t size() const { return kThreads; }
   __device__ void sync() const { __syncthreads(); }
-  // In halves: 64 bits in shared memory are compared and swapped until it succeeds. What carries over is told by the lower one.
+  // Adds 32-bit halves, because a 64-bit atomic on shared memory is a compare-and-swap loop. The lower half tells the carry.
   __device__ void add(uint64_t* sum, uint64_t value) const {
     auto* const halves = reinterpret_cast<unsigned*>(sum);
     const auto lower = static_cast<unsigned>(value);
@@ -31,7 +31,7 @@ struct DeviceBlock {
     if (lower > 0) upper += atomicAdd(&halves[0], lower) + lower < lower ? 1 : 0;
     if (upper > 0) atomicAdd(&halves[1], upper);
   }
-  // All threads call it. Of a warp one asks: 64 bits in shared memory are compared and swapped until it succeeds.
+  // All threads must call it. One per warp does the atomicMax, which on 64 bits of shared memory is a compare-and-swap loop.
   __device__ void greatest(uint64_t* most, uint64_t value) const {
     for (int lane = 16; lane > 0; lane /= 2) {
       const uint64_t other = __shfl_xor_sync(0xffffffffu, value, lane);
@@ -53,13 +53,13 @@ extern "C" void skd_turnaround_host(const SkdTurnaround* state) {
 
 #ifdef __CUDACC__
 
-// Known by its name to those who load the PTX: state->rows blocks of kThreads.
+// Those who load the PTX find the kernel by this name. Launch state->rows blocks of kThreads threads.
 extern "C" __global__ void __launch_bounds__(kThreads) skd_turnaround_kernel(SkdTurnaround state) {
   __shared__ Scratch scratch;
   skipdecode::TurnAround(DeviceBlock{}, scratch, state, static_cast<int32_t>(blockIdx.x));
 }
 
-#ifdef __NVCC__  // which alone has the language of launches
+#ifdef __NVCC__  // only nvcc compiles kernel launches
 
 extern "C" int skd_turnaround_launch(const SkdTurnaround* state, void* stream) {
   if (state->rows == 0) return 0;

@@ -1,6 +1,6 @@
-// The turn-around's kernel as a GPU runs it, on the host: a thread of this process for each of a block's, their barriers,
-// shuffles and atomic operations. Compares its tokens with the host version's; built with -fsanitize=thread, which finds its
-// races.
+// Runs the turn-around's CUDA kernel on the host: one thread of this process for each thread of a block, with their barriers,
+// shuffles and atomic operations. Compares the kernel's tokens with the host version's. Built with -fsanitize=thread, which
+// finds the kernel's races.
 #include <pthread.h>
 
 #include <cmath>
@@ -15,7 +15,7 @@
 #undef SKD_TURNAROUND_THREADS
 #define SKD_TURNAROUND_THREADS 64  // two warps
 
-// what CUDA C++ has
+// what CUDA C++ provides
 #define __CUDACC__
 #define __device__
 #define __host__
@@ -91,7 +91,7 @@ int main() {
   std::mt19937 random(7);
   int wrong = 0;
   for (const size_t vocabulary : {1, 99, 5000, 50272}) {
-    for (const float spread : {4.0f, 0.05f, 0.0f}) {  // 0: five numbers alone
+    for (const float spread : {4.0f, 0.05f, 0.0f}) {  // 0: only five different logits
       std::vector<float> logits(vocabulary);
       std::normal_distribution<float> normal(0, spread > 0 ? spread : 1);
       for (float& logit : logits) logit = spread > 0 ? normal(random) : static_cast<float>(random() % 5);

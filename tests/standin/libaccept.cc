@@ -1,4 +1,4 @@
-// Stands in for accept4: fails with the errors that ACCEPT_ERRORS names, one after another (0: none), then with none any more.
+// Stands in for accept4: each call fails with the next error number of ACCEPT_ERRORS (0: it works); after the last, all work.
 #include <dlfcn.h>
 #include <sys/socket.h>
 

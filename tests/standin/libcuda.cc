@@ -1,7 +1,7 @@
-// Stands in for NVIDIA's driver on machines without one: host memory as the GPU's, graphs that replay what was enqueued while
-// they were captured. Work is done in its order and as late as the driver may do it, when somebody waits for it: pinned memory
-// that changes before that is seen to change. Only what runtime/cuda.py and runtime/cpp call is here. It computes nothing but
-// the turn-around (its host version), and says nothing about a GPU's speed; what it shows is that the calls fit together.
+// Stands in for NVIDIA's driver on machines without one. The GPU's memory is host memory, and graphs replay what was enqueued
+// while they were captured. Work is done in order and as late as a driver may do it, when somebody waits for it, so that pinned
+// memory which is changed too early is read with its new content. Only what runtime/cuda.py and runtime/cpp call is here. It
+// computes nothing but the turn-around (its host version). It shows that the calls fit together, not how fast a GPU is.
 #include "libcuda.h"
 
 #include <cuda.h>
@@ -43,30 +43,30 @@ struct CUstream_st {
   CUgraph capture = nullptr;
 };
 struct CUevent_st {
-  std::atomic<uint64_t> after{0};  // this much work
+  std::atomic<uint64_t> after{0};  // complete when this much work is done
 };
 
 namespace {
 
-constexpr size_t kMemory = size_t{1} << 30;           // bytes of the GPU
+constexpr size_t kMemory = size_t{1} << 30;           // bytes of GPU memory
 thread_local bool entered = false;                    // whether this thread made the context current
-const auto kNothing = reinterpret_cast<CUmodule>(2);  // a module with a kernel that does nothing
+const auto kNothing = reinterpret_cast<CUmodule>(2);  // the module whose kernel does nothing
 struct Block {
   size_t bytes;
   CUmemorytype type;
 };
 std::map<uintptr_t, Block> blocks;
-std::mutex blocks_mutex;  // engines are loaded by several threads
+std::mutex blocks_mutex;  // several threads load engines
 std::atomic<size_t> taken{0};
 int replayed = 0;
-int events = 0;            // that were made
-int others = 0;            // streams, and modules with the turn-around, that were made
+int events = 0;            // that were created
+int others = 0;            // streams and modules with the turn-around that were created
 std::atomic<int> sent{0};  // copies from the host
-std::string captured;      // the last graph's nodes, a line each
+std::string captured;      // the last graph's nodes, one per line
 
-// What was asked for and nobody has waited for yet, of all streams: there is one. Never destroyed, as memory may be freed late.
+// The work of all streams that nobody has waited for yet. Never destroyed, because memory may be freed late.
 struct Queue {
-  std::recursive_mutex mutex;  // work that calls Python may collect garbage, which frees memory
+  std::recursive_mutex mutex;  // recursive: work that calls Python may collect garbage, which frees memory
   std::deque<Work> waiting;
   uint64_t asked = 0, done = 0;
 };
@@ -126,7 +126,7 @@ CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
   const std::lock_guard<std::mutex> lock(blocks_mutex);
   if (bytes > kMemory - taken) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
-  std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may count on zeros
+  std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may rely on zeros
   blocks[*pointer] = {bytes, type};
   taken += bytes;
   return CUDA_SUCCESS;
@@ -140,7 +140,7 @@ CUresult Free(uintptr_t pointer) {
     taken -= found->second.bytes;
     blocks.erase(found);
   }
-  Ask([pointer] { std::free(reinterpret_cast<void*>(pointer)); });  // the driver waits for what may need it
+  Ask([pointer] { std::free(reinterpret_cast<void*>(pointer)); });  // the driver waits for work that may need it
   return CUDA_SUCCESS;
 }
 
@@ -148,23 +148,23 @@ CUresult Free(uintptr_t pointer) {
 
 extern "C" {
 
-// For tests: how many graphs were launched, events made, objects made, copies sent; how much memory is taken (pinned too);
-// take all of the GPU's.
+// For tests: how many graphs were launched, events created, objects created and copies from the host sent; how much memory is
+// taken (also pinned); take all of the GPU's memory.
 int standin_replayed() { return replayed; }
 int standin_events() { return events; }
 int standin_objects() { return events + others; }
 int standin_sent() { return sent; }
 size_t standin_taken() { return taken; }
 void standin_fill() { taken = kMemory; }
-int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // whether there is no memory for them
-int standin_without_contexts = 0;                                                         // whether there is none for another
-int standin_wait_ms = 0;                                                                  // that an event is waited for
-int standin_reads_host_pages = 0;    // whether pageable memory is read when a copy's turn comes, and not at once
-int standin_old = 0;                 // whether it is of a CUDA before 13
-int standin_kernels_of_nothing = 0;  // that were launched in another context
-int standin_copies_left = -1;        // of those within the GPU, before they fail; below 0: all work
+int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // 1: out of memory for these
+int standin_without_contexts = 0;                                                         // 1: out of memory for another one
+int standin_wait_ms = 0;                                                                  // how long waiting for an event takes
+int standin_reads_host_pages = 0;    // 1: pageable memory is read when a copy's turn comes, not at once
+int standin_old = 0;                 // 1: the driver is older than CUDA 13
+int standin_kernels_of_nothing = 0;  // launched so far, in another context
+int standin_copies_left = -1;        // copies within the GPU that still work before they fail; below 0: all work
 
-// For tests: the nodes of the graph that was made last, a line each: a kernel's name, or what another one does.
+// For tests: the nodes of the last graph that was created, one per line: a kernel's name, or "no kernel".
 const char* standin_captured() { return captured.c_str(); }
 
 CUresult standin_kernel(CUstream stream, const char* name) {
@@ -176,7 +176,7 @@ CUmemorytype standin_type_of(const void* pointer) {
   return block ? block->type : CUmemorytype{};
 }
 
-// For tests: `call` in a kernel's place.
+// For tests: enqueue `call` in place of a kernel.
 CUresult standin_launch(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_KERNEL});
 }
@@ -197,7 +197,7 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
 }
 CUresult cuCtxSetCurrent(CUcontext) { return entered = true, CUDA_SUCCESS; }
-// One that lasts for a kernel; the thread has left the first one when it ends.
+// A second context, for one kernel. When it is destroyed, no context is current on this thread, not the first one either.
 CUresult cuCtxCreate(CUcontext* context, CUctxCreateParams*, unsigned, CUdevice) {
   if (standin_without_contexts) return CUDA_ERROR_OUT_OF_MEMORY;
   return entered = true, *context = reinterpret_cast<CUcontext>(2), CUDA_SUCCESS;
@@ -242,7 +242,7 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstr
 }
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   const CUresult result = Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
-  if (!BlockOf(reinterpret_cast<uintptr_t>(to))) WaitFor(Asked());  // pageable memory is written before it returns
+  if (!BlockOf(reinterpret_cast<uintptr_t>(to))) WaitFor(Asked());  // pageable memory is written before the call returns
   return result;
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
@@ -284,7 +284,7 @@ CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) { return *t
 CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
   if (node->type != CU_GRAPH_NODE_TYPE_MEMCPY) return CUDA_ERROR_INVALID_VALUE;
   *copy = {};
-  copy->srcMemoryType = CU_MEMORYTYPE_DEVICE;  // of pinned memory too, as unified addressing allows: the harder case
+  copy->srcMemoryType = CU_MEMORYTYPE_DEVICE;  // also for pinned memory, as unified addressing allows: the harder case
   copy->dstMemoryType = CU_MEMORYTYPE_DEVICE;
   copy->srcDevice = node->source;
   return CUDA_SUCCESS;
@@ -336,10 +336,10 @@ CUresult cuLaunchKernel(CUfunction kernel, unsigned x, unsigned, unsigned, unsig
 CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  return CUDA_ERROR_NOT_SUPPORTED;  // ONNX Runtime's provider is linked to it
+  return CUDA_ERROR_NOT_SUPPORTED;  // defined because ONNX Runtime's provider is linked to it
 }
 
-// cuda-python asks for every function of the driver by name; one that is not here is missing to it.
+// cuda-python looks up every driver function by name. Those that are not here are reported as not found.
 CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
   static void* self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   *function = nullptr;

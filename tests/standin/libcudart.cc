@@ -1,6 +1,6 @@
-// Stands in for CUDA's runtime, cuBLAS and cuRAND below the real onnxruntime-gpu, on the stand-in for the driver: ONNX Runtime's
-// CUDA provider loads, says which nodes it takes, chooses its kernels and asks for all that it asks a GPU for. Kernels have
-// names and compute nothing. Only what that provider calls is here, and of that only what its inference on one GPU reads.
+// Stands in for CUDA's runtime, cuBLAS and cuRAND below the real onnxruntime-gpu, on top of the stand-in for the driver. ONNX
+// Runtime's CUDA provider loads, reports which nodes it takes, chooses its kernels and makes all calls that it makes on a GPU.
+// Kernels have names and compute nothing. Only what the provider calls is here, as far as inference on one GPU needs it.
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 
@@ -14,19 +14,19 @@
 
 namespace {
 
-constexpr int kSharedMemory = 101376, kMultiprocessors = 128;  // of an RTX 4090, which is of compute capability 8.9
+constexpr int kSharedMemory = 101376, kMultiprocessors = 128;  // of an RTX 4090 (compute capability 8.9)
 
 int Capability() {
   const char* given = std::getenv("STANDIN_CAPABILITY");
   return given != nullptr ? std::atoi(given) : 89;
 }
 
-// What a driver's call returned, as the runtime says it: the same numbers.
+// A driver's error as the runtime's: they have the same numbers.
 cudaError_t Said(CUresult code) { return static_cast<cudaError_t>(code); }
 
 CUdeviceptr Address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
 
-// The driver's stream, with the one context current on this thread.
+// The driver's stream for one of the runtime's. Also makes the one context current on this thread.
 CUstream On(cudaStream_t stream) {
   cuCtxSetCurrent(nullptr);
   static CUstream unnamed = [] {
@@ -37,7 +37,7 @@ CUstream On(cudaStream_t stream) {
   return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread ? unnamed : stream;
 }
 
-// Kernels, by the host's functions that launch them; filled before main, when the provider is loaded.
+// The kernels' names, by the host functions that launch them. Filled by static initialisers when the provider is loaded.
 std::unordered_map<const void*, std::string>& Kernels() {
   static auto& kernels = *new std::unordered_map<const void*, std::string>;
   return kernels;
@@ -179,20 +179,20 @@ cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return cudaMems
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return Said(cuStreamCreate(stream, 0)); }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }  // work is done in its order
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }  // work is done in order
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return Said(cuEventCreate(event, 0)); }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return Said(cuEventDestroy(event)); }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return Said(cuEventRecord(event, On(stream))); }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return Said(cuEventSynchronize(event)); }
-// All kernels are as fast as each other, for who measures which one is best.
+// All kernels are equally fast, for callers that measure which one is best.
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return *ms = 1, cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* data) {
   return Said(cuLaunchHostFunc(On(stream), call, data));
 }
 
-// A graph of the provider's own would be one engine's; this project records its steps through the driver.
+// The provider's own graphs, of one engine each, are not supported: this project captures its steps through the driver.
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = standin_capturing(On(stream)) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
@@ -265,7 +265,7 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t*, const void*, cudaJitOption*, voi
 cudaError_t cudaLibraryGetKernel(cudaKernel_t*, cudaLibrary_t, const char*) { return cudaErrorNotSupported; }
 cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaErrorNotSupported; }
 
-// cuBLAS: every product is a kernel of its name.
+// cuBLAS: every product is a kernel with the function's name.
 int cublasCreate_v2(Blas** handle) { return *handle = new Blas, 0; }
 int cublasDestroy_v2(Blas* handle) { return delete handle, 0; }
 int cublasSetStream_v2(Blas* handle, cudaStream_t stream) { return handle->stream = stream, 0; }
@@ -284,7 +284,7 @@ KERNEL(cublasSgemmStridedBatched)
 KERNEL(cublasSgeam)
 KERNEL(cublasScopy_v2)
 KERNEL(cublasSscal_v2)
-// what no decoder asks for
+// what no decoder uses
 #define UNSUPPORTED(name) \
   int name(...) { return 15; }
 UNSUPPORTED(cublasDgeam)

@@ -1,5 +1,5 @@
-// Stands in for the libraries that TensorRT's Python bindings are linked to, on a machine where these find no GPU: no builder and
-// no runtime. What the bindings have by themselves, their classes and names, can be read all the same.
+// Stands in for the libraries that TensorRT's Python bindings are linked to, on a machine without a GPU: builders and runtimes
+// cannot be created, but the bindings' own classes and names can be inspected.
 extern "C" {
 void* createInferBuilder_INTERNAL(void*, int) { return nullptr; }
 void* createInferRuntime_INTERNAL(void*, int) { return nullptr; }
