@@ -1,8 +1,8 @@
-"""What does choosing a token take? Ours against transformers' own warpers and a draw, a row at a time and 16, in turns.
+"""How long does choosing a token take? This runtime against transformers' warpers and a draw, for 1 row and 16, taking turns.
 
-On the host `runtime/sampling.py`; on a GPU (`--device cuda`) the turn-around's kernel, 20 of them that follow each other, and the
-same of transformers. Logits are made: `peaked` as a trained model's are (probabilities fall with the 1.5th power of the rank, 3
-nats of entropy), `flat` as an untrained one's (8 nats), which keeps many tokens.
+On the host this measures `runtime/sampling.py`. On a GPU (`--device cuda`) it measures the turn-around's kernel, 20 launches in a
+row, and as many choices by transformers. Logits are synthetic: `peaked` like a trained model's (probabilities fall with the 1.5th
+power of the rank, 3 nats of entropy), or `flat` like an untrained one's (8 nats), which keeps many tokens.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SAMPLINGS = {
     "top_p 0.95": Sampling(do_sample=True, top_p=0.95),
     "top_k 50, top_p 0.95, temperature 0.8": Sampling(do_sample=True, temperature=0.8, top_k=50, top_p=0.95),
 }
-_FOLLOWING = 20  # choices that a GPU makes without being waited for
+_FOLLOWING = 20  # consecutive choices on a GPU, waited for only at their end
 
 Logits = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 
 def main() -> int:
-    """Measure, write the results, and print a line a case."""
+    """Measure, write the results, and print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the logits are (%(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="a small vocabulary, a GPU's code on the host, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="a small vocabulary, the GPU's code on the host, nothing written")
     options = parser.parse_args()
     device = device_facts() if options.device == "cuda" and not options.smoke else {}
     if isinstance(device, str):
@@ -99,7 +99,7 @@ class _Host:
 
 
 class _Kernel:
-    """The turn-around's, on a GPU; `where` cpu: its host version."""
+    """The turn-around's kernel on a GPU; if `where` is "cpu", its host version."""
 
     def __init__(self, logits: Logits, sampling: Sampling, where: str) -> None:
         self._device, self._run = _device(where)
@@ -130,7 +130,7 @@ def _device(where: str) -> tuple[CudaDevice | HostDevice, TurnAround]:
 
 
 def _transformers(logits: torch.Tensor, sampling: Sampling) -> Callable[[], None]:
-    """As `generate` does it."""
+    """A choice of tokens as `generate` makes it."""
     warpers: list[Any] = []
     if sampling.temperature != 1:
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -152,7 +152,7 @@ def _transformers(logits: torch.Tensor, sampling: Sampling) -> Callable[[], None
 
 
 def _ms(choose: Callable[[], None], wait: Callable[[], Any], times: int) -> float:
-    """Of one choice."""
+    """Milliseconds per choice."""
     started = time.perf_counter()
     for _ in range(times):
         choose()

@@ -1,4 +1,4 @@
-"""A checkpoint in each peer's own form."""
+"""Converts a checkpoint to each peer's own format."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 import numpy as np
 
-GGUF_KINDS = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}  # llama.cpp's nearest: symmetric blocks of 32
+GGUF_KINDS = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}  # llama.cpp's nearest formats: symmetric blocks of 32
 
 
 def to_ctranslate2(checkpoint: Path, out: Path, kind: str) -> None:
-    """CTranslate2's own converter; `kind` is fp32 or int8."""
+    """Convert with CTranslate2's own converter; `kind` is fp32 or int8."""
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(checkpoint)).convert(str(out), quantization={"fp32": "float32", "int8": "int8"}[kind])
     path = out / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["unk_token"] = config["unk_token"] or config["eos_token"]  # byte-level tokenizers have none; CTranslate2 wants one
+    config["unk_token"] = config["unk_token"] or config["eos_token"]  # byte-level tokenizers have none, but CTranslate2 needs one
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def to_genai(checkpoint: Path, out: Path, kind: str, threads: int, block: int) -> None:
-    """ONNX Runtime GenAI's own model builder; `kind` is fp32, or int4: blocks of `block`, int8 activations, as here."""
+    """Convert with ONNX Runtime GenAI's own builder. `kind`: fp32, or int4 in blocks of `block` and int8 activations, as here."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(out), "-p", kind]
     command += ["-e", "cpu", "-c", str(out / "cache")]
     if kind == "int4":
@@ -39,7 +39,7 @@ def to_genai(checkpoint: Path, out: Path, kind: str, threads: int, block: int) -
 
 
 def to_gguf(checkpoint: Path, out: Path, kind: str) -> None:
-    """A Llama or Mixtral as GGUF, by llama.cpp's own writer and quantiser; without a tokenizer, which takes ids as they are."""
+    """Write a Llama or Mixtral as GGUF with llama.cpp's own writer and quantiser; without a tokenizer, since prompts are ids."""
     import gguf
     from safetensors.numpy import load_file
 
@@ -66,7 +66,7 @@ def to_gguf(checkpoint: Path, out: Path, kind: str) -> None:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _interleaved(weight, heads if "q_proj" in name else kv_heads)
         title = names.get_name(name, try_suffixes=(".weight",))
-        if weight.ndim == 1 or kind == "fp32" or ".gate." in name:  # a mixture's router keeps its numbers
+        if weight.ndim == 1 or kind == "fp32" or ".gate." in name:  # a mixture's router stays in fp32
             writer.add_tensor(title, weight)
         else:
             writer.add_tensor(title, gguf.quants.quantize(weight, quantization), raw_dtype=quantization)
@@ -77,7 +77,7 @@ def to_gguf(checkpoint: Path, out: Path, kind: str) -> None:
 
 
 def _experts_together(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The matrices of a layer's experts as one [E,N,K], under their common name."""
+    """Stack the matrices of a layer's experts as one [E,N,K] array under their common name."""
     together: dict[str, list[Any]] = {}
     for name in sorted(tensors, key=lambda name: (len(name), name)):  # expert 9 before expert 10
         together.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(tensors[name])
@@ -85,6 +85,6 @@ def _experts_together(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """Rotary pairs side by side, as llama.cpp's `llama` architecture has them: Hugging Face's halves are half a head apart."""
+    """Put rotary pairs side by side, as llama.cpp's `llama` architecture expects; Hugging Face keeps them half a head apart."""
     outputs, inputs = weight.shape
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)

@@ -1,7 +1,7 @@
 """Is the C++ runtime as fast as the Python one, and how much time does each spend outside the engines?
 
 One bundle (OPT 24 x 1024, random weights, fp32, 2x over 64 positions), batch 1, prompt 32, 64 decode steps; the two runtimes take
-turns as processes of their own. Also: seconds to load, with a warm page cache.
+turns, each in its own process. Also measured: seconds to load, with a warm page cache.
 
     make cpp && .venv/bin/python benchmarks/cpp.py
 """
@@ -66,7 +66,7 @@ def _run(command: list[str]) -> dict[str, Any]:
 
 
 def _row(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over the rounds; `vs_python`: the median of the rounds' ratios."""
+    """Medians over the rounds; `vs_python`: the median of the rounds' ratios, Python's time over this one's."""
     row: dict[str, Any] = {"load_s": statistics.median(one["load_s"] for one in found[name])}
     for how in ("full", "scheduled"):
         keys = found[name][0][how]

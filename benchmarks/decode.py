@@ -1,15 +1,15 @@
 """How fast is a decode step, against peers and against the machine's read bandwidth?
 
-One interleaved run, same threads: this runtime at full depth and with linear schedules, in fp32, int8 and int4, against
-transformers (eager, and its step through torch.compile), CTranslate2 (fp32, int8) and, for the Llama-like model, ONNX Runtime
-GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0); a mixture of experts (mixtral) against transformers and
-llama.cpp, layers that keep states (lfm2, and granitemoehybrid with Mamba-2) or read the keys of others (gemma4_text) against
-transformers, all of these only when asked for. Each system lives in its own process; in each round each takes its turn once.
-A point is rows x prompt tokens. Also told: time of the prompt's pass, resident memory, time outside engines, wall-clock gain
-against what the bytes promise. Peers that are not installed are left out and named.
+All systems take turns in one run, with the same number of threads. This runtime, at full depth and with linear schedules, in
+fp32, int8 and int4, is compared with transformers (eager, and its step through torch.compile), CTranslate2 (fp32, int8) and, for
+the Llama-like model, ONNX Runtime GenAI (fp32, int4) and llama.cpp (fp32, Q8_0, Q4_0). Only when asked for: a mixture of experts
+(mixtral) against transformers and llama.cpp, and layers that keep states (lfm2, and granitemoehybrid with Mamba-2) or read the
+keys of others (gemma4_text) against transformers. Each system lives in its own process and takes one turn per round. A point is
+rows x prompt tokens. Also reported: time of prefill, resident memory, time outside engines, and wall-clock gain against what the
+bytes promise. Peers that are not installed are left out and named.
 
 examples:
-  decode.py                                   (all models, kinds and points: an hour on 2 cores, 20 GiB of disk and memory)
+  decode.py                                   (the default models and points: an hour on 2 cores, 20 GiB of disk and memory)
   decode.py --models opt --points 1x32 --repeats 9
   decode.py --kinds int4 --points 4x32,16x32 --speedups 2
   decode.py --smoke                           (tiny models: does it run at all; its figures mean nothing)
@@ -33,13 +33,13 @@ from systems import System, make_systems, missing_peers
 from worker import in_process
 
 _MODELS, _KINDS, _POINTS = ("opt", "llama", "e2e"), ("fp32", "int8", "int4"), "1x32,4x32,16x32,1x512,1x2000"
-# points beyond it are left out
+# tokens per row; longer points are left out
 _MAX_LENGTH = {**dict.fromkeys(SHAPES, 2048), "e2e": 256}
 _PAUSE_S = 0.5  # between turns: some thread pools spin for 0.2 s after their work
 
 
 def main() -> int:
-    """Measure, print tables and one JSON line, write results/."""
+    """Measure, print tables and one JSON line, and write results/."""
     options = _options()
     settings = {
         "points": [str(point) for point in options.points], "kinds": options.kinds, "speedups": options.speedups,
@@ -53,7 +53,7 @@ def main() -> int:
         for name in options.models:
             with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
                 result["models"][name] = _measure_model(name, Path(folder), options)
-    finally:  # a model's points stand together or not at all; an hour of another model's is not lost with them
+    finally:  # a model's points are kept together or not at all; a failure must not lose an hour of other models'
         if result["models"] and not options.smoke:
             _write(result, options)
     print(json.dumps(result))
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All points and systems on one model; its files lie in `folder`."""
+    """Measure all points and systems on one model, whose files lie in `folder`."""
     _progress(f"{name}: exporting and converting")
     in_process(make_checkpoint, name, folder / "checkpoint", options.smoke)
     systems = make_systems(
@@ -101,9 +101,10 @@ def _told_once(systems: list[System], prompts: list[list[int]], tokens: int) -> 
 
 
 def _measure_rounds(name: str, systems: list[System], prompts: list[list[int]], options: argparse.Namespace) -> list[float]:
-    """Fill each system's runs, one a round, after one round (--anew: one call) not counted; each round's read bandwidth, GB/s.
+    """Fill each system's runs, one per round; returns each round's read bandwidth, GB/s.
 
-    As many rounds as fit into --seconds, at least 2 and at most --repeats.
+    The first round is not counted, nor, with --anew, the first call of each process. There are as many rounds as fit into
+    --seconds, at least 2 and at most --repeats.
     """
     memory, found, started = ReadBandwidth(options.threads, 16 if options.smoke else 512), [], time.monotonic()
     for system in systems:
@@ -131,7 +132,7 @@ def _prompts(point: Point) -> list[list[int]]:
 
 
 def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """What differs from the whole run is part of the file's name."""
+    """Write the results and their plot. The file's name includes what differs from the default run."""
     from plot import plot
 
     varied = [
@@ -150,20 +151,20 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Decode speed against peers.", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default=",".join(_MODELS), help="with commas (%(default)s)")
-    parser.add_argument("--kinds", default=",".join(_KINDS), help="of weights (%(default)s)")
-    parser.add_argument("--block", type=int, default=32, help="of quantised weights (%(default)s)")
+    parser.add_argument("--models", default=",".join(_MODELS), help="comma-separated (%(default)s)")
+    parser.add_argument("--kinds", default=",".join(_KINDS), help="kinds of weights (%(default)s)")
+    parser.add_argument("--block", type=int, default=32, help="block size of quantised weights (%(default)s)")
     parser.add_argument("--points", default=_POINTS, help="rows x prompt tokens (%(default)s)")
     parser.add_argument(
         "--speedups",
         default="2,3,4,5",
-        help="linear schedules; after the first only in the first kind, at the first point (%(default)s)",
+        help="of linear schedules; all but the first only in the first kind and at the first point (%(default)s)",
     )
     parser.add_argument("--tokens", type=int, default=48, help="new tokens, the schedule's span + 1 (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of a point at most (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=150, help="for a point, if that is enough for 2 rounds (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of each system (%(default)s)")
-    parser.add_argument("--anew", action="store_true", help="in each round start each process anew: launches differ by a tenth")
+    parser.add_argument("--repeats", type=int, default=5, help="most rounds per point (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=150, help="time per point, but at least 2 rounds (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each system (%(default)s)")
+    parser.add_argument("--anew", action="store_true", help="restart each process in each round: launches differ by a tenth")
     parser.add_argument("--smoke", action="store_true", help="tiny models, few tokens, nothing written")
     options = parser.parse_args()
     options.models, options.kinds = options.models.split(","), options.kinds.split(",")

@@ -1,4 +1,4 @@
-"""How long a process is inside engine calls; what is left of a step's time is the runtime's own."""
+"""How long a process spends inside engine calls; the rest of a step's time is the runtime's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class EngineTime:
-    """Of all engine calls so far."""
+    """Totals of all engine calls so far."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -19,7 +19,7 @@ class EngineTime:
 
 @contextmanager
 def engine_time() -> Iterator[EngineTime]:
-    """Every engine call whose binding is made inside is counted."""
+    """Count the calls of every engine that is bound inside the context."""
     from skipdecode.engines.ort import OrtEngine
 
     counted, bind = EngineTime(), OrtEngine.bind

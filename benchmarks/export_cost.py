@@ -1,9 +1,9 @@
-"""Time and peak memory of `skip-export` on a known architecture with random weights, over all its processes.
+"""Time and peak memory of `skip-export`, over all its processes, on a known architecture with random weights.
 
     python benchmarks/export_cost.py opt-6.7b --schedule linear --dtype fp16 --target tensorrt-rtx:sm89
 
-measures that command and writes results/export-<model>-<values of its options>-<machine>.json. The model may be a folder with
-no more than a config.json.
+measures that command and writes results/export-<model>-<values of its options>-<machine>.json. The model may be a folder that
+holds only a config.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLE_S = 0.05
 
 
 def measure_export(model: str, out: Path, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Export `model` to `out`, which is deleted; memory in MiB, of which the libraries alone are `imports_rss_mib`."""
+    """Export `model` to `out`, which is deleted. Memory in MiB; `imports_rss_mib` is what only importing the libraries takes."""
     _, imports, _ = _run([sys.executable, "-c", _IMPORTS])
     command = [sys.executable, "-m", "skipdecode.exporter.command", model]
     command += ["--random-weights", "--quiet", "--out", str(out), *options]
@@ -36,7 +36,7 @@ def measure_export(model: str, out: Path, options: Sequence[str] = ()) -> dict[s
     shutil.rmtree(out)
     return {
         "export_s": round(seconds, 1),
-        "peak_rss_mib": round(peak),  # with pages of mapped files, which the kernel may drop; sampled
+        "peak_rss_mib": round(peak),  # sampled; includes pages of mapped files, which the kernel may drop
         "peak_anonymous_mib": round(anonymous),
         "imports_rss_mib": round(imports),
         "bundle_mib": round(size / 2**20),
@@ -50,7 +50,7 @@ def show_export(model: str, figures: dict[str, Any]) -> None:
 
 
 def _run(command: list[str]) -> tuple[float, float, float]:
-    """Seconds, peak resident MiB and peak anonymous MiB of the process and its children together."""
+    """Run a command: seconds, peak resident MiB and peak anonymous MiB of the process and its children together."""
     started, resident, anonymous = time.perf_counter(), 0.0, 0.0
     process = subprocess.Popen(command)
     while process.poll() is None:
@@ -69,15 +69,15 @@ def _tree_mib(pid: int) -> tuple[float, float]:
         for each in (root, *root.children(recursive=True)):
             memory = each.memory_info()
             resident, anonymous = resident + memory.rss, anonymous + memory.rss - memory.shared
-    except psutil.NoSuchProcess:  # ended while it was looked at
+    except psutil.NoSuchProcess:  # ended while being sampled
         pass
     return resident / 2**20, anonymous / 2**20
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="opt-6.7b, or a folder")
-    given, options = parser.parse_known_args()  # the others are skip-export's
+    parser.add_argument("model", help="a name such as opt-6.7b, or a folder")
+    given, options = parser.parse_known_args()  # the rest are skip-export's options
     model = given.model
     folder = os.environ.get("TMPDIR", tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="skipdecode-export-", dir=folder) as temporary:

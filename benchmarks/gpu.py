@@ -1,18 +1,18 @@
 """How fast is a decode step on a GPU? OPT's shapes of 1.3B and 6.7B parameters, random weights in fp16, one NVIDIA GPU.
 
-Each variant of a bundle that computes all layers, a half, a third, a quarter and a fifth of them (what schedules of 1x to 5x
-compute on average), on ONNX Runtime and, where they are installed and serve the GPU, on TensorRT-RTX and TensorRT, against
-transformers on a static cache, eager and with its step through torch.compile (CUDA graphs; it compiles for each point anew, so it
-gets two: 1x128 and 8x128). Rows x valid positions: 1, 8, 32 x 128, 1024; with weights in int8 and int4 at 128. Each
-system in its own process, taking turns. A step is one CUDA graph that ends with the choice of its tokens. Also told: bytes a step
-over the bandwidth that a copy within the GPU reaches, the gain that the bytes promise, the host's time a step, the price of
-segments (1.3B as one engine against the chain of its segments), what is not measured and why.
+A bundle's variants compute all layers, a half, a third, a quarter and a fifth of them (what schedules of 1x to 5x compute on
+average). Each runs on ONNX Runtime and, where they are installed and support the GPU, on TensorRT-RTX and TensorRT. The peer is
+transformers on a static cache, eager and with its step through torch.compile (CUDA graphs). That compiles again for each point,
+so it gets only two: 1x128 and 8x128. Points are rows x valid positions: 1, 8, 32 x 128, 1024; int8 and int4 weights only at 128.
+The systems take turns, each in its own process. A step is one CUDA graph that ends with the choice of its tokens. Also reported:
+bytes a step over the bandwidth that a copy within the GPU reaches, the gain that the bytes promise, the host's time a step, the
+price of segments (1.3B as one engine against the chain of its segments), and what is not measured and why.
 
-What matters most comes first: our variants at one row, the price of segments, the peers at one row, quantised weights, the other
-rows. The results file is written again after each of them, so what was measured before a failure or a kill is there.
+What matters most comes first: this runtime's variants at one row, the price of segments, the peers at one row, quantised weights,
+the other rows. The results file is rewritten after each stage, so a failure or a kill does not lose earlier results.
 
 examples:
-  gpu.py --models opt-1.3b                (a command a model: each fits into ten minutes)
+  gpu.py --models opt-1.3b                (one command per model: each fits into ten minutes)
   gpu.py --models opt-6.7b --minutes 9 --out results/here
   gpu.py --models opt-1.3b --points 1x128
   gpu.py --models shapes/my-llama         (a folder with a config.json; its weights are not read)
@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  before ONNX Runtime: each process imports this file, and torch brings the CUDA that both load
+import torch  # noqa: F401  before ONNX Runtime: each process imports this file; torch brings the CUDA libraries that both load
 from gpu_figures import ONE_ENGINE, QUANTIZED, add_turns, kind_of, show
 from gpu_order import Processes, Stage, stages
 from gpu_systems import SPEEDUPS, Ours, TorchSteps, bandwidth, device_facts, export_bundle, refused
@@ -41,14 +41,14 @@ from models import make_checkpoint
 from worker import Worker, in_process
 
 _MODELS, _POINTS = "opt-1.3b,opt-6.7b", "1x128,1x1024,8x128,32x128,8x1024,32x1024"
-_COMPILED_AT = ("1x128", "8x128", "1x8")  # the last: --smoke's
+_COMPILED_AT = ("1x128", "8x128", "1x8")  # 1x8 is --smoke's
 _QUANTIZED_AT = (*_COMPILED_AT, "32x128")
 _EAGER, _COMPILED = "transformers static cache", "transformers static cache, torch.compile"
 _PATIENCE_S = 150  # for an answer: torch.compile takes up to a minute
 
 
 def main() -> int:
-    """Measure, print tables and one JSON line, write results."""
+    """Measure, print tables and one JSON line, and write results."""
     options = _options()
     deadline = time.monotonic() + 60 * options.minutes
     device = {"gpu": "none"} if options.smoke else in_process(device_facts)
@@ -62,7 +62,7 @@ def main() -> int:
         print(f"gpu.py: {'; '.join(missing.values())}", file=sys.stderr)
         return 2
     settings = {"points": options.points, "rounds": options.rounds, "speedups": SPEEDUPS, "minutes": options.minutes}
-    settings["environment"] = {name: value for name, value in os.environ.items() if name.startswith("ORT_")}  # which kernels
+    settings["environment"] = {name: value for name, value in os.environ.items() if name.startswith("ORT_")}  # choose kernels
     result = {"machine": facts() | device, "settings": settings, "not_measured": missing, "models": {}}
     for name in options.models:
         with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
@@ -75,7 +75,7 @@ def main() -> int:
 def _measure(
     name: str, folder: Path, targets: list[str], options: argparse.Namespace, deadline: float, result: dict[str, Any]
 ) -> None:
-    """One model: into `result`, by the last part of its name, which is written after each stage."""
+    """Measure one model into `result`, under the last part of its name; results are written after each stage."""
     told = folder.name
     folder.mkdir(parents=True, exist_ok=True)
     if options.smoke:
@@ -102,7 +102,7 @@ def _measure(
 def _makers(
     name: str, folder: Path, targets: list[str], smoke: bool, export_s: dict[str, float]
 ) -> dict[str, Callable[[], Worker]]:
-    """What starts each system's process, the chain of segments first; ours are exported then, if they are not yet."""
+    """What starts each system's process, the chain of segments first. This also exports a bundle that does not exist yet."""
     model, device = (str(folder / "checkpoint"), "cpu") if smoke else (name, "cuda")
 
     def ours(system: str, target: str) -> Worker:
@@ -122,7 +122,7 @@ def _makers(
     if smoke or name == _MODELS.split(",")[0]:
         found[ONE_ENGINE] = lambda: ours(ONE_ENGINE, targets[0])
     found |= {_EAGER: lambda: peer(False), _COMPILED: lambda: peer(True)}
-    kinds = QUANTIZED[-1:] if smoke else QUANTIZED  # they differ by a number alone
+    kinds = QUANTIZED[-1:] if smoke else QUANTIZED  # they differ only in a number
     for target, kind in itertools.product(targets, kinds):
         system = f"{target.split(':')[0]} {kind}"
         found[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
@@ -138,7 +138,7 @@ def _takes_part(system: str, point: str) -> bool:
 
 
 def _point(points: list[dict[str, Any]], stage: Stage, rounds: int) -> dict[str, Any]:
-    """Its figures, begun where there are none."""
+    """The figures of the stage's point, added to `points` if they are not there yet."""
     known = (point for point in points if (point["batch"], point["context"]) == (stage.batch, stage.context))
     point = next(known, None)
     if point is None:
@@ -155,7 +155,7 @@ def _write(result: dict[str, Any], options: argparse.Namespace) -> Path | None:
 
 
 def _plot(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Of what is there; the JSON is written again, with what was not measured at the very end."""
+    """Plot the figures, if there are any, and write the JSON once more, now with all that was not measured."""
     path = _write(result, options)
     if path is None or not any(figures["points"] for figures in result["models"].values()):
         return
@@ -171,19 +171,19 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Decode speed on a GPU.", epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default=_MODELS, help="with commas; or folders with a config.json (%(default)s)")
+    parser.add_argument("--models", default=_MODELS, help="comma-separated; also folders with a config.json (%(default)s)")
     parser.add_argument("--points", default=_POINTS, help="rows x valid positions (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns that each system takes at a point (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=8, help="after which nothing new is begun (%(default)s)")
-    parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results)")
-    parser.add_argument("--bundles", type=Path, help="folder that keeps the bundles, for the next command too (a temporary one)")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, written only where --out says")
+    parser.add_argument("--minutes", type=float, default=8, help="after which nothing new is started (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the results (benchmarks/results)")
+    parser.add_argument("--bundles", type=Path, help="folder that keeps bundles for later commands, too (a temporary one)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU; results are written only with --out")
     options = parser.parse_args()
     options.models, options.points = options.models.split(","), options.points.split(",")
     if options.smoke:
         options.models, options.points, options.rounds = ["opt"], ["1x8", "2x8"], 1
     elif unknown := [name for name in {*options.models} - {*_MODELS.split(",")} if not (Path(name) / "config.json").is_file()]:
-        parser.error(f"--models: {unknown[0]} is no folder with a config.json; name one, or of {_MODELS}")
+        parser.error(f"--models: {unknown[0]} is not a folder with a config.json; name one, or choose from {_MODELS}")
     elif options.out is None:
         options.out = RESULTS
     return options

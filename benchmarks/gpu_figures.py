@@ -1,4 +1,4 @@
-"""From the turns that systems took at a point to its figures: medians, ratios round by round, shares of the bandwidth."""
+"""Turns what systems measured at a point into figures: medians, ratios round by round, shares of the bandwidth."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Cells = dict[str, list[dict[str, Any]]]  # system -> what each of its turns gave
 
 
 def kind_of(system: str) -> str:
-    """What its weights are stored in; a system of quantised ones has their kind as its last word."""
+    """What a system's weights are stored in: the last word of its name if they are quantised, else fp16."""
     last = system.split()[-1]
     return last if last in QUANTIZED else "fp16"
 
 
 def add_turns(point: dict[str, Any], found: Cells, gb_per_s: float) -> list[dict[str, Any]]:
-    """Add to a point's figures what it does not have yet; returns the rows that are new.
+    """Add to a point's figures what they lack; returns the new rows.
 
     Peers, the one engine and quantised weights are compared with the chain of segments that took turns with them.
     """
@@ -33,7 +33,7 @@ def add_turns(point: dict[str, Any], found: Cells, gb_per_s: float) -> list[dict
         else:
             rows.append(_peer(system, cells, ours))
     if chain and ONE_ENGINE in found:
-        pairs = zip(ours, _times(found[ONE_ENGINE], 0), strict=False)  # one of them may have failed in a later round
+        pairs = zip(ours, _times(found[ONE_ENGINE], 0), strict=False)  # either may have failed in a later round
         point["price_of_segments"] = round(statistics.median(segments / one for segments, one in pairs), 4)
     known = {row["system"] for row in point["systems"]}
     new = [row for row in rows if row["system"] not in known]
@@ -49,7 +49,7 @@ def show(model: str, point: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         text = f"  {row['system']:42}{row['decode_ms_per_step']:9.3f}"
         if "gain" in row:
             text += f"  {row['gain']:.2f}x of {row['promised_gain']:.2f}x  {row['share_of_copy_bandwidth']:.0%} of copy bandwidth"
-            text += f"  {row['host_us']:.0f} us of the host"
+            text += f"  {row['host_us']:.0f} us on the host"
             text += f"  {row['times_as_fast_as_fp16']:.2f}x as fast as fp16" if "times_as_fast_as_fp16" in row else ""
         elif "skipdecode_full_depth_times_as_fast" in row:
             text += f"  full depth here: {row['skipdecode_full_depth_times_as_fast']:.2f}x as fast"
@@ -63,14 +63,14 @@ def _is_the_chain(system: str) -> bool:
 
 
 def _times(cells: list[dict[str, Any]], index: int) -> list[float]:
-    """Of a variant: each round's ms a step."""
+    """A variant's ms a step in each round."""
     return [statistics.median(cell["variants"][index]["ms"]) for cell in cells]
 
 
 def _variants(
     system: str, cells: list[dict[str, Any]], gb_per_s: float, fp16: list[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """A row a variant; `fp16`: the cells of the same variants in fp16 that took turns with these."""
+    """One row per variant. `fp16`: the cells of the same variants in fp16 that took turns with these."""
     rows = []
     full, variants = _times(cells, 0), cells[0]["variants"]
     for index, variant in enumerate(variants):
@@ -101,6 +101,6 @@ def _peer(system: str, cells: list[dict[str, Any]], ours: list[float]) -> dict[s
     ratios = [theirs / mine for theirs, mine in zip(times, ours, strict=False)]  # one may have failed in a later round
     if not ratios:
         return row
-    # ours as it was in these turns: the first stage, alone on the GPU, can give another figure
+    # this runtime's figure in these turns, which can differ from that of the first stage, alone on the GPU
     in_turns = {"skipdecode_full_depth_ms": round(statistics.median(ours), 4)}
     return row | in_turns | {"skipdecode_full_depth_times_as_fast": round(statistics.median(ratios), 4)}

@@ -1,4 +1,4 @@
-"""In which order gpu.py measures, and the processes of the systems that take turns: what fails is told, the rest goes on."""
+"""The order in which gpu.py measures, and the processes of the systems that take turns. A failure is reported, the rest runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Stage:
 
     @property
     def point(self) -> str:
-        """As it is written: 8x128."""
+        """As on the command line: 8x128."""
         return f"{self.batch}x{self.context}"
 
 
 def stages(points: Sequence[str], systems: Sequence[str], takes_part: Callable[[str, str], bool]) -> list[Stage]:
-    """What matters most first: one row, by the first system alone, then with each other one; then the points of more rows."""
+    """Most important first: one row, by the first system alone, then with each of the others; then the points of more rows."""
 
     def stage(point: str, chosen: Sequence[str]) -> Stage:
         batch, context = map(int, point.split("x"))
@@ -47,9 +47,9 @@ class Processes:
     """One model's systems, each in a process that lives from the first stage that needs it to the last.
 
     Args:
-        makers: what starts a system's process.
-        not_measured: where it is told what failed, and why.
-        deadline: on the monotonic clock; nothing is begun after it.
+        makers: by system, what starts its process.
+        not_measured: filled in with what failed, and why.
+        deadline: on the monotonic clock; nothing is started after it.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Processes:
     ) -> None:
         self._model, self._makers, self._not_measured, self._deadline = model, makers, not_measured, deadline
         self._workers: dict[str, Worker] = {}
-        self._broken: dict[str, str] = {}  # could not be started: why
+        self._broken: dict[str, str] = {}  # system that could not be started -> why
 
     def take_turns(self, stage: Stage, rounds: int) -> Cells:
-        """Each system's turns, as far as they went."""
+        """What each system's turns gave, as far as they went."""
         found: Cells = {}
         failed: set[str] = set()
         for _ in range(rounds):
@@ -69,7 +69,7 @@ class Processes:
                     continue
                 try:
                     cell = self._cell(system, stage)
-                except Exception as error:  # whatever it is, it must not cost what the others measure
+                except Exception as error:  # whatever it is, the other systems' measurements must survive it
                     failed.add(system)
                     self._tell(system, stage, error, len(found.get(system, ())))
                 else:
@@ -83,12 +83,12 @@ class Processes:
         try:
             cell: dict[str, Any] = worker.call("cell", stage.batch, stage.context)
         except Exception:
-            self._workers.pop(system).close()  # a process that failed answers no more: the next stage starts it anew
+            self._workers.pop(system).close()  # a process that failed no longer answers; the next stage starts a new one
             raise
         return cell
 
     def keep(self, systems: Collection[str]) -> None:
-        """End the processes of all others: the GPU has not room for everything at once."""
+        """End the processes of all others: the GPU lacks room for everything at once."""
         for system in [*self._workers]:
             if system not in systems:
                 self._workers.pop(system).close()
@@ -111,7 +111,7 @@ class Processes:
 
 
 def reason(error: Exception) -> str:
-    """One line: of a worker's traceback its last exception's."""
+    """An error as one line; for a worker's traceback, that of its last exception."""
     lines = str(error).strip().splitlines() or [f"{type(error).__name__}: its process ended (killed, for want of memory?)"]
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return (named or lines)[-1][:300]

@@ -1,4 +1,4 @@
-"""What gpu.py compares, one small class a system, each in its own process; and what it must know of the GPU."""
+"""The systems that gpu.py compares, one small class each, run in its own process; and what it must know about the GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 SPEEDUPS = (1, 2, 3, 4, 5)
-_BLOCKS = 5  # blocks of steps that each variant runs at a turn
-_STEPS, _WARM_UP = 36, 4  # of a peer at a turn; together a multiple of 8: attention's kernels pad a mask of another length
-_WHOLE_BYTES = 16 << 30  # of a segment that takes all layers: more than 6.7B parameters have in fp16
+_BLOCKS = 5  # blocks of steps that each variant runs in a turn
+_STEPS, _WARM_UP = 36, 4  # of a peer in a turn; together a multiple of 8, because attention's kernels pad masks of other lengths
+_WHOLE_BYTES = 16 << 30  # limit for a segment of all layers: more than 6.7B parameters take in fp16
 
 
 def export_bundle(model: str, bundle: Path, target: str, one_engine: bool, random_weights: bool, quantize: str) -> float:
-    """Export; returns seconds. `one_engine`: full depth alone, in one segment."""
+    """Export a bundle; returns seconds. `one_engine`: only full depth, in one segment."""
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.exporter.model_names import load_config
     from skipdecode.schedule_builders import ScheduleRequest
@@ -39,10 +39,10 @@ def export_bundle(model: str, bundle: Path, target: str, one_engine: bool, rando
 
 
 class Ours:
-    """This runtime on a bundle of one target; on the device `cpu` the cuda engines, to see that they run."""
+    """This runtime on a bundle of one target. On the device `cpu` it runs the cuda engines, to check that they work."""
 
     def __init__(self, bundle: Path, device: str, one_engine: bool) -> None:
-        import torch  # noqa: F401  its CUDA libraries are what ONNX Runtime finds
+        import torch  # noqa: F401  ONNX Runtime uses its CUDA libraries
 
         from skipdecode import manifest
         from skipdecode.targets import load_engines
@@ -62,18 +62,18 @@ class Ours:
         from skipdecode.engines.ort import use_threads
         from skipdecode.targets import load_device_engines
 
-        use_threads(1)  # more of them spin while the other systems' wait for a core
+        use_threads(1)  # more would spin while those of other systems wait for a core
         return load_device_engines(self.manifest, bundle, target, HostDevice(), host_turn_around())
 
     def cell(self, batch: int, context: int) -> dict[str, Any]:
-        """Prompts of `context` tokens, then blocks of `BLOCK` steps of each variant on top, again and again.
+        """Run prompts of `context` tokens, then repeatedly blocks of `BLOCK` steps of each variant on top.
 
-        Told are the ms a step of each block, of which gpu_figures takes medians. A step is what a run does: the captured graph of
-        embedding, segments, head and turn-around. The host enqueues a block and waits for its end; `host_us` is what enqueuing a
-        step takes it. The first prompts and blocks are not told: engines allocate then, and graphs are captured.
+        Returns the ms a step of each block, of which gpu_figures takes medians. A step is what a run executes: the captured graph
+        of embedding, segments, head and turn-around. The host enqueues a block and waits for its end; `host_us` is the time that
+        enqueuing one step takes. The first prompts and blocks are not counted: engines allocate and graphs are captured then.
         """
         found = self._cell(batch, context)
-        gc.collect()  # the KV buffer is given back before another system needs the room
+        gc.collect()  # frees the KV buffer before another system needs the memory
         return found
 
     def _cell(self, batch: int, context: int) -> dict[str, Any]:
@@ -101,17 +101,17 @@ class Ours:
             }
             for count in counts
         ]
-        # 0 graphs: steps were calls, one by one
+        # graphs: 0 if steps were launched call by call
         return {"prefill_ms": prefill_ms[1], "variants": rows, "graphs": loop.graphs}
 
 
 def host_turn_around() -> Any:
-    """The turn-around's host version, to see that what a GPU runs does run."""
+    """The turn-around's host version, to check without a GPU that the code which a GPU runs works."""
     import ctypes
 
     from skipdecode.plugins import turnaround
 
-    with tempfile.TemporaryDirectory() as folder:  # what is loaded needs no file
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library no longer needs its file
         library = turnaround.build(Path(folder) / "turnaround.so", device=False)
     return lambda state: library.skd_turnaround_host(ctypes.byref(state))
 
@@ -126,10 +126,10 @@ def _prefill_ms(loop: Any, prompts: list[list[int]]) -> float:
 
 
 class TorchSteps:
-    """transformers' model, random weights, on a static cache; its step eager or compiled.
+    """transformers' model with random weights on a static cache; its step is eager or compiled.
 
-    A compiled step is compiled for one batch and one cache length, as `generate` would with a run's own cache: left to itself,
-    dynamo takes the second point's sizes for dynamic ones, whose kernels are slower.
+    A compiled step is compiled for one batch size and one cache length, as `generate` would for a run's own cache. Left to
+    itself, dynamo treats the second point's sizes as dynamic, with slower kernels.
     """
 
     def __init__(self, model: str, device: str, compiled: bool) -> None:
@@ -141,9 +141,9 @@ class TorchSteps:
         self._torch, self._compiled = torch, compiled
         torch.set_default_device(device)
         if device == "cpu":
-            torch.set_num_threads(1)  # as ours
+            torch.set_num_threads(1)  # as for this runtime
         self._model = AutoModelForCausalLM.from_config(load_config(model)[0], dtype=torch.float16).eval()
-        # on a CPU, whose figures mean nothing: is it one graph?
+        # on a CPU figures mean nothing: this only checks that a step is one graph
         self._how = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"}
         self._step, self._cache = self._model.forward, None
         self._point: tuple[int, int] | None = None
@@ -181,24 +181,24 @@ class TorchSteps:
         for _ in range(_WARM_UP + _STEPS):
             started = time.perf_counter()
             torch.compiler.cudagraph_mark_step_begin()
-            # as generate gives it: without one OPT makes its own, of a length that it asks the device for, which waits for it
-            # in every step and breaks a compiled one into many graphs
+            # with a mask, as from generate: without one OPT makes its own, whose length it reads from the device, which waits
+            # for the device in every step and breaks a compiled step into many graphs
             out = self._step(newest, position_ids=at, attention_mask=slots <= at, **shared)
             newest = out.logits[:, -1:].argmax(-1)
             at += 1
-            newest.cpu()  # waits for it, as a loop that streams tokens does
+            newest.cpu()  # waits for the token, as a loop that streams does
             times.append(1e3 * (time.perf_counter() - started))
         return times
 
     def _compilation(self) -> dict[str, int]:
-        """What tells whether a step was one CUDA graph: one graph, no break, no skip."""
+        """Counters that show whether a step was one CUDA graph: one graph, no break, no skip."""
         from torch._dynamo.utils import counters
 
         breaks, skips = sum(counters["graph_break"].values()), counters["inductor"]["cudagraph_skips"]
         return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": breaks, "cudagraph_skips": skips}
 
     def _release(self) -> None:
-        """Give the cache and what was compiled for it back to the GPU, which has not room for every system's at once."""
+        """Release the cache and what was compiled for it: the GPU lacks room for every system's at once."""
         from torch._dynamo.utils import counters
 
         self._cache, self._point, self._step = None, None, self._model.forward
@@ -210,7 +210,7 @@ class TorchSteps:
 
 
 def bandwidth(device: str) -> float:
-    """GB/s that a copy within the device reads and writes."""
+    """GB/s that a copy within the device reads and writes, added together."""
     from skipdecode.cuda import CudaDevice
     from skipdecode.device import HostDevice
     from skipdecode.validation.machine import copy_gb_per_s
@@ -232,14 +232,14 @@ def device_facts() -> dict[str, Any] | str:
         "capability": f"sm{properties.major}{properties.minor}",
         "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
         "cuda": torch.version.cuda,
-        # the module that is imported: beside onnxruntime-gpu another onnxruntime may be installed
+        # of the imported module: another onnxruntime may be installed besides onnxruntime-gpu
         "onnxruntime_imported": onnxruntime.__version__,
         "onnxruntime_providers": onnxruntime.get_available_providers(),
     }
 
 
 def refused(target: str) -> str | None:
-    """Why engines for `target` cannot be made and run here, in its own words; None: they can."""
+    """Why engines for `target` cannot be built and run here, as the error puts it; None: they can."""
     from skipdecode.engines.ort import prepare_cuda
     from skipdecode.errors import TargetError
     from skipdecode.exporter.targets import parse_targets

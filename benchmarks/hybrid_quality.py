@@ -1,8 +1,8 @@
-"""What do skipping and quantised weights cost models whose layers keep states? Small ones, trained alike on the E2E data.
+"""What do skipping and quantised weights cost models whose layers keep states? Small models, trained alike on the E2E data.
 
 Each has 12 layers of width 128: attention in all of them (Llama), or in every third one between short convolutions (LFM2),
-Gated DeltaNet (Qwen3.5) or Mamba-2 (Granite 4). Each batch of the training draws a schedule of 1x, 2x or 3x. Then texts, BLEU
-and logits as in quantized_quality.py, of the development set's inputs.
+Gated DeltaNet (Qwen3.5) or Mamba-2 (Granite 4). Each training batch draws a schedule of 1x, 2x or 3x. Then texts, BLEU and logits
+are measured as in quantized_quality.py, on the development set's inputs.
 
 examples:
   hybrid_quality.py --data DIR --out DIR                             (trainset.csv and devset.csv in DIR: half an hour)
@@ -51,11 +51,11 @@ _KINDS = (("none", "rtn", 32), ("int8", "rtn", 32), ("int4", "rtn", 32), ("int4"
 
 
 def main() -> int:
-    """Train and measure one model after the other; prints one JSON line, and of all of them writes results/."""
+    """Train and measure one model after the other; prints one JSON line, and writes results/ if no model was left out."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--data", type=Path, required=True, help="folder with trainset.csv and devset.csv")
     options.add_argument(
-        "--out", type=Path, required=True, help="where the models go; those that are there are not trained again"
+        "--out", type=Path, required=True, help="folder for the models; those already there are not trained again"
     )
     options.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS))
     options.add_argument("--steps", type=int, default=600, help="batches of 32 rows")
@@ -71,7 +71,7 @@ def main() -> int:
         found[name] = measure(folder, examples, _KINDS)
     result = {"machine": facts(), "steps": given.steps, "models": found}
     print(json.dumps(result))
-    if given.models == list(_MODELS):  # some of them alone would take the place of all
+    if given.models == list(_MODELS):  # a part of them would replace the results of all
         write_results("hybrid-quality", result)
     return 0
 

@@ -1,4 +1,4 @@
-"""The machine's part of a results file and of its name."""
+"""What a results file and its name say about the machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def facts() -> dict[str, Any]:
-    """The machine, with the versions of every system that takes part."""
+    """The machine's facts, with the version of every system that takes part."""
     libraries = ("skipdecode", "onnxruntime", "tensorrt_rtx", "tensorrt", "torch", "transformers", "ctranslate2", "numpy")
     return {**machine_facts(libraries), "cpu_features": cpu_features()}
 
 
 def write_results(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write `<name>-<machine>.json`, whole or not at all; `result` has the machine's facts under "machine". Returns the path.
+    """Write `<name>-<machine>.json`, whole or not at all; returns the path. `result` has the machine's facts under "machine".
 
-    A machine's name is its GPU's, where that is measured: nvidia-h200; else the CPU's: amd-epyc-2-cores, and with the
-    instructions that choose other matrix kernels amd-epyc-avx512-2-cores.
+    A machine is named after its GPU if that is measured (nvidia-h200), else after its CPU: amd-epyc-2-cores, or
+    amd-epyc-avx512-2-cores if it has AVX-512, for which other matrix kernels are chosen.
     """
     machine = result["machine"]
     wide = " avx512" if "avx512f" in machine.get("cpu_features", ()) else ""

@@ -1,4 +1,4 @@
-"""The models that are measured, as checkpoints and bundles."""
+"""The models that benchmarks measure, as checkpoints and bundles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skipdecode.validation.step_bytes import StepBytes
 
 
 def hybrid_layers(count: int, kind: str, each: int) -> list[str]:
-    """`layer_types` of a model whose every `each`th layer has attention, the others `kind`."""
+    """`layer_types` of a model in which every `each`th layer has attention and the others are of `kind`."""
     return ["full_attention" if layer % each == each - 1 else kind for layer in range(count)]
 
 
@@ -24,11 +24,11 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
         "num_key_value_heads": 4, "vocab_size": 8192,
     },
-    "mixtral": {  # small experts, and more of them, as mixtures have them today
+    "mixtral": {  # many small experts, as in today's mixtures
         "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
         "num_key_value_heads": 4, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 8192,
     },
-    # as wide as the Llama-like one; short convolutions or Mamba-2 in the place of attention in most layers
+    # as wide as the Llama-like model, with short convolutions or Mamba-2 in place of attention in most layers
     "lfm2": {
         "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "block_auto_adjust_ff_dim": False,
         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192, "layer_types": hybrid_layers(16, "conv", 3),
@@ -38,7 +38,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8192,
         "layer_types": hybrid_layers(16, "linear_attention", 8), "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128,
     },
-    # as Gemma 4's small ones: inputs of each layer, and an upper half that reads the keys and values of two layers below
+    # like the small Gemma 4 models: per-layer inputs, and an upper half that reads the keys and values of two lower layers
     "gemma4_text": {
         "num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8,
         "num_key_value_heads": 1, "head_dim": 128, "global_head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 9,
@@ -62,14 +62,14 @@ _SHARED = {"max_position_embeddings": 2048, "pad_token_id": 1, "bos_token_id": 0
 
 
 def checkpoint_config(name: str, tiny: bool) -> Any:
-    """The shape, as transformers writes it."""
+    """The model's shape as a transformers config."""
     import transformers
 
     return transformers.AutoConfig.for_model(name, **(_TINY if tiny else _SIZES)[name], **_SHARED)
 
 
 def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:
-    """A copy of the shipped model (`e2e`), or random weights with a word-level tokenizer (CTranslate2's converter wants one)."""
+    """Write a copy of the shipped model (`e2e`), or random weights with a word-level tokenizer for CTranslate2's converter."""
     import torch
     import transformers
 
@@ -85,12 +85,12 @@ def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:
 
 
 def make_bundles(checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int, block: int) -> list[StepBytes]:
-    """Export each (kind of weights, speedup, folder)."""
+    """Export a bundle for each (kind of weights, speedup, folder)."""
     return [make_bundle(checkpoint, out, speedup, span, kind, block) for kind, speedup, out in wanted]
 
 
 def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32", block: int = 32) -> StepBytes:
-    """Export; a speedup of None is full depth. Returns what the bundle's steps read."""
+    """Export a bundle; a speedup of None is full depth. Returns what the bundle's steps read."""
     from skipdecode.exporter.export import ExportRequest, export
     from skipdecode.schedule_builders import ScheduleRequest
 

@@ -1,4 +1,4 @@
-"""Peers that bring their own form of a model: ONNX Runtime GenAI and llama.cpp. As `peers.py` says."""
+"""Peers with a model format of their own: ONNX Runtime GenAI and llama.cpp. The interface is that of `peers.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from peers import Clock, Prompts, Run
 
 
 class GenAi:
-    """ONNX Runtime GenAI on what its builder made."""
+    """ONNX Runtime GenAI on the output of its own builder."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         import onnxruntime_genai
 
         self._genai = onnxruntime_genai
-        self._model = onnxruntime_genai.Model(str(folder))  # threads: in its configuration
+        self._model = onnxruntime_genai.Model(str(folder))  # its configuration sets the threads
 
     def generate(self, prompts: Prompts, tokens: int) -> Run:
         clock = Clock()
@@ -32,7 +32,7 @@ class GenAi:
 
 
 class LlamaCpp:
-    """llama.cpp through the C API that its Python package exposes: all rows in one batch a step, greedy by numpy."""
+    """llama.cpp through the C API that its Python package exposes: a step is one batch of all rows, numpy chooses greedily."""
 
     def __init__(self, path: Path, threads: int) -> None:
         import llama_cpp
@@ -49,7 +49,7 @@ class LlamaCpp:
         options.n_ctx, options.n_seq_max = rows * (length + tokens + 8), rows
         options.n_batch = options.n_ubatch = max(512, rows)
         options.n_threads = options.n_threads_batch = self._threads
-        options.type_k = options.type_v = api.GGML_TYPE_F32  # keys and values as everybody else has them
+        options.type_k = options.type_v = api.GGML_TYPE_F32  # keys and values as in the other systems
         context = api.llama_init_from_model(self._model, options)
         batch = api.llama_batch_init(options.n_batch, 0, 1)
         clock = Clock()

@@ -1,6 +1,7 @@
-"""The systems that are compared: one small class each, loaded in its own process by `worker.py`.
+"""The systems that are compared, one small class each, run in its own process by `worker.py`.
 
-Each has `generate(prompts, tokens) -> Run`: prompts of one length, greedy, exactly `tokens` new tokens a row, each stamped.
+Each has `generate(prompts, tokens) -> Run`. It takes prompts of one length and greedily generates exactly `tokens` tokens a row,
+with a time stamp for each step.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ class Run:
     """One generate call."""
 
     token_ids: tuple[int, ...]  # of the first row
-    token_s: tuple[float, ...]  # when each step's new tokens came, seconds since the call
+    token_s: tuple[float, ...]  # when each step's new tokens came, in seconds since the call
     total_s: float
-    layers: tuple[int, ...] = ()  # what each decode step computed; this runtime only
+    layers: tuple[int, ...] = ()  # that each decode step computed; this runtime only
 
     @property
     def decode_ms(self) -> float:
-        """Milliseconds a decode step: the first token is the prefill's."""
+        """Milliseconds a decode step; the first token comes from prefill."""
         return 1e3 * (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
@@ -48,7 +49,7 @@ class SkipDecode:
         return clock.run(result.sequences[0].token_ids, layers=result.layers)
 
     def outside_engines_us(self, prompts: Prompts, tokens: int) -> dict[str, float]:
-        """Microseconds a decode step that are not spent in an engine call, from one extra run with timed engine calls."""
+        """Microseconds a decode step spent outside engine calls, from one extra run with timed engine calls."""
         with engine_time() as counted:
             clock = Clock(lambda: (counted.seconds, counted.calls))
             self._generator.generate(prompts, max_new_tokens=tokens, ignore_eos=True, streamer=clock)
@@ -84,7 +85,7 @@ class Transformers:
 
 
 class TorchCompile(Transformers):
-    """The same model on a static cache, its decode step compiled by torch; the prompt's pass is eager."""
+    """The same model on a static cache, its decode step compiled by torch; prefill is eager."""
 
     def __init__(self, checkpoint: Path, threads: int) -> None:
         from transformers import StaticCache
@@ -98,7 +99,7 @@ class TorchCompile(Transformers):
         key = (len(prompts), len(prompts[0]) + tokens)
         if key not in self._caches:
             self._caches[key] = self._cache_of(config=self._model.config, max_cache_len=key[1])
-            for _ in range(2):  # compiles again at its second call
+            for _ in range(2):  # the second call compiles again
                 self._generate(prompts, tokens, self._caches[key])
         return self._generate(prompts, tokens, self._caches[key])
 
@@ -138,7 +139,7 @@ class CTranslate2:
 
 
 class Clock:
-    """A streamer that stamps each token; `note` is read at each stamp."""
+    """A streamer that time-stamps each token, and stores what `note` returns then."""
 
     def __init__(self, note: Callable[[], Any] = lambda: None) -> None:
         self.stamps: list[float] = []
@@ -155,7 +156,7 @@ class Clock:
         pass
 
     def stop(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """As a stopping criterion of transformers, whose streamers take one row only."""
+        """Stamp as a stopping criterion of transformers, whose streamers take only one row."""
         self.put(None)
         return input_ids.new_zeros(len(input_ids), dtype=bool)
 

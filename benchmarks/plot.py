@@ -1,4 +1,4 @@
-"""One picture of a decode run: a panel a model and point, a bar a system, milliseconds a step, shorter is faster."""
+"""One picture of a decode run: a panel per model and point, a bar per system, in milliseconds a step (shorter is faster)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PEER = {"fp32": "#8c8c8c", "fp16": "#8c8c8c", "int8": "#b4b4b4", "int4": "#d6d6
 
 
 def plot(result: dict[str, Any], path: Path, title: str) -> None:
-    """Write the PNG; whiskers are the fastest and slowest round, values medians, ratios are against transformers."""
+    """Write the PNG: values are medians, whiskers the fastest and slowest round, ratios against transformers."""
     import matplotlib
 
     matplotlib.use("Agg")

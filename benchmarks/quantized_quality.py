@@ -1,11 +1,11 @@
-"""What do quantised weights cost in quality? Each kind against fp32, on the shipped model, greedy.
+"""What do quantised weights cost in quality? Each kind against fp32, on the shipped model, decoding greedily.
 
-Texts and BLEU of all the data's inputs at full depth and at 2x; logits and next tokens along fp32's own tokens, at full depth.
+Compares texts and BLEU of all inputs at full depth and at 2x, and logits and next tokens along fp32's own tokens at full depth.
 
 examples:
   quantized_quality.py                              (the shipped sample: 100 inputs)
   quantized_quality.py --data devset.csv            (E2E's development set)
-  quantized_quality.py --model ./in-gptq            (the same model, quantised already)
+  quantized_quality.py --model ./in-gptq            (the same model, already quantised)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BATCH, NEW_TOKENS, FOLLOWED = 16, 72, 100  # rows at a time, tokens at most, inp
 
 
 def main() -> int:
-    """Print a line a kind, then all as JSON."""
+    """Print one line per kind, then all results as JSON."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--data", type=Path, default=EXAMPLE / "sample.csv", help="E2E's CSV format (the shipped sample)")
     options.add_argument("--model", type=Path, default=EXAMPLE / "model", help="a checkpoint folder (the shipped model)")
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def measure(model: Path, examples: list[Example], kinds: Sequence[tuple[str, str, int]]) -> list[dict[str, Any]]:
-    """A row a kind of weights, each told as it is done; the first kind is what the others are held against."""
+    """One row per kind of weights, printed when it is done; the others are compared with the first kind."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         exact = _generator(model, Path(temporary), *kinds[0])
@@ -86,7 +86,7 @@ def _generator(model: Path, folder: Path, quantize: str, method: str, block: int
 
 
 def _along(exact: Generator, generator: Generator, prompts: list[str]) -> dict[str, float]:
-    """Feed fp32's greedy tokens to both: how often the next token is the same, and the relative error of the logits."""
+    """Feed fp32's greedy tokens to both; returns how often the next token is the same and the relative error of the logits."""
     same, squared, norm, count = 0, 0.0, 0.0, 0
     schedule = full_depth(exact.manifest.model.num_layers)
     for ids in exact.encode(prompts):

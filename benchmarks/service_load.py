@@ -1,8 +1,9 @@
-"""Does the C++ service hold 200 streaming clients for a minute: no error but the announced 429s, memory flat?
+"""Does the C++ service hold 200 streaming clients for a minute, with no error but the announced 429s and flat memory?
 
-Real clients (the openai package), each asking again as soon as it is answered or refused; the shipped model at 2x on loopback,
-clients and server on the same machine. An answer that ends after the minute has its status counted, its events only until then.
-Exit status 1 where anything else than 200 or 429 was seen, or memory grew by over 5 %.
+The clients are real (the openai package), and each asks again as soon as it is answered or refused. The shipped model runs at 2x,
+with clients and server on the same machine, over loopback. If an answer ends after the minute, its status is counted, but only
+those of its events that came in time. Exit status 1 if there was anything other than 200 or 429, if memory grew by over 5 %, or
+if the server was not healthy or did not stop cleanly at the end.
 
     make cpp && .venv/bin/python benchmarks/service_load.py [--clients 200] [--seconds 60]
 """
@@ -41,7 +42,7 @@ class Tally:
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
         self.first_token_s: list[float] = []
-        self.tokens = 0  # that came in time
+        self.tokens = 0  # events that came in time
 
 
 async def client(api: openai.AsyncOpenAI, number: int, until: float, tally: Tally) -> None:
@@ -68,7 +69,7 @@ async def client(api: openai.AsyncOpenAI, number: int, until: float, tally: Tall
 
 
 async def load(url: str, clients: int, seconds: float, process: psutil.Process) -> tuple[Tally, list[float]]:
-    """Run all clients; the server's resident MiB, every two seconds."""
+    """Run all clients; returns what they saw, and the server's resident MiB every two seconds."""
     tally, memory, until = Tally(), [], time.monotonic() + seconds
     api = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     running = [asyncio.create_task(client(api, number, until, tally)) for number in range(clients)]

@@ -1,4 +1,4 @@
-"""From runs to figures: medians, spreads, ratios round by round, and each system's share of the memory bound."""
+"""Turns runs into figures: medians, spreads, ratios round by round, and each system's share of the memory bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What every system is given: rows, and tokens of each row's prompt."""
+    """What every system is given: a number of rows, and of prompt tokens in each."""
 
     batch: int
     context: int
@@ -34,14 +34,14 @@ class Point:
 
 
 def summarize(systems: list[System], bandwidth: list[float], point: Point) -> dict[str, Any]:
-    """One point's figures. Ratios are medians of each round's ratio, so that what slowed a round slows both sides."""
+    """One point's figures. Ratios are medians of the rounds' ratios, so that what slowed a round slows both sides."""
     rows = []
     for system in systems:
         full = _full_depth(systems, system.kind)
         row = _row(system, full, systems)
         full_bytes = _mean_bytes(full, full, point)
         own_bytes = _mean_bytes(full, system, point) if system.reads else full_bytes
-        if system.reads or system.kind == "fp32":  # peers' other kinds have sizes of their own
+        if system.reads or system.kind == "fp32":  # peers' other kinds have their own sizes
             row["read_mb_per_step"] = round(own_bytes / 1e6, 1)
             row["share_of_read_bound"] = round(own_bytes / (statistics.median(bandwidth) * 1e6) / row["decode_ms_per_step"], 4)
         if system.reads:
@@ -57,7 +57,7 @@ def summarize(systems: list[System], bandwidth: list[float], point: Point) -> di
 
 
 def decode_times(values: Sequence[float]) -> dict[str, float]:
-    """Milliseconds a step, one value a round: the median, and the fastest and slowest round; what `plot.py` draws."""
+    """The median, the fastest and the slowest of the rounds' milliseconds a step; what `plot.py` draws."""
     ends = {f"decode_ms_per_step_{end}": value for end, value in _spread(values, 3).items()}
     return {"decode_ms_per_step": round(statistics.median(values), 3), **ends}
 
@@ -75,7 +75,7 @@ def show_point(model: str, figures: dict[str, Any]) -> None:
 
 
 def show_model(model: str, figures: dict[str, Any]) -> None:
-    """Print what was told once of a model."""
+    """Print what is measured once per model."""
     sharing = figures["weight_sharing"]
     counts = f"{sharing['variants']} variants over {sharing['variants_of_one']}"
     print(f"\n{model}: memory of {counts}: rss {sharing['rss_ratio']}x, uss {sharing['uss_ratio']}x")
@@ -84,7 +84,7 @@ def show_model(model: str, figures: dict[str, Any]) -> None:
 
 
 def _full_depth(systems: list[System], kind: str) -> System:
-    """This runtime's, in weights of that kind; of the first kind, where this one was not asked for."""
+    """This runtime at full depth with weights of `kind`, or of the first kind if that one was not asked for."""
     return next((system for system in systems if system.kind == kind and system.reads), systems[0])
 
 
@@ -124,14 +124,14 @@ def _promise(system: System, promised: float, row: dict[str, Any]) -> dict[str, 
 
 
 def _mean_bytes(full: System, system: System, point: Point) -> float:
-    """Bytes of a decode step, the mean over a run: in step i every row attends to its prompt and i + 1 generated positions."""
+    """Mean bytes that a decode step reads over a run: in step i every row attends to its prompt and i + 1 generated positions."""
     reads, layers = system.reads or full.reads, system.runs[0].layers or full.runs[0].layers
     assert reads is not None
     return statistics.fmean(reads.of(count, point.batch, point.context + step + 1) for step, count in enumerate(layers))
 
 
 def weight_sharing(systems: list[System], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Of the first kind, the bundle with the most variants against the one at full depth, after their generate calls."""
+    """Memory of the bundle with most variants against the full-depth one, both of the first kind, after their generate calls."""
     ours = [system for system in systems if system.reads and system.kind == systems[0].kind]
     counts = {system.name: len(system.reads.manifest.variants) for system in ours if system.reads}
     most, full = max(ours, key=lambda system: counts[system.name]), ours[0]

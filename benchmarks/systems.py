@@ -1,4 +1,4 @@
-"""Which systems take part in a decode run, on which model, in which kind of weights; and their files."""
+"""Which systems take part in a decode run, on which models and kinds of weights; and their files."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from skipdecode.validation.step_bytes import StepBytes
 
 @dataclass(slots=True, kw_only=True)
 class System:
-    """One system and what its rounds gave."""
+    """One system and the results of its rounds."""
 
     name: str
     kind: str  # of weights: fp32, int8, int4
     start: Callable[[], Worker]
-    first_point_only: bool = False  # told where everybody is told, and then left out
-    reads: StepBytes | None = None  # this runtime's: of its bundle's steps
+    first_point_only: bool = False  # measured at the first point with all others, then left out
+    reads: StepBytes | None = None  # what its bundle's steps read; this runtime only
     worker: Worker | None = None
     runs: list[Run] = field(default_factory=list)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call the worker, which is started now where it has not been."""
+        """Call the worker, which is started first if it is not running."""
         if self.worker is None:
             self.worker = self.start()
         return self.worker.call(method, *args)
 
     def memory_mib(self) -> dict[str, float]:
-        """Resident memory, as the worker tells it."""
+        """Resident memory of the worker."""
         assert self.worker is not None, "it has not been called yet"
         return self.worker.memory_mib()
 
     def close(self) -> None:
-        """End the process, where there is one."""
+        """End the worker, if there is one."""
         if self.worker is not None:
             self.worker.close()
             self.worker = None
@@ -63,11 +63,13 @@ def make_systems(
     block: int,
     compiled: bool,
 ) -> list[System]:
-    """Write every system's files beside `checkpoint`. All speedups in the first kind; the others at full depth and the first one.
+    """Write every system's files next to `checkpoint`.
+
+    The first kind gets full depth and all speedups, the others full depth and the first speedup.
 
     Args:
-        block: of quantised weights, ours and ONNX Runtime GenAI's; CTranslate2 has one a row of a matrix, llama.cpp 32 inputs.
-        compiled: with torch.compile, which takes a minute or more a model.
+        block: of quantised weights, here and in ONNX Runtime GenAI; CTranslate2's is a matrix row, llama.cpp's 32 inputs.
+        compiled: include torch.compile, which takes a minute or more per model.
     """
     folder, systems, missing = checkpoint.parent, [], missing_peers()
     wanted = [(kind, speedup) for kind in kinds for speedup in (None, *(speedups if kind == kinds[0] else speedups[:1]))]

@@ -1,8 +1,9 @@
 """How much faster is fine-tuning through a schedule than at full depth?
 
-One step is forward, backward and AdamW over a batch of whole sequences, fp32, on the CPU; full depth and each schedule take turns
-within a round. `promised` is what the layer positions say: all of them over those that are computed, with nothing else in a step.
-`prompts of 32` and `of 8 to 56`: the schedule begins after so many tokens of a prompt. What do rows cost whose prompts differ?
+One step is forward, backward and AdamW over a batch of whole sequences, in fp32 on the CPU; full depth and the schedules take
+turns within a round. `promised` is the gain if layers were all of a step's work: all layer positions over the computed ones. In
+`prompts of 32` and `of 8 to 56` the schedule begins after a prompt of so many tokens; the latter shows what rows cost whose
+prompts differ in length.
 
 examples:
   training.py
@@ -71,7 +72,7 @@ def measure(name: str, tiny: bool) -> dict[str, dict[str, float]]:
 
 
 def _cases(depth: int, speedups: tuple[int, ...]) -> dict[str, tuple[Schedule, list[int]]]:
-    """Schedules, and how long each row's prompt is."""
+    """Each case's schedule and the length of each row's prompt."""
     cases = {"full depth": (full_depth(depth), [0] * ROWS)}
     for speedup in speedups:
         request = ScheduleRequest(speedup=speedup, span=LENGTH, anchor=Anchor.ABSOLUTE)

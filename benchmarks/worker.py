@@ -1,4 +1,4 @@
-"""A process of its own for each system: thread pools do not collide, and memory can be told apart."""
+"""A process for each system, so that thread pools do not collide and memory can be told apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Worker:
     """A long-lived process that holds one object and answers one method call at a time.
 
     Args:
-        patience_s: how long its making, and each answer, may take; None: for ever.
+        patience_s: how long creating the object, and each answer, may take; None: no limit.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any, patience_s: float | None = None) -> None:
@@ -34,7 +34,7 @@ class Worker:
         return self._answer()
 
     def memory_mib(self) -> dict[str, float]:
-        """Resident memory: rss (all), pss (shared pages by share), uss (this process's alone)."""
+        """Resident memory: rss (all), pss (shared pages divided among processes), uss (this process only)."""
         info = psutil.Process(self._process.pid).memory_full_info()
         return {name: round(getattr(info, name) / 2**20, 1) for name in ("rss", "pss", "uss")}
 
@@ -52,13 +52,13 @@ class Worker:
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call once in a fresh process, so that nothing it loads stays."""
+    """Call `function` in a fresh process, so that nothing it loads stays."""
     with ProcessPoolExecutor(max_workers=1, mp_context=_SPAWN) as pool:
         return _value(*pool.submit(_called, function, args).result())
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Whether it failed, and its value or its traceback: not every exception can be sent to another process."""
+    """Whether the call failed, and its value or traceback: not every exception can be sent to another process."""
     try:
         return False, function(*args)
     except Exception:

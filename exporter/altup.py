@@ -12,41 +12,41 @@ from typing import Any
 
 import torch
 
-from skipdecode.exporter.architectures import declared
+from skipdecode.exporter.architectures import declared_setting
 
-_LEAST_SQUARE = 1e-5  # lower bound of the mean square that a stream is divided by
+_MIN_MEAN_SQUARE = 1e-5  # lower bound of the mean square that a stream is divided by
 
 
 def streams_width(config: Any) -> int:
     """N*H, the numbers per token between layers; outside Gemma 3n the hidden state is the only stream."""
-    width: int = config.hidden_size * (declared(config, "altup_num_inputs") or 1)
+    width: int = config.hidden_size * (declared_setting(config, "altup_num_inputs") or 1)
     return width
 
 
-def spread(owner: Any, hidden: torch.Tensor) -> torch.Tensor:
+def spread_to_streams(owner: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Embeddings [B,S,H] -> streams [B,S,N*H]: the embedding and its projections, rescaled to its root mean square."""
-    others = (_as_long_as(hidden, project(hidden)) for project in getattr(owner, "altup_projections", ()))
+    others = (_rescaled_to(hidden, project(hidden)) for project in getattr(owner, "altup_projections", ()))
     return torch.cat((hidden, *others), dim=-1)
 
 
-class Merged(torch.nn.ModuleList):  # type: ignore[misc]
+class StreamMean(torch.nn.ModuleList):  # type: ignore[misc]
     """The projections [H,H] of all streams but the first, as one module that averages streams [B,S,N*H] to [B,S,H]."""
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Project every other stream, rescale it to the first one's root mean square, and take the mean."""
         first, *others = streams.unflatten(-1, (len(self) + 1, -1)).unbind(2)
-        projected = [_as_long_as(first, project(stream)) for project, stream in zip(self, others, strict=True)]
-        return torch.stack((first, *projected)).mean(dim=0)
+        rescaled = [_rescaled_to(first, project(stream)) for project, stream in zip(self, others, strict=True)]
+        return torch.stack((first, *rescaled)).mean(dim=0)
 
 
-def _as_long_as(wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rescale `rows` [..,H] to the root mean square of those of `wanted`; squares are averaged in fp32."""
-    square, own = (each.float().square().mean(dim=-1, keepdim=True) for each in (wanted, rows))
-    return (rows * square.sqrt() / own.clamp(min=_LEAST_SQUARE).sqrt()).to(rows.dtype)
+def _rescaled_to(target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rescale `rows` [..,H] to the root mean square of those of `target`; squares are averaged in fp32."""
+    target_mean_square, mean_square = (each.float().square().mean(dim=-1, keepdim=True) for each in (target, rows))
+    return (rows * target_mean_square.sqrt() / mean_square.clamp(min=_MIN_MEAN_SQUARE).sqrt()).to(rows.dtype)
 
 
 def gemma_3n_layer(
-    self: Any, hidden_states: torch.Tensor, per_layer_input: torch.Tensor, shared_kv_states: Any, **of_attention: Any
+    self: Any, hidden_states: torch.Tensor, per_layer_input: torch.Tensor, shared_kv_states: Any, **attention_arguments: Any
 ) -> torch.Tensor:
     """Streams [B,S,N*H] -> [B,S,N*H]: predict all streams, run the layer on the active one, and correct all by its change."""
     altup, active, count = self.altup, self.config.altup_active_idx, self.config.altup_num_inputs
@@ -54,21 +54,21 @@ def gemma_3n_layer(
     mixing = altup.prediction_coefs(altup.compute_router_modalities(streams[:, :, active]))
     predicted = streams + torch.matmul(mixing.unflatten(-1, (count, count)), streams)
     before = predicted[:, :, active]
-    after = _computed(self, before, shared_kv_states=shared_kv_states, **of_attention)
-    shares = altup.correction_coefs(altup.compute_router_modalities(after)) + 1.0
-    corrected = predicted + (after - before)[:, :, None] * shares[..., None]
-    chosen = corrected[:, :, active]
+    after = _attention_and_mlp(self, before, shared_kv_states=shared_kv_states, **attention_arguments)
+    coefficients = altup.correction_coefs(altup.compute_router_modalities(after)) + 1.0
+    corrected = predicted + (after - before)[:, :, None] * coefficients[..., None]
+    active_output = corrected[:, :, active]
     if self.config.altup_correct_scale:
-        chosen = altup.scale_corrected_output(chosen)
-    told = self.per_layer_projection(self.act_fn(self.per_layer_input_gate(chosen)) * per_layer_input)
-    told = self.post_per_layer_input_norm(told)
-    return torch.cat((corrected[:, :, :1], corrected[:, :, 1:] + told[:, :, None]), dim=2).flatten(2)
+        active_output = altup.scale_corrected_output(active_output)
+    projected_input = self.per_layer_projection(self.act_fn(self.per_layer_input_gate(active_output)) * per_layer_input)
+    projected_input = self.post_per_layer_input_norm(projected_input)
+    return torch.cat((corrected[:, :, :1], corrected[:, :, 1:] + projected_input[:, :, None]), dim=2).flatten(2)
 
 
-def _computed(self: Any, hidden: torch.Tensor, **of_attention: Any) -> torch.Tensor:
+def _attention_and_mlp(self: Any, hidden: torch.Tensor, **attention_arguments: Any) -> torch.Tensor:
     """The layer's attention and MLP on one stream [B,S,H], with a low-rank product (LAuReL) added to the attention."""
     normed = self.input_layernorm(hidden)
-    attended, _ = self.self_attn(hidden_states=normed, **of_attention)
+    attended, _ = self.self_attn(hidden_states=normed, **attention_arguments)
     hidden = (hidden + self.post_attention_layernorm(attended) + self.laurel(normed)) / math.sqrt(2)
     return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.config_json import place
-from skipdecode.model import Keys
+from skipdecode.exporter.config_json import config_origin
+from skipdecode.model import KeyValueSizes
 
 # mixtures of experts, whose layers choose a few of many MLPs per token; Granite 4, Jamba and Nemotron-H may have no experts
 MIXTURES = (
@@ -26,20 +26,20 @@ LATENT = (
     "minicpm3", "mistral4", "sarvam_mla", "youtu",
 )  # fmt: skip
 # models without attention: each layer is only a Mamba block
-STATES_ALONE = ("falcon_mamba", "mamba", "mamba2")
+STATE_ONLY = ("falcon_mamba", "mamba", "mamba2")
 # models with layers other than attention -> transformers' names of those kinds; Granite 4 may have attention layers only
 HYBRIDS = {
     # Gated DeltaNet
     **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("linear_attention",)),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), ("linear_attention",)),  # Kimi Delta Attention
     **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as in Nemotron-H and Falcon-H1 below
-    **dict.fromkeys(("jamba", *STATES_ALONE), ("linear_attention",)),  # Mamba; mamba2 has Mamba-2
+    **dict.fromkeys(("jamba", *STATE_ONLY), ("linear_attention",)),  # Mamba; mamba2 has Mamba-2
     "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these or attention
     "falcon_h1": ("hybrid",),  # Mamba-2 and attention in parallel
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
 }
 # models whose layers may differ in number and size of KV heads, or read the keys and values of other layers
-OWN_HEADS = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+VARYING_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # models older than transformers' attention interface (see own_attention), or that rotate by a stored table (CodeGen, GPT-J)
 OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
 # models that apply their final norm, which has no weights, between embedding and layers too
@@ -48,9 +48,9 @@ NORM_ON_BOTH_ENDS = ("nanochat",)
 # needs them, since `check_supported` refuses rows of more than `index_topk` tokens
 INDEXED = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), r"\.indexer\.")
 # the activation of Gemma 4's experts, where those of most models have SwiGLU
-GELU_OF_EXPERTS = "gelu_pytorch_tanh"
+EXPERTS_GELU = "gelu_pytorch_tanh"
 # models whose checkpoints may hold experts as MXFP4, which is dequantised as it is read
-IN_MXFP4 = ("gpt_oss",)
+MXFP4_EXPERTS = ("gpt_oss",)
 # model type -> names in the base model: (owner of the layers, layers, final norms and projections in order, rotary)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
@@ -75,7 +75,7 @@ _PARTS = {
     "gemma3n_text": ("", "layers", ("altup_unembed_projections", "norm"), "rotary_emb"),
     "jamba": ("", "layers", ("final_layernorm",), None),
     "kimi_linear": ("", "layers", ("norm",), None),
-    **dict.fromkeys(("nemotron_h", *STATES_ALONE), ("", "layers", ("norm_f",), None)),
+    **dict.fromkeys(("nemotron_h", *STATE_ONLY), ("", "layers", ("norm_f",), None)),
     **dict.fromkeys(("lfm2", "lfm3"), ("", "layers", ("embedding_norm",), "rotary_emb")),
     "lfm2_moe": ("", "layers", ("embedding_norm",), "pos_emb"),
 }  # fmt: skip
@@ -117,12 +117,12 @@ def decoder_parts(model: torch.nn.Module, kind: str | None = None) -> DecoderPar
     base = base_name(model)
     owner = getattr(model, base, model)  # a model without a head is its own base
     owner = getattr(owner, owner_name) if owner_name else owner
-    present = tuple(name for name in final_names if getattr(owner, name, None) is not None)
+    present_names = tuple(name for name in final_names if getattr(owner, name, None) is not None)
     path = ".".join(part for part in (base, owner_name, layers_name) if part)
     return DecoderParts(
         owner=owner,
         layers=getattr(owner, layers_name),
-        final_names=present,
+        final_names=present_names,
         rotary=getattr(owner, rotary_name) if rotary_name else None,
         prefix=f"{path}.",
     )
@@ -144,12 +144,12 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 def check_known(config: Any) -> None:
     """Raise ModelNotSupportedError unless the architecture is in `SUPPORTED`."""
     if config.model_type not in _PARTS:
-        raise unsupported(config, "is not among the architectures that are tested", f"supported are {', '.join(SUPPORTED)}")
+        raise unsupported_error(config, "is not among the architectures that are tested", f"supported are {', '.join(SUPPORTED)}")
 
 
-def unsupported(config: Any, why: str, remedy: str = "docs/limits.md says what is exported") -> ModelNotSupportedError:
+def unsupported_error(config: Any, why: str, remedy: str = "docs/limits.md says what is exported") -> ModelNotSupportedError:
     """The error that refuses a configuration; `why` completes a sentence that starts with the model type."""
-    return ModelNotSupportedError(f"{config.model_type} {why}", remedy, where=place(config))
+    return ModelNotSupportedError(f"{config.model_type} {why}", remedy, where=config_origin(config))
 
 
 def layer_config(config: Any, layer: int) -> Any:
@@ -159,34 +159,36 @@ def layer_config(config: Any, layer: int) -> Any:
 
 def layer_configs(config: Any) -> list[Any]:
     """One `layer_config` for each kind of layer."""
-    kinds = layer_kinds(config) if config.model_type in OWN_HEADS else None
+    kinds = layer_kinds(config) if config.model_type in VARYING_KV else None
     return [layer_config(config, kinds.index(kind)) for kind in sorted({*kinds})] if kinds else [config]
 
 
 def num_heads(config: Any) -> int:
     """NH, the query heads of layers without a number of their own; 0: the model has no attention."""
-    heads: int = 0 if config.model_type in STATES_ALONE else config.num_attention_heads
+    heads: int = 0 if config.model_type in STATE_ONLY else config.num_attention_heads
     return heads
 
 
-def layer_keys(config: Any, layer: int) -> Keys:
+def layer_keys(config: Any, layer: int) -> KeyValueSizes:
     """KVH and D of a layer's keys; narrower values are widened to D. Both are 0 where the model has no attention."""
-    own = layer_config(config, layer)
-    if own.model_type in STATES_ALONE:
-        return Keys(num_heads=0, head_size=0)
-    heads: int = own.num_attention_heads
-    if own.model_type in LATENT:
-        return Keys(num_heads=heads, head_size=own.qk_nope_head_dim + own.qk_rope_head_dim)
-    size = getattr(own, "head_dim", None) or own.hidden_size // heads
-    one_for_all = declared(own, "multi_query") and not declared(own, "new_decoder_architecture")  # Falcon checks this first
-    if one_for_all:
-        return Keys(num_heads=1, head_size=size)
-    return Keys(num_heads=declared(own, "num_key_value_heads") or declared(own, "num_kv_heads") or heads, head_size=size)
+    settings = layer_config(config, layer)
+    if settings.model_type in STATE_ONLY:
+        return KeyValueSizes(num_heads=0, head_size=0)
+    heads: int = settings.num_attention_heads
+    if settings.model_type in LATENT:
+        return KeyValueSizes(num_heads=heads, head_size=settings.qk_nope_head_dim + settings.qk_rope_head_dim)
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    # Falcon checks this first
+    one_kv_head = declared_setting(settings, "multi_query") and not declared_setting(settings, "new_decoder_architecture")
+    if one_kv_head:
+        return KeyValueSizes(num_heads=1, head_size=size)
+    kv_heads = declared_setting(settings, "num_key_value_heads") or declared_setting(settings, "num_kv_heads") or heads
+    return KeyValueSizes(num_heads=kv_heads, head_size=size)
 
 
 def key_source(config: Any, layer: int) -> int | None:
     """The layer whose keys and values `layer` reads: the last of the same kind that has its own. None: it has its own."""
-    shared = declared(config, "num_kv_shared_layers") if config.model_type in OWN_HEADS else 0
+    shared = declared_setting(config, "num_kv_shared_layers") if config.model_type in VARYING_KV else 0
     first = config.num_hidden_layers - (shared or 0)
     kinds = layer_kinds(config)
     if layer < first or kinds is None:
@@ -214,15 +216,16 @@ def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, its own included (transformers' `sliding_window`); None: no limit."""
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
-    window: int | None = declared(config, "sliding_window")
-    if window is None or (window == 0 and declared(config, "use_sliding_window") is False):  # Qwen2 MoE writes 0 for no window
+    window: int | None = declared_setting(config, "sliding_window")
+    # Qwen2 MoE writes 0 for no window
+    if window is None or (window == 0 and declared_setting(config, "use_sliding_window") is False):
         return None
     return window if layer_kind(config, layer) in (None, "sliding_attention") else None
 
 
 def layer_kinds(config: Any) -> list[str] | None:
     """transformers' `layer_types`, a kind per layer ("sliding_attention", "full_attention", ..); None: layers are alike."""
-    kinds: list[str] | None = config.layer_types if config.model_type in HYBRIDS else declared(config, "layer_types")
+    kinds: list[str] | None = config.layer_types if config.model_type in HYBRIDS else declared_setting(config, "layer_types")
     return kinds
 
 
@@ -237,14 +240,14 @@ def has_experts(config: Any) -> bool:
     return config.model_type in MIXTURES and (config.model_type != "granitemoehybrid" or bool(config.num_local_experts))
 
 
-def experts_setting(config: Any) -> str:
+def experts_per_token_setting(config: Any) -> str:
     """The name of the setting for the number of experts per token."""
     return "top_k_experts" if config.model_type == "gemma4_text" else "num_experts_per_tok"
 
 
 def experts_per_token(config: Any) -> int | list[int]:
     """The number of experts per token; Hunyuan may have a list with a number per layer."""
-    count: int | list[int] = getattr(config, experts_setting(config))
+    count: int | list[int] = getattr(config, experts_per_token_setting(config))
     return count
 
 
@@ -254,7 +257,7 @@ def layer_kind(config: Any, layer: int) -> str | None:
     return None if kinds is None else kinds[layer]
 
 
-def declared(config: Any, name: str) -> Any:
+def declared_setting(config: Any, name: str) -> Any:
     """A setting that this type of model declares, else None: config.json may hold others that the model's code never reads."""
     return getattr(config, name) if name in {field.name for field in fields(config)} else None
 
@@ -263,22 +266,22 @@ def rotary_base(config: Any, layer: int) -> float | None:
     """The rotary base of `layer` where it has its own; 0: the layer rotates nothing; None: the model's base."""
     if config.model_type == "lara_mini" and layer_kind(config, layer) == "full_attention":
         return 0
-    bases: list[float] | None = declared(config, "layer_rope_theta")
+    bases: list[float] | None = declared_setting(config, "layer_rope_theta")
     return bases[layer] if bases else None
 
 
-def rotary_with(config: Any, rotary: torch.nn.Module | None, base: float | None) -> torch.nn.Module | None:
+def rotary_for_base(config: Any, rotary: torch.nn.Module | None, base: float | None) -> torch.nn.Module | None:
     """A settled copy of the model's rotary module, with another base where one is given; None: nothing is rotated."""
     if rotary is None or base == 0:
         return None
     if base is not None:
         config = copy.copy(config)
         config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
-    own: torch.nn.Module = settle(type(rotary)(config))
-    return own
+    frozen: torch.nn.Module = freeze_rotary(type(rotary)(config))
+    return frozen
 
 
-def settle(rotary: Any) -> Any:
+def freeze_rotary(rotary: Any) -> Any:
     """Fix the rotary module at its initial frequencies; `check_supported` refuses rows long enough to need others.
 
     With `dynamic` and `longrope` the module would look at the row's length in every pass, which cannot be traced.

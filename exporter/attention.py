@@ -35,35 +35,35 @@ def onnx_attention(
     Returns:
         Rows [B,S,NH,D], or as wide as the values where those are narrower; None in place of attention weights.
     """
-    size = value.shape[-1]
+    value_size = value.shape[-1]
     if kv_buffer is not None:
-        key, value = kv_buffer.update(key, widened(value, key.shape[-1]))
+        key, value = kv_buffer.update(key, pad_to_head_size(value, key.shape[-1]))
     attrs: dict[str, Any] = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
     if softcap:
         attrs["softcap"] = float(softcap)
     if score_bias is not None:
         attention_mask = torch.where(attention_mask, score_bias.to(query.dtype), float("-inf"))
     inputs = (query, key, value, attention_mask)
-    out = emit_operator("Attention", *inputs, **attrs) if s_aux is None else _beside_sinks(inputs, attrs, s_aux)
+    out = emit_operator("Attention", *inputs, **attrs) if s_aux is None else _with_sinks(inputs, attrs, s_aux)
     rows = out.transpose(1, 2)
-    return (rows if size == rows.shape[-1] else rows[..., :size]).contiguous(), None  # some models `view` the rows
+    return (rows if value_size == rows.shape[-1] else rows[..., :value_size]).contiguous(), None  # some models `view` the rows
 
 
 def emit_operator(name: str, *inputs: torch.Tensor, shape: tuple[int, ...] | None = None, **attributes: Any) -> torch.Tensor:
     """Emit one ONNX operator. Its output has the dtype of the first input, and its shape unless `shape` is given."""
     first = inputs[0]
-    made: torch.Tensor = torch.onnx.ops.symbolic(
+    output: torch.Tensor = torch.onnx.ops.symbolic(
         name, inputs, attributes, dtype=first.dtype, shape=first.shape if shape is None else shape, version=OPSET
     )
-    return made
+    return output
 
 
-def widened(value: torch.Tensor, size: int) -> torch.Tensor:
+def pad_to_head_size(value: torch.Tensor, size: int) -> torch.Tensor:
     """Pad values with zeros to the keys' head size, which a KV buffer uses for both; a weighted sum of zeros is zero."""
     return torch.nn.functional.pad(value, (0, size - value.shape[-1]))
 
 
-def _beside_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks: torch.Tensor) -> torch.Tensor:
+def _with_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks: torch.Tensor) -> torch.Tensor:
     """Attention [B,NH,S,D] without sinks, times what the sinks [NH] leave of the softmax.
 
     That is E / (E + e^sink), where E is the sum of e^score over all slots.
@@ -78,8 +78,8 @@ def _beside_sinks(inputs: tuple[torch.Tensor, ...], attrs: dict[str, Any], sinks
         shapes=(query.shape, key.shape, value.shape, scores_shape),
         version=OPSET,
     )
-    left: torch.Tensor = torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - sinks.view(-1, 1, 1))
-    return out * left
+    remaining: torch.Tensor = torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - sinks.view(-1, 1, 1))
+    return out * remaining
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, onnx_attention)

@@ -13,26 +13,26 @@ from typing import Any
 
 import torch
 
-STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # sizes and dtypes, JSON
-_BYTES_AT_A_TIME = 1 << 20
+STATE_NAMES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # sizes and dtypes, JSON
+_CHUNK_BYTES = 1 << 20
 
 
-def of_4_bits(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantise_4_bit(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Dequantise one matrix to fp32 [N,K]; `tensors` by the ends of their names, such as `weight.absmax`.
 
     Raises:
         ValueError, TypeError, RuntimeError, LookupError, ArithmeticError: the tensors do not fit together.
     """
-    said = [tensors[name] for name in STATES if name in tensors]
-    state = json.loads(bytes(said[0].tolist()))
+    states = [tensors[name] for name in STATE_NAMES if name in tensors]
+    state = json.loads(bytes(states[0].tolist()))
     shape, block = state["shape"], state["blocksize"]
     codes = tensors["weight"].contiguous().view(torch.uint8).flatten()  # training may have stored the bytes as another dtype
-    code, factors, size = tensors["weight.quant_map"].float(), _factors(tensors, state), math.prod(shape)
-    if (len(codes), len(factors), len(code)) != (-(-size // 2), -(-size // block), 16):
+    values, factors, size = tensors["weight.quant_map"].float(), _factors(tensors, state), math.prod(shape)
+    if (len(codes), len(factors), len(values)) != (-(-size // 2), -(-size // block), 16):
         raise ValueError(f"{shape} in blocks of {block}")
-    numbers, pairs = torch.empty(max(2 * len(codes), len(factors) * block)), torch.cartesian_prod(code, code)  # byte -> pair
-    for start in range(0, len(codes), _BYTES_AT_A_TIME):
-        part = codes[start : start + _BYTES_AT_A_TIME]
+    numbers, pairs = torch.empty(max(2 * len(codes), len(factors) * block)), torch.cartesian_prod(values, values)  # byte -> pair
+    for start in range(0, len(codes), _CHUNK_BYTES):
+        part = codes[start : start + _CHUNK_BYTES]
         numbers[2 * start : 2 * (start + len(part))] = pairs.index_select(0, part.int()).flatten()
     numbers[: len(factors) * block].view(-1, block).mul_(factors[:, None])
     return numbers[:size].view(shape)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from skipdecode.errors import BundleError, TargetError
 from skipdecode.exporter.checkpoint_folder import checkpoint_folder
-from skipdecode.exporter.output_folder import check_apart, check_out, real_out
+from skipdecode.exporter.output_folder import check_out, check_outside, real_out
 from skipdecode.exporter.request import DEFAULT_BLOCK, DEFAULT_METHOD, QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest, check_dtype, parse_targets
 from skipdecode.graph_passes.quantization import BLOCK_SIZES, METHODS
 from skipdecode.schedule_builders import check_schedule_request
 from skipdecode.text import is_utf8
 
-_MOST_ROWS = 2**31 - 1  # TensorRT's dimensions are signed 32-bit integers
-_MOST_MIB = 2**43 - 1  # the same in bytes fits a signed 64-bit integer
+_MAX_ROWS = 2**31 - 1  # TensorRT's dimensions are signed 32-bit integers
+_MAX_MIB = 2**43 - 1  # the same in bytes fits a signed 64-bit integer
 
 
 def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
@@ -38,23 +38,23 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
     check_schedule_request(request.schedule)
     _check_quantization(request)
     workspace, level = request.builder.workspace_mib, request.builder.optimization_level
-    if workspace is not None and not 1 <= workspace <= _MOST_MIB:
-        raise TargetError(f"{workspace} MiB is out of range", f"choose 1..{_MOST_MIB}, or leave it out", where="--workspace")
+    if workspace is not None and not 1 <= workspace <= _MAX_MIB:
+        raise TargetError(f"{workspace} MiB is out of range", f"choose 1..{_MAX_MIB}, or leave it out", where="--workspace")
     if level is not None and not 0 <= level <= 5:
         raise TargetError(f"{level} is unknown", "choose 0 (builds fastest) to 5 (runs fastest)", where="--optimization-level")
-    if not 1 <= request.max_batch <= _MOST_ROWS:
-        raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MOST_ROWS}", where="--max-batch")
+    if not 1 <= request.max_batch <= _MAX_ROWS:
+        raise TargetError(f"{request.max_batch} is out of range", f"choose 1..{_MAX_ROWS}", where="--max-batch")
     if request.max_length is not None and request.max_length < 2:
         raise TargetError(f"{request.max_length} leaves no token to generate", "choose 2 or more", where="--max-length")
     out, table = real_out(request.out), request.schedule.name.partition(":")[2]
     check_out(out, request.force)
     if table:
-        check_apart(out, Path(table), "the table")
+        check_outside(out, Path(table), "the table")
     targets = parse_targets(request.targets)
     check_dtype(request.dtype, targets)
     checkpoint = checkpoint_folder(request.model)
     if checkpoint is not None:
-        check_apart(out, checkpoint, "the checkpoint")
+        check_outside(out, checkpoint, "the checkpoint")
     return targets
 
 

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import check_permitted, first_line
-from skipdecode.exporter.conversions import converted
-from skipdecode.exporter.dequantize import dequantised
+from skipdecode.exporter.conversions import convert_lazily
+from skipdecode.exporter.dequantize import dequantise_lazily
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.weights import IR_TYPES
 
@@ -48,30 +48,30 @@ class CheckpointSource:
 
     def __init__(self, checkpoint: Path, skeleton: Skeleton) -> None:
         self._checkpoint, self._skeleton = checkpoint, skeleton
-        self._form, files = weight_files(checkpoint)
-        self._where: dict[str, list[Path]] = defaultdict(list)
+        self._format, files = weight_files(checkpoint)
+        self._files: dict[str, list[Path]] = defaultdict(list)
         for file in files:
-            for name in self._form.names(file):
-                self._where[name].append(file)
-        self._unread = set(self._where)
-        stored = dequantised({name: partial(self._stored, name) for name in self._where}, skeleton.config)
-        self._read = stored | converted(stored, skeleton.config, skeleton.shapes)
+            for name in self._format.names(file):
+                self._files[name].append(file)
+        self._unread = set(self._files)
+        stored = dequantise_lazily({name: partial(self._read_stored, name) for name in self._files}, skeleton.config)
+        self._readers = stored | convert_lazily(stored, skeleton.config, skeleton.shapes)
         self._base = skeleton.parts.prefix.split(".")[0]
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Parameter `name`, in the dtype of the file."""
-        read = self._read
+        readers = self._readers
         tied = [parameter for parameter, kept in self._skeleton.canonical.items() if kept == name]
-        spelled = (next((key for key in _spellings(parameter, self._base) if key in read), None) for parameter in tied)
-        found = [key for key in spelled if key is not None]
+        matches = (next((key for key in _possible_names(parameter, self._base) if key in readers), None) for parameter in tied)
+        names = [key for key in matches if key is not None]
         where = str(self._checkpoint)
-        if not found:
+        if not names:
             raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=where)
-        value = _checked(read[found[0]](), found[0], shape, self._where.get(found[0], [self._checkpoint])[0])
-        for other in found[1:]:
-            if not torch.equal(value, read[other]()):
+        value = _check_tensor(readers[names[0]](), names[0], shape, self._files.get(names[0], [self._checkpoint])[0])
+        for other in names[1:]:
+            if not torch.equal(value, readers[other]()):
                 raise ModelNotSupportedError(
-                    f"{other} differs from {found[0]}, though config.json ties them",
+                    f"{other} differs from {names[0]}, though config.json ties them",
                     "set tie_word_embeddings to false there (in text_config, where it has one), as transformers takes it",
                     where=where,
                 )
@@ -79,25 +79,25 @@ class CheckpointSource:
 
     def warn_of_unread(self) -> None:
         """Warn, once all parameters are read, of layers' weights and biases that the checkpoint holds but the model lacks."""
-        ours = tuple(_spellings(self._skeleton.parts.prefix, self._base))
-        left = [name for name in self._unread if name.startswith(ours) and name.endswith((".weight", ".bias"))]
-        left = sorted(name for name in left if not self._skeleton.ignores(name) and not self._adds_nothing(name))
-        if left:
-            said = "%s: config.json describes a model without %d of the layers' tensors there, %s the first: they are left out"
-            logger.warning(said, self._checkpoint, len(left), left[0])
+        layer_prefixes = tuple(_possible_names(self._skeleton.parts.prefix, self._base))
+        unread = [name for name in self._unread if name.startswith(layer_prefixes) and name.endswith((".weight", ".bias"))]
+        unread = sorted(name for name in unread if not self._skeleton.ignores(name) and not self._adds_nothing(name))
+        if unread:
+            message = "%s: config.json describes a model without %d of the layers' tensors there, %s the first: they are left out"
+            logger.warning(message, self._checkpoint, len(unread), unread[0])
 
     def _adds_nothing(self, name: str) -> bool:
         """Whether the tensor is empty (0 shared experts) or a bias of zeros, such as AutoGPTQ wrote for every matrix."""
-        value = self._stored(name)
+        value = self._read_stored(name)
         return not value.numel() or (name.endswith(".bias") and not value.any())
 
-    def _stored(self, name: str) -> torch.Tensor:
+    def _read_stored(self, name: str) -> torch.Tensor:
         """Read a tensor; if several shards hold it, they must agree."""
         self._unread.discard(name)
-        first, *others = self._where[name]
-        value = self._form.read(first, name)
+        first, *others = self._files[name]
+        value = self._format.read(first, name)
         for other in others:
-            if not torch.equal(value, self._form.read(other, name)):
+            if not torch.equal(value, self._format.read(other, name)):
                 raise ModelNotSupportedError(
                     f"{name} differs from the one in {first.name}", "download the checkpoint again", where=str(other)
                 )
@@ -107,13 +107,13 @@ class CheckpointSource:
 def lacks_head(checkpoint: Path) -> bool:
     """Whether a folder holds weights but none for the head."""
     try:
-        form, files = weight_files(checkpoint)
-        return not any(name.endswith("lm_head.weight") for file in files for name in form.names(file))
+        file_format, files = weight_files(checkpoint)
+        return not any(name.endswith("lm_head.weight") for file in files for name in file_format.names(file))
     except ModelNotSupportedError:  # no weights, as for `--random-weights`, or unreadable ones, reported on reading
         return False
 
 
-def _spellings(name: str, base: str) -> Iterator[str]:
+def _possible_names(name: str, base: str) -> Iterator[str]:
     """The names that a parameter may have in a file; `base`: the attribute of the model without its head ("model")."""
     short = name.removeprefix(f"{base}.")
     yield name
@@ -129,7 +129,7 @@ def _spellings(name: str, base: str) -> Iterator[str]:
     yield name.replace("lm_head.", "embed_out.")  # GPT-NeoX
 
 
-def _checked(value: torch.Tensor, name: str, shape: tuple[int, ...], file: Path) -> torch.Tensor:
+def _check_tensor(value: torch.Tensor, name: str, shape: tuple[int, ...], file: Path) -> torch.Tensor:
     if tuple(value.shape) != shape:
         raise ModelNotSupportedError(
             f"{name} has shape {tuple(value.shape)}, config.json says {shape}",
@@ -147,14 +147,14 @@ def weight_files(checkpoint: Path) -> tuple[_Format, list[Path]]:
     Raises:
         ModelNotSupportedError: there are no weights, a shard is missing, or a file may not be read.
     """
-    for form in _FORMATS:
-        whole, index = checkpoint / form.file, checkpoint / f"{form.file}.index.json"
+    for file_format in _FORMATS:
+        whole, index = checkpoint / file_format.file, checkpoint / f"{file_format.file}.index.json"
         if whole.is_file() or index.is_file():
             files = [whole] if whole.is_file() else _shards(checkpoint, index)
             for file in files:
                 check_permitted(file)
-            return form, files
-    names = " or ".join(form.file for form in _FORMATS)
+            return file_format, files
+    names = " or ".join(file_format.file for file_format in _FORMATS)
     raise ModelNotSupportedError(f"holds no {names}", "name a checkpoint folder, or use --random-weights", where=str(checkpoint))
 
 
@@ -172,18 +172,18 @@ def _shards(checkpoint: Path, index: Path) -> list[Path]:
 
 
 def _names_in_safetensors(file: Path) -> list[str]:
-    with _opened(file) as handle:
+    with _open_safetensors(file) as handle:
         return list(handle.keys())
 
 
 def _read_safetensors(file: Path, name: str) -> torch.Tensor:
-    with _opened(file) as handle:
+    with _open_safetensors(file) as handle:
         value: torch.Tensor = handle.get_tensor(name)
     return value
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
@@ -198,16 +198,16 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
         ModelNotSupportedError: it holds anything else, is damaged, or has torch's format before 1.6, which cannot be mapped.
     """
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError, KeyError, AttributeError) as error:
         raise ModelNotSupportedError(
             f"cannot be read as plain tensors ({first_line(error).split('. ')[0][:120]})",
             "download it again, or, if you trust it, `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
             where=str(file),
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) and _is_plain(value) for name, value in found.items()):
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) and _is_plain(value) for name, value in tensors.items()):
         raise ModelNotSupportedError("is no flat list of tensors", "give what save_pretrained writes", where=str(file))
-    return found
+    return tensors
 
 
 def _is_plain(value: Any) -> bool:

@@ -9,8 +9,8 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.config_json import check_permitted
 from skipdecode.text import is_utf8
 
-_NAME = "name a checkpoint folder, a hub id or opt-SIZE"
-_HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+_REMEDY = "name a checkpoint folder, a hub id or opt-SIZE"
+_HUB_ID_PATTERN = r"[\w.-]+(/[\w.-]+)?"
 
 
 def checkpoint_folder(model: str) -> Path | None:
@@ -21,7 +21,7 @@ def checkpoint_folder(model: str) -> Path | None:
             an adapter.
     """
     if not model:  # Path("") is the current folder
-        raise ModelNotSupportedError("is empty", _NAME, where="MODEL")
+        raise ModelNotSupportedError("is empty", _REMEDY, where="MODEL")
     folder = Path(model)
     if not is_utf8(folder):
         raise ModelNotSupportedError("is not UTF-8, the only encoding that safetensors takes", "rename the folder", where=model)
@@ -32,8 +32,8 @@ def checkpoint_folder(model: str) -> Path | None:
             raise missing_config_error(model)
         check_permitted(folder / "config.json")
         return folder
-    if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(_HUB_ID, model):
-        raise ModelNotSupportedError("is not a folder", _NAME, where=model)
+    if folder.exists() or model.startswith((".", "/", "~")) or not re.fullmatch(_HUB_ID_PATTERN, model):
+        raise ModelNotSupportedError("is not a folder", _REMEDY, where=model)
     return None
 
 

@@ -16,7 +16,7 @@ from skipdecode.exporter.request import ExportRequest
 from skipdecode.exporter.targets import OVERFLOW_FP16
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Anchor
-from skipdecode.schedule_builders import disagreements
+from skipdecode.schedule_builders import unmet_requests
 
 _WARNING = "skip-export: warning: "
 
@@ -29,9 +29,9 @@ def run(request: ExportRequest, report: Report, *, quiet: bool) -> Manifest:
         return export(request, report)
 
 
-def tell(manifest: Manifest, request: ExportRequest) -> None:
+def print_result(manifest: Manifest, request: ExportRequest) -> None:
     """Print a summary of the bundle in one line, and on standard error whatever a user may not expect of it."""
-    for warning in (*disagreements(request.schedule, manifest.schedule), *_warnings(manifest, request)):
+    for warning in (*unmet_requests(request.schedule, manifest.schedule), *_warnings(manifest, request)):
         print(f"{_WARNING}{warning}", file=sys.stderr)
     print(_summary(manifest, request.out))
 
@@ -45,8 +45,8 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     schedule, longest = manifest.schedule, manifest.limits.max_length
     # the last position that a row feeds: its last token is not fed, and with anchor `generated` position 0 is the second token at
     # the earliest
-    fed = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
-    if schedule.layers_at(max(0, fed)) > schedule.layers[-1]:
+    last_position = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
+    if schedule.layers_at(max(0, last_position)) > schedule.layers[-1]:
         yield (
             f"the schedule comes down over {schedule.span} positions, and a row has at most {longest} (--max-length): none gets "
             f"to {schedule.layers[-1]} layers"

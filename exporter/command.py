@@ -18,7 +18,7 @@ from skipdecode.exporter.signals import ending_on_signals
 
 def main(argv: list[str] | None = None) -> int:
     """Read and check the options, import the exporter, and run it."""
-    with ending_on_signals() as check:
+    with ending_on_signals() as check_signals:
         try:
             check_packages()
         except TargetError as error:
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         from skipdecode.exporter.options import parse
 
         options = parse(argv)
-        return guarded(lambda: _run(options, check), debug=options.debug)
+        return guarded(lambda: _run(options, check_signals), debug=options.debug)
 
 
 def _run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
 
         manifest = cli.run(request, report, quiet=options.quiet)
     if not options.quiet:
-        cli.tell(manifest, request)
+        cli.print_result(manifest, request)
     return 0
 
 

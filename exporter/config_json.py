@@ -17,7 +17,7 @@ from skipdecode.errors import ModelNotSupportedError
 
 
 @contextmanager
-def taking_config(where: str) -> Iterator[None]:
+def blaming_config(where: str) -> Iterator[None]:
     """Inside, transformers reads a configuration or builds modules from it, so any error is blamed on config.json.
 
     Must not enclose code of this project, whose faults would be blamed on the checkpoint.
@@ -82,15 +82,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def place(config: Any) -> str:
+def config_origin(config: Any) -> str:
     """Where a configuration comes from, as the user named it."""
     return getattr(config, "_name_or_path", "") or "model"
 
 
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or the error's type if the message is empty."""
-    said = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError quotes the message
-    return (str(said).strip() or type(error).__name__).splitlines()[0]
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError quotes the message
+    return (str(message).strip() or type(error).__name__).splitlines()[0]
 
 
 def reason(error: Exception) -> str:

@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.config_json import place
+from skipdecode.exporter.config_json import config_origin
 
-_ABOVE_ZERO = (  # they divide frequencies and logits, multiply scores and embeddings, or clamp experts' rows
+_POSITIVE = (  # they divide frequencies and logits, multiply scores and embeddings, or clamp experts' rows
     "rope_theta", "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "attention_factor",
     "original_max_position_embeddings", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "softmax_scale", "attention_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale",
@@ -19,7 +19,7 @@ _ABOVE_ZERO = (  # they divide frequencies and logits, multiply scores and embed
 )  # fmt: skip
 # numbers under roots, clamps (0: none), a rotary base (0: no rotation), and factors of experts' weights: an engine chooses the
 # experts with the largest weights, so a negative factor would choose others
-_FROM_ZERO = (
+_NOT_NEGATIVE = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "clip_qkv", "route_scale",
     "layer_rope_theta", "routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor",
 )  # fmt: skip
@@ -31,16 +31,18 @@ def check_numbers(config: Any) -> None:
     Raises:
         ModelNotSupportedError: a setting is out of its range, or NaN or infinite without being so by default.
     """
-    own = {field.name: field.default for field in fields(config)}
+    defaults = {field.name: field.default for field in fields(config)}
     for name, setting in config.to_dict().items():
-        if (name not in own and name != "rope_parameters") or getattr(config, name) == own.get(name):
+        if (name not in defaults and name != "rope_parameters") or getattr(config, name) == defaults.get(name):
             continue  # not a setting of this type of model, whose code never reads it, or left at its default
         for path, number in _numbers((name,), setting):
             remedy = _remedy(path[-1], number)
             if remedy:
-                raise ModelNotSupportedError(f"{'.'.join(path)} is {number!r} in its config.json", remedy, where=place(config))
+                raise ModelNotSupportedError(
+                    f"{'.'.join(path)} is {number!r} in its config.json", remedy, where=config_origin(config)
+                )
             if path[-1] == "partial_rotary_factor":
-                _check_rotated(config, number)
+                _check_rotary_part(config, number)
 
 
 def _numbers(path: tuple[str, ...], setting: Any) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -60,14 +62,14 @@ def _remedy(name: str, number: float) -> str | None:
         number = ctypes.c_float(number).value  # 0 or infinite where fp32 cannot hold the number
         if not math.isfinite(number) and not (name == "time_step_limit" and number > 0):  # Mamba's steps may be unbounded
             return "write a finite number"
-    if name in _ABOVE_ZERO and number <= 0:
+    if name in _POSITIVE and number <= 0:
         return "write a number above 0"
-    if name in _FROM_ZERO and number < 0:
+    if name in _NOT_NEGATIVE and number < 0:
         return "write 0 or more"
     return None
 
 
-def _check_rotated(config: Any, factor: float) -> None:
+def _check_rotary_part(config: Any, factor: float) -> None:
     """Refuse a rotated part of fewer than two numbers a head, or of more than the head has.
 
     transformers broadcasts a part of one number, which the engines would reject only when they run.
@@ -77,5 +79,5 @@ def _check_rotated(config: Any, factor: float) -> None:
         raise ModelNotSupportedError(
             f"partial_rotary_factor is {factor!r} in its config.json",
             f"write {2 / size:.3g} to 1, as a head's {size} numbers are turned in pairs",
-            where=place(config),
+            where=config_origin(config),
         )

@@ -36,11 +36,11 @@ class _Shapes:
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """A meta tensor of the parameter's shape; `name` may lack its prefix, or have that of a multimodal model."""
-        own = name.rpartition("language_model.")[2]
-        return torch.empty(next(shape for known, shape in self.shapes.items() if known.endswith(own)), device="meta")
+        short_name = name.rpartition("language_model.")[2]
+        return torch.empty(next(shape for known, shape in self.shapes.items() if known.endswith(short_name)), device="meta")
 
 
-def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Read]:
+def convert_lazily(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Read]:
     """The tensors, by the model's names, that a file holds under other names, split, merged or transposed; read on demand.
 
     Args:
@@ -49,66 +49,67 @@ def converted(stored: Mapping[str, Read], config: Any, shapes: Mapping[str, tupl
     Raises:
         ModelNotSupportedError: on reading, where pieces do not fit together.
     """
-    own = config.model_type
-    kinds = (getattr(config, "whole_type", own), own, getattr(config, "text_part_of", own))  # the whole model's rules first
+    model_type = config.model_type
+    # the whole model's rules first
+    kinds = (getattr(config, "whole_type", model_type), model_type, getattr(config, "text_part_of", model_type))
     rules = [rule for kind in dict.fromkeys(kinds) for rule in get_checkpoint_conversion_mapping(kind) or []]
     if config.model_type == "llama4_text":
-        rules += _llama_4s_experts()
+        rules += _llama_4_expert_rules()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    found: dict[str, Read] = {}
+    readers: dict[str, Read] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))  # parameter -> pattern -> names in order
-    for name in sorted(stored, key=_by_numbers):
+    for name in sorted(stored, key=_natural_sort_key):
         parameter, pattern = rename_source_key(name, renamings, converters)
         if pattern is not None:
             pieces[parameter][pattern].append(name)
         elif parameter not in stored:
-            found[parameter] = stored[name]
-    asked = {"config": config, "model": _Shapes(shapes)}
+            readers[parameter] = stored[name]
+    context = {"config": config, "model": _Shapes(shapes)}
     for parameter, names in pieces.items():
         converter = next(rule for rule in converters if names.keys() <= {*rule.source_patterns})
         first = converter.target_patterns[0]
         for target in converter.target_patterns:  # where one tensor is split, `parameter` is the first target
             name = parameter.replace(first, target)
-            found[name] = partial(_convert, converter, parameter, name, names, stored, asked)
-    return found
+            readers[name] = partial(_convert, converter, parameter, name, names, stored, context)
+    return readers
 
 
-def _llama_4s_experts() -> list[WeightConverter]:
+def _llama_4_expert_rules() -> list[WeightConverter]:
     """Rules for one tensor per expert, as llm-compressor writes them; transformers' own rules expect all in one tensor."""
-    stacked, turned = MergeModulelist(dim=0), Transpose(1, 2)
+    stack, transpose = MergeModulelist(dim=0), Transpose(1, 2)
     return [
         WeightConverter(
             source_patterns=["experts.*.gate_proj.weight", "experts.*.up_proj.weight"],
             target_patterns="experts.gate_up_proj",
-            operations=[stacked, Concatenate(dim=1), turned],
+            operations=[stack, Concatenate(dim=1), transpose],
         ),
         WeightConverter(
-            source_patterns="experts.*.down_proj.weight", target_patterns="experts.down_proj", operations=[stacked, turned]
+            source_patterns="experts.*.down_proj.weight", target_patterns="experts.down_proj", operations=[stack, transpose]
         ),
     ]
 
 
-def has_rules_of_its_own(config: Any) -> bool:
+def whole_model_has_conversion_rules(config: Any) -> bool:
     """Whether the multimodal model whose text part this is has conversion rules, which transformers would not apply here."""
     return bool(get_checkpoint_conversion_mapping(getattr(config, "text_part_of", "")))
 
 
 def _convert(
     converter: WeightConverter, parameter: str, name: str, names: Mapping[str, list[str]], stored: Mapping[str, Read],
-    asked: Mapping[str, Any],
+    context: Mapping[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     """Have transformers convert the stored tensors `names` for `parameter`, and return the tensor `name` of the result."""
     for pattern, keys in names.items():
         for key in keys:
             converter.add_tensor(parameter, key, pattern, stored[key])
     try:
-        tensors: dict[str, torch.Tensor] = converter.convert(parameter, **asked)
+        tensors: dict[str, torch.Tensor] = converter.convert(parameter, **context)
     except RuntimeError as error:  # of torch.stack, torch.cat and torch.split
         raise ModelNotSupportedError(f"{parameter} cannot be put together ({error})", "download the checkpoint again") from error
     return tensors[name]
 
 
-def _by_numbers(name: str) -> list[Any]:
+def _natural_sort_key(name: str) -> list[Any]:
     """A sort key that puts expert 10 after expert 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

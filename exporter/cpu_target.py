@@ -40,11 +40,11 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
     Quantisation applies to the embedding and to all multiplied weights.
     """
     quantization = job.quantization
-    lowering = _lowering(job.limits.max_length)
+    lowering = _lowering_passes(job.limits.max_length)
     sizes: dict[str, int] = {}
-    through_ort = functools.partial(_compile, partial / manifest.GRAPHS / "lowered.onnx")  # next to the weights it refers to
+    write_with_ort = functools.partial(_compile, partial / manifest.GRAPHS / "lowered.onnx")  # next to the weights it refers to
 
-    def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase, write: Write = through_ort) -> str:
+    def compile_engine(graph: ir.Model, name: str, *passes: ir.passes.PassBase, write: Write = write_with_ort) -> str:
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = lower_and_write(graph, (WidenGraphPass(), *passes), partial / path, write)
         return path
@@ -52,15 +52,15 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, job.plan, "cpu", report):
-        segments.append(compiled(graph, name, *lowering, *_quantizing(quantization)))
+        segments.append(compile_engine(graph, name, *lowering, *_quantize_passes(quantization)))
     report("compiling head for cpu", 1.0)
-    head = compiled(graphs.head, "head", *lowering, *_quantizing(quantization and quantization.outer))
+    head = compile_engine(graphs.head, "head", *lowering, *_quantize_passes(quantization and quantization.outer))
     if quantization:  # saved as it is, since ONNX Runtime has nothing to fold in it; a tied table is stored once, with the head
-        quantizing = QuantizeEmbeddingPass(quantization.outer), QuantizeWeightsPass(quantization.outer)
-        sharing = functools.partial(save_engine, shares=partial / FOLDER / "head.onnx")
-        embed = compiled(graphs.embed, "embed", *quantizing, write=sharing)
+        quantize_passes = QuantizeEmbeddingPass(quantization.outer), QuantizeWeightsPass(quantization.outer)
+        write_sharing = functools.partial(save_engine, shared_with=partial / FOLDER / "head.onnx")
+        embed = compile_engine(graphs.embed, "embed", *quantize_passes, write=write_sharing)
     elif job.request.slim or graphs.embed.graph.outputs[0].dtype != ir.DataType.FLOAT:
-        embed = compiled(graphs.embed, "embed")
+        embed = compile_engine(graphs.embed, "embed")
     else:  # the standard graph serves as engine, so that its weights are not written twice
         embed = f"{manifest.GRAPHS}/embed.onnx"
     return manifest.Target(
@@ -71,7 +71,7 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
     )  # fmt: skip
 
 
-def _lowering(max_length: int) -> list[ir.passes.PassBase]:
+def _lowering_passes(max_length: int) -> list[ir.passes.PassBase]:
     return [
         LowerAttentionPass(max_length=max_length),
         ScanChannelsPass(),
@@ -85,8 +85,8 @@ def _lowering(max_length: int) -> list[ir.passes.PassBase]:
     ]
 
 
-def _quantizing(how: Quantization | None) -> list[ir.passes.PassBase]:
-    return [QuantizeWeightsPass(how), QuantizeExpertsPass(how), FuseSkipNormPass()] if how else []
+def _quantize_passes(quantization: Quantization | None) -> list[ir.passes.PassBase]:
+    return [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), FuseSkipNormPass()] if quantization else []
 
 
 def _compile(source: Path, lowered: ir.Model, path: Path) -> None:

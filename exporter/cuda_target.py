@@ -45,11 +45,11 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
     """
     quantization = job.quantization
     tied = None if quantization else graphs.tied
-    tying = [ShareTiedWeightPass(tied)] if tied else []
-    lowering = _lowering(job.limits.max_length, quantization)
+    tying_passes = [ShareTiedWeightPass(tied)] if tied else []
+    lowering = _lowering_passes(job.limits.max_length, quantization)
     sizes: dict[str, int] = {}
 
-    def compiled(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
+    def compile_engine(graph: ir.Model, name: str, *passes: ir.passes.PassBase) -> str:
         path = f"{FOLDER}/{name}.onnx"
         sizes[path] = lower_and_write(graph, (NarrowOperatorsPass(), *passes), partial / path, save_engine)
         return path
@@ -57,21 +57,21 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
     (partial / FOLDER).mkdir(parents=True)
     segments = []
     for name, graph in segment_graphs(graphs, job.plan, "cuda", report):
-        segments.append(compiled(graph, name, *lowering))
+        segments.append(compile_engine(graph, name, *lowering))
     report("compiling head for cuda", 1.0)
-    outer = _quantizing(quantization.outer) if quantization else []
-    head = compiled(graphs.head, "head", *tying, *outer, WidenLogitsPass())
+    outer_passes = _quantize_passes(quantization.outer) if quantization else []
+    head = compile_engine(graphs.head, "head", *tying_passes, *outer_passes, WidenLogitsPass())
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, FOLDER)
     return manifest.Target(
         name="cuda", weights=quantization.name if quantization else graphs.weights,
         library="onnxruntime", library_version=onnxruntime.__version__, machine="any", cpu_features=(),
-        embed=compiled(graphs.embed, "embed", *tying), segments=tuple(segments), head=head, tied_weight=tied_weight,
+        embed=compile_engine(graphs.embed, "embed", *tying_passes), segments=tuple(segments), head=head, tied_weight=tied_weight,
         segment_weight_bytes=tuple(sizes[path] for path in segments), head_weight_bytes=sizes[head] + tied_bytes,
     )  # fmt: skip
 
 
-def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
-    quantizing = [*_quantizing(quantization), QuantizeExpertsPass(quantization)] if quantization else []
+def _lowering_passes(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
+    quantize_passes = [*_quantize_passes(quantization), QuantizeExpertsPass(quantization)] if quantization else []
     return [
         FuseNarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),
@@ -85,9 +85,9 @@ def _lowering(max_length: int, quantization: Quantization | None) -> list[ir.pas
         PackQKVPass(),
         FuseSkipNormPass(),
         SplitNormScalesPass(),
-        *quantizing,
+        *quantize_passes,
     ]
 
 
-def _quantizing(how: Quantization) -> list[ir.passes.PassBase]:
-    return [QuantizeWeightsPass(how), FitProductsToCutlassPass()]
+def _quantize_passes(quantization: Quantization) -> list[ir.passes.PassBase]:
+    return [QuantizeWeightsPass(quantization), FitProductsToCutlassPass()]

@@ -23,15 +23,15 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.bitsandbytes_weights import STATES, of_4_bits
+from skipdecode.exporter.bitsandbytes_weights import STATE_NAMES, dequantise_4_bit
 from skipdecode.exporter.quantization_config import block_structure, layouts, quantization_config
 
 Read = Callable[[], torch.Tensor]
 Tensors = dict[str, torch.Tensor]  # of one matrix, by the ends of their names
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.tensor([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])  # E2M1, indexed by the bits
-_BITS = (2, 4, 8)  # widths of which a byte holds a whole number
-_ROWS_AT_A_TIME = 1024
+_PACKED_BITS = (2, 4, 8)  # widths of which a byte holds a whole number
+_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,44 +40,44 @@ class _Form:
 
     levels: str  # end of the name of the quantised numbers
     scales: str  # .. of their scales; without these a matrix is not quantised
-    more: tuple[str, ...] = ()  # .. of optional tensors
-    gives: str = ""  # .. of the dequantised matrix
-    numbers: Callable[[Tensors, Any], torch.Tensor]  # (tensors, the model's configuration) -> the dequantised matrix
+    optional: tuple[str, ...] = ()  # .. of optional tensors
+    result: str = ""  # .. of the dequantised matrix
+    dequantise: Callable[[Tensors, Any], torch.Tensor]  # (tensors, the model's configuration) -> the dequantised matrix
 
 
-def dequantised(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
+def dequantise_lazily(stored: Mapping[str, Read], config: Any) -> dict[str, Read]:
     """The stored tensors, with quantised matrices replaced by dequantised ones under the model's names; read on demand.
 
     Raises:
         ModelNotSupportedError: on reading, where tensors do not fit together.
     """
-    found = dict(stored)
+    readers = dict(stored)
     for form in _FORMS.get(quantization_config(config).get("quant_method"), ()):
         for name in [name for name in stored if name.endswith(form.levels)]:
             stem = name.removesuffix(form.levels)
             if stem + form.scales not in stored:
                 continue
-            ends = [end for end in (form.levels, form.scales, *form.more) if stem + end in stored]
-            parts = {end: found.pop(stem + end) for end in ends}
-            found[stem + form.gives] = partial(_read, stem + form.gives, form, parts, config)
-    return found
+            ends = [end for end in (form.levels, form.scales, *form.optional) if stem + end in stored]
+            parts = {end: readers.pop(stem + end) for end in ends}
+            readers[stem + form.result] = partial(_read_dequantised, stem + form.result, form, parts, config)
+    return readers
 
 
-def _read(name: str, form: _Form, parts: Mapping[str, Read], config: Any) -> torch.Tensor:
+def _read_dequantised(name: str, form: _Form, parts: Mapping[str, Read], config: Any) -> torch.Tensor:
     tensors = {end: read() for end, read in parts.items()}
-    found = " and ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors.values())
+    description = " and ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors.values())
     try:
-        return form.numbers(tensors, config)
+        return form.dequantise(tensors, config)
     except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:  # ours first, then torch's and JSON's
-        why = f"{found}{f': {error}' if isinstance(error, ValueError) and str(error) else ''}"
+        why = f"{description}{f': {error}' if isinstance(error, ValueError) and str(error) else ''}"
         raise ModelNotSupportedError(f"{name} cannot be put together ({why})", "give an unquantised checkpoint") from error
 
 
-def _in_blocks(tensors: Tensors, config: Any) -> torch.Tensor:
-    return _unscale(tensors[""], tensors["_scale_inv"], quantization_config(config).get("weight_block_size"), _FP8)
+def _block_fp8(tensors: Tensors, config: Any) -> torch.Tensor:
+    return _scale_blocks(tensors[""], tensors["_scale_inv"], quantization_config(config).get("weight_block_size"), _FP8_DTYPES)
 
 
-def _unscale(
+def _scale_blocks(
     matrix: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None, dtypes: Container[torch.dtype]
 ) -> torch.Tensor:
     """Multiply a matrix [..,N,K] by factors [..,ceil(N/n),ceil(K/k)] of blocks [n,k]; `block` None: by one factor for all.
@@ -85,9 +85,9 @@ def _unscale(
     transformers' FP8 dequantiser divides the matrix evenly into as many blocks as there are factors, which is wrong where the
     last block is smaller.
     """
-    *more, rows, columns = matrix.shape if matrix.ndim > 1 else (0, 0)
+    *leading, rows, columns = matrix.shape if matrix.ndim > 1 else (0, 0)
     height, width = block or (rows, columns)
-    blocks = torch.Size((*more, -(-rows // height), -(-columns // width))) if rows and columns else torch.Size((0,))
+    blocks = torch.Size((*leading, -(-rows // height), -(-columns // width))) if rows and columns else torch.Size((0,))
     if matrix.dtype not in dtypes or not scales.is_floating_point() or scales.numel() != blocks.numel():
         raise ValueError(f"with blocks of {height} x {width}")
     factors = scales.float().reshape(blocks).repeat_interleave(height, dim=-2)[..., :rows, :]
@@ -97,7 +97,7 @@ def _unscale(
     return weight
 
 
-def _in_mxfp4(tensors: Tensors, config: Any) -> torch.Tensor:
+def _mxfp4(tensors: Tensors, config: Any) -> torch.Tensor:
     """Blocks [E,N,K/32,16] of two numbers a byte and exponents [E,N,K/32], both uint8 -> [E,K,N] in bf16, which is exact."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     if {blocks.dtype, scales.dtype} != {torch.uint8} or blocks.ndim != 4 or blocks.shape[:-1] != scales.shape:
@@ -114,12 +114,12 @@ def _compressed(tensors: Tensors, config: Any) -> torch.Tensor:
     matrix, scales, zeros = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
     if matrix.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return matrix  # left in floats by training that only simulates quantisation
-    dtypes = (*_FP8, torch.int8)
+    dtypes = (*_FP8_DTYPES, torch.int8)
     if matrix.dtype not in dtypes or matrix.ndim != 2:
         raise ValueError
     if scales.ndim == 2 and scales.numel() > 1 and scales.shape[0] != matrix.shape[0]:
-        return _unscale(matrix, scales, block_structure(quantization_config(config)), dtypes)
-    return _grouped(matrix, _by_row(_factors(scales), matrix), 0 if zeros is None else _by_row(zeros, matrix))
+        return _scale_blocks(matrix, scales, block_structure(quantization_config(config)), dtypes)
+    return _dequantise_groups(matrix, _per_row(_scale_factors(scales), matrix), 0 if zeros is None else _per_row(zeros, matrix))
 
 
 def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
@@ -129,26 +129,28 @@ def _packed(tensors: Tensors, config: Any) -> torch.Tensor:
     """
     packed, scales, zeros = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
     if packed.dtype == torch.uint8:
-        return _grouped(_fp4(packed), _factors(scales) / tensors.get("weight_global_scale", 1.0), 0)
+        return _dequantise_groups(_unpack_fp4(packed), _scale_factors(scales) / tensors.get("weight_global_scale", 1.0), 0)
     rows, columns = (int(size) for size in tensors["weight_shape"])
     bits = packed.shape[1] * 32 // columns
-    levels, middle = _unpacked(packed, bits)[:, :columns], 1 << (bits - 1)
+    levels, middle = _unpack_words(packed, bits)[:, :columns], 1 << (bits - 1)
     if zeros is None:
-        around: torch.Tensor | int = middle
+        zero_points: torch.Tensor | int = middle
     elif zeros.dtype == torch.int32:
-        around = _unpacked(zeros.T, bits)[:, :rows].T
+        zero_points = _unpack_words(zeros.T, bits)[:, :rows].T
     else:
-        around = _by_row(zeros, levels).float() + middle
+        zero_points = _per_row(zeros, levels).float() + middle
     if levels.shape != (rows, columns):
         raise ValueError
     groups = tensors.get("weight_g_idx")
-    return _grouped(levels, _by_row(scales, levels), around, None if groups is None or (groups < 0).all() else groups)
+    return _dequantise_groups(
+        levels, _per_row(scales, levels), zero_points, None if groups is None or (groups < 0).all() else groups
+    )
 
 
 def _modelopt(tensors: Tensors, config: Any) -> torch.Tensor:
     """A matrix [N,K] in FP8 with its scale, or FP4 [N, K / 2] in uint8 with scales [N, K / 16] and one that multiplies all."""
     if tensors["weight"].dtype == torch.uint8:
-        return _grouped(_fp4(tensors["weight"]), tensors["weight_scale"].float() * tensors["weight_scale_2"], 0)
+        return _dequantise_groups(_unpack_fp4(tensors["weight"]), tensors["weight_scale"].float() * tensors["weight_scale_2"], 0)
     return _compressed(tensors, config)
 
 
@@ -159,23 +161,23 @@ def _gptq(tensors: Tensors, config: Any) -> torch.Tensor:
     """
     scales, groups = tensors["scales"], tensors.get("g_idx")
     bits = tensors["qzeros"].shape[1] * 32 // scales.shape[1]
-    zeros = _unpacked(tensors["qzeros"], bits)
+    zeros = _unpack_words(tensors["qzeros"], bits)
     if "gptq" in layouts(quantization_config(config)):
         zeros = (zeros + 1) & ((1 << bits) - 1)
-    levels = _unpacked(tensors["qweight"].T, bits)
-    groups = _in_order(levels.shape[1], len(scales), config) if groups is None else groups  # AutoRound writes no g_idx
-    return _turned(_grouped(levels, scales.T, zeros.T, groups), config)
+    levels = _unpack_words(tensors["qweight"].T, bits)
+    groups = _groups_by_size(levels.shape[1], len(scales), config) if groups is None else groups  # AutoRound writes no g_idx
+    return _oriented(_dequantise_groups(levels, scales.T, zeros.T, groups), config)
 
 
 def _awq(tensors: Tensors, config: Any) -> torch.Tensor:
     """Levels [K, N * 4 / 32] and zero points [groups, N * 4 / 32] in int32, eight numbers a word in AWQ's own order."""
-    levels, zeros = (_unpacked(tensors[name], 4) for name in ("qweight", "qzeros"))
+    levels, zeros = (_unpack_words(tensors[name], 4) for name in ("qweight", "qzeros"))
     order = torch.arange(levels.shape[1]).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten()
-    groups = _in_order(len(levels), len(tensors["scales"]), config)
-    return _turned(_grouped(levels[:, order].T, tensors["scales"].T, zeros[:, order].T, groups), config)
+    groups = _groups_by_size(len(levels), len(tensors["scales"]), config)
+    return _oriented(_dequantise_groups(levels[:, order].T, tensors["scales"].T, zeros[:, order].T, groups), config)
 
 
-def _in_order(columns: int, count: int, config: Any) -> torch.Tensor | None:
+def _groups_by_size(columns: int, count: int, config: Any) -> torch.Tensor | None:
     """The group of each input, by the configured group size; the last group may be shorter. None: all groups are equally long."""
     size = quantization_config(config).get("group_size")
     return torch.arange(columns) // size if isinstance(size, int) and size > 0 and -(-columns // size) == count else None
@@ -189,56 +191,56 @@ def _bitnet(tensors: Tensors, config: Any) -> torch.Tensor:
     packed, scale = tensors["weight"], tensors["weight_scale"].float()
     if packed.dtype != torch.uint8 or packed.ndim != 2 or scale.numel() != 1:
         raise ValueError
-    levels = _fields(packed, 2).unflatten(1, (-1, 4)).movedim(2, 0).flatten(0, 1)
+    levels = _unpack_bytes(packed, 2).unflatten(1, (-1, 4)).movedim(2, 0).flatten(0, 1)
     multiplies = quantization_config(config).get("linear_class") == "autobitlinear"
-    return _grouped(levels, _by_row(scale if multiplies else 1 / scale, levels), 1)
+    return _dequantise_groups(levels, _per_row(scale if multiplies else 1 / scale, levels), 1)
 
 
 def _bitsandbytes_4(tensors: Tensors, config: Any) -> torch.Tensor:
-    return _turned(of_4_bits(tensors), config)
+    return _oriented(dequantise_4_bit(tensors), config)
 
 
 def _bitsandbytes_8(tensors: Tensors, config: Any) -> torch.Tensor:
     """LLM.int8() (arXiv 2208.07339): a matrix [N,K] in int8, not in a GPU kernel's order, and each row's absolute maximum [N]."""
-    matrix, largest, order = tensors["weight"], tensors["SCB"], tensors.get("weight_format")
-    if matrix.dtype != torch.int8 or matrix.ndim != 2 or largest.shape != matrix.shape[:1] or (order is not None and order.any()):
+    matrix, maxima, order = tensors["weight"], tensors["SCB"], tensors.get("weight_format")
+    if matrix.dtype != torch.int8 or matrix.ndim != 2 or maxima.shape != matrix.shape[:1] or (order is not None and order.any()):
         raise ValueError
-    return _turned(_grouped(matrix, largest.float()[:, None] / 127, 0), config)
+    return _oriented(_dequantise_groups(matrix, maxima.float()[:, None] / 127, 0), config)
 
 
-def _turned(weight: torch.Tensor, config: Any) -> torch.Tensor:
+def _oriented(weight: torch.Tensor, config: Any) -> torch.Tensor:
     """A matrix [N,K] in the model's orientation: GPT-2 has [K,N]."""
     return weight.T if config.model_type == "gpt2" else weight
 
 
-def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Words [N,M] in int32 -> levels [N, M * 32 / bits] in uint8, the lowest bits of a word first."""
-    if packed.dtype != torch.int32 or packed.ndim != 2 or bits not in _BITS:
+    if packed.dtype != torch.int32 or packed.ndim != 2 or bits not in _PACKED_BITS:
         raise ValueError(f"{bits} bits")
-    return _fields(packed.contiguous().view(torch.uint8), bits)
+    return _unpack_bytes(packed.contiguous().view(torch.uint8), bits)
 
 
-def _fields(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """Bytes [N,M] -> [N, M * 8 / bits], the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return ((numbers[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
-def _fp4(packed: torch.Tensor) -> torch.Tensor:
-    return _FP4[_fields(packed, 4).int()]
+def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    return _FP4[_unpack_bytes(packed, 4).int()]
 
 
-def _factors(scales: torch.Tensor) -> torch.Tensor:
+def _scale_factors(scales: torch.Tensor) -> torch.Tensor:
     """Scales in fp32; the MX formats store exponents of 2 (E8M0) in uint8."""
     return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
 
 
-def _by_row(scales: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def _per_row(scales: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Reshape one scale for the whole matrix [N,K], or one per row, to [N,1]; several per row stay as they are."""
     return scales.reshape(-1, 1).expand(matrix.shape[0], 1) if scales.numel() == 1 or scales.ndim == 1 else scales
 
 
-def _grouped(
+def _dequantise_groups(
     levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | int, groups: torch.Tensor | None = None
 ) -> torch.Tensor:
     """(levels [N,K] - zeros [N,G]) * scales [N,G], in fp32; `groups` [K]: each input's group; None: equal groups in order."""
@@ -252,38 +254,40 @@ def _grouped(
     if index.shape != (columns,) or not 0 <= int(index.min()) <= int(index.max()) < count:
         raise ValueError
     weight = torch.empty(rows, columns)
-    for start in range(0, rows, _ROWS_AT_A_TIME):  # scales and zero points per number would take two more matrices
-        part = slice(start, start + _ROWS_AT_A_TIME)
-        around = zeros[part].float()[:, index] if isinstance(zeros, torch.Tensor) else zeros
-        torch.mul(levels[part].float() - around, scales[part].float()[:, index], out=weight[part])
+    for start in range(0, rows, _CHUNK_ROWS):  # scales and zero points per number would take two more matrices
+        part = slice(start, start + _CHUNK_ROWS)
+        zero_points = zeros[part].float()[:, index] if isinstance(zeros, torch.Tensor) else zeros
+        torch.mul(levels[part].float() - zero_points, scales[part].float()[:, index], out=weight[part])
     return weight
 
 
 _FORMS: dict[str | None, tuple[_Form, ...]] = {  # quant_method -> how files hold its matrices
-    "fp8": (_Form(levels="", scales="_scale_inv", numbers=_in_blocks),),
-    "mxfp4": (_Form(levels="_blocks", scales="_scales", numbers=_in_mxfp4),),
+    "fp8": (_Form(levels="", scales="_scale_inv", dequantise=_block_fp8),),
+    "mxfp4": (_Form(levels="_blocks", scales="_scales", dequantise=_mxfp4),),
     "compressed-tensors": (
-        _Form(levels="weight", scales="weight_scale", more=("weight_zero_point",), gives="weight", numbers=_compressed),
+        _Form(levels="weight", scales="weight_scale", optional=("weight_zero_point",), result="weight", dequantise=_compressed),
         _Form(
             levels="weight_packed",
             scales="weight_scale",
-            more=("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
-            gives="weight",
-            numbers=_packed,
+            optional=("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
+            result="weight",
+            dequantise=_packed,
         ),
     ),
-    "modelopt": (_Form(levels="weight", scales="weight_scale", more=("weight_scale_2",), gives="weight", numbers=_modelopt),),
-    "gptq": (_Form(levels="qweight", scales="scales", more=("qzeros", "g_idx"), gives="weight", numbers=_gptq),),
-    "awq": (_Form(levels="qweight", scales="scales", more=("qzeros",), gives="weight", numbers=_awq),),
-    "bitnet": (_Form(levels="weight", scales="weight_scale", gives="weight", numbers=_bitnet),),
+    "modelopt": (
+        _Form(levels="weight", scales="weight_scale", optional=("weight_scale_2",), result="weight", dequantise=_modelopt),
+    ),
+    "gptq": (_Form(levels="qweight", scales="scales", optional=("qzeros", "g_idx"), result="weight", dequantise=_gptq),),
+    "awq": (_Form(levels="qweight", scales="scales", optional=("qzeros",), result="weight", dequantise=_awq),),
+    "bitnet": (_Form(levels="weight", scales="weight_scale", result="weight", dequantise=_bitnet),),
     "bitsandbytes": (
         _Form(
             levels="weight",
             scales="weight.absmax",
-            more=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *STATES),
-            gives="weight",
-            numbers=_bitsandbytes_4,
+            optional=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *STATE_NAMES),
+            result="weight",
+            dequantise=_bitsandbytes_4,
         ),
-        _Form(levels="weight", scales="SCB", more=("weight_format",), gives="weight", numbers=_bitsandbytes_8),
+        _Form(levels="weight", scales="SCB", optional=("weight_format",), result="weight", dequantise=_bitsandbytes_8),
     ),
 }

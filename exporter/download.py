@@ -28,15 +28,15 @@ from skipdecode.child_process import command_of, end_with
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.hub_errors import explain
 
-_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+_WANTED_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights in some repositories
 
 
-def download(name: str, told: Callable[[int, int], None]) -> Path:
+def download(name: str, on_progress: Callable[[int, int], None]) -> Path:
     """Download a hub id's config, tokenizer and weights to huggingface_hub's cache: safetensors, or `.bin` if there are none.
 
     Args:
-        told: called with the bytes received and their total; an exception that it raises ends the download.
+        on_progress: called with the bytes received and their total; an exception that it raises ends the download.
 
     Raises:
         ModelNotSupportedError: the hub cannot be reached or does not serve the model, or the disk has no room for it.
@@ -46,14 +46,14 @@ def download(name: str, told: Callable[[int, int], None]) -> Path:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            with process.stdin as given:
-                json.dump({"name": name, "parent": os.getpid()}, given)
+            with process.stdin as stdin:
+                json.dump({"name": name, "parent": os.getpid()}, stdin)
             for message in map(json.loads, process.stdout):
                 if "folder" in message:
                     return Path(message["folder"])
                 if "what" in message:
                     raise ModelNotSupportedError(message["what"], message["remedy"], where=name)
-                told(message["done"], message["total"])
+                on_progress(message["done"], message["total"])
         except BaseException:
             process.kill()
             raise
@@ -69,42 +69,42 @@ def _main() -> int:
         folder = _fetch(request["name"])
     except (OSError, ValueError) as error:
         what, remedy = explain(error)
-        _say(what=what, remedy=remedy)
+        _emit(what=what, remedy=remedy)
         return 1
-    _say(folder=str(folder))
+    _emit(folder=str(folder))
     return 0
 
 
 def _fetch(name: str) -> Path:
-    folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_OTHER_COPIES, tqdm_class=_telling()))
+    folder = Path(snapshot_download(name, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class()))
     if not any(folder.glob("model*.safetensors")):
-        snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES, tqdm_class=_telling())
+        snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
     return folder
 
 
-def _telling() -> Any:
+def _bar_class() -> Any:
     """A class for huggingface_hub's progress bars that draws nothing; bars that count bytes report their progress."""
-    lock, most = Lock(), 0
+    lock, bytes_done = Lock(), 0
 
-    class Telling(tqdm):  # type: ignore[misc]
+    class ProgressBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            for own in ("name", "disable"):  # arguments of huggingface_hub's own class
-                options.pop(own, None)
+            for name in ("name", "disable"):  # arguments of huggingface_hub's own class
+                options.pop(name, None)
             super().__init__(*arguments, **options, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
         def update(self, n: float | None = 1) -> bool | None:
-            nonlocal most
-            drawn: bool | None = super().update(n)
+            nonlocal bytes_done
+            displayed: bool | None = super().update(n)
             if self.unit == "B" and self.total:
                 with lock:  # there is a thread per file; one bar counts bytes received, another bytes written
-                    most = max(most, int(self.n))
-                    _say(done=most, total=int(self.total))
-            return drawn
+                    bytes_done = max(bytes_done, int(self.n))
+                    _emit(done=bytes_done, total=int(self.total))
+            return displayed
 
-    return Telling
+    return ProgressBar
 
 
-def _say(**message: object) -> None:
+def _emit(**message: object) -> None:
     print(json.dumps(message), flush=True)
 
 

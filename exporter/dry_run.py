@@ -11,18 +11,18 @@ import torch
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.architectures import decoder_parts, settle
-from skipdecode.exporter.config_json import place, taking_config
+from skipdecode.exporter.architectures import decoder_parts, freeze_rotary
+from skipdecode.exporter.config_json import blaming_config, config_origin
 
 _TOKENS = 2  # every row has at least two, and a model may have no more positions
-_ASKS_FOR_NUMBERS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+_DATA_DEPENDENT_ERRORS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def check_runs(config: Any) -> None:
     """Let transformers run the model on fake tensors, which takes no memory, and a few seconds for the deepest models.
 
     A fault found here would otherwise appear while a layer is traced, after all weights have been written, and look like a fault
-    of the tracing. Of this project's code only `settle` runs here.
+    of the tracing. Of this project's code only `freeze_rotary` runs here.
 
     Raises:
         ModelNotSupportedError: transformers itself cannot run the model of this configuration.
@@ -31,10 +31,10 @@ def check_runs(config: Any) -> None:
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     config._experts_implementation = "batched_mm"  # the default counts the tokens of each expert, which takes numbers
-    with fake_tensor.FakeTensorMode(), torch.no_grad(), taking_config(place(config)):
+    with fake_tensor.FakeTensorMode(), torch.no_grad(), blaming_config(config_origin(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         rotary = decoder_parts(model).rotary
         if rotary is not None:
-            settle(rotary)
-        with suppress(*_ASKS_FOR_NUMBERS):  # run as far as shapes allow; no supported model's forward needs numbers
+            freeze_rotary(rotary)
+        with suppress(*_DATA_DEPENDENT_ERRORS):  # run as far as shapes allow; no supported model's forward needs numbers
             model(torch.zeros(1, _TOKENS, dtype=torch.int64), use_cache=False)

@@ -19,10 +19,10 @@ from skipdecode.exporter.attention import emit_operator
 EXPERTS_NAME = "skipdecode_onnx"
 
 
-def _experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _all_experts(module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """hidden [T,H], the K of E experts `chosen` for each token [T,K] int64, and their weights [T,K] -> [T,H]."""
-    products = _biased if module.has_bias else _gated if module.has_gate else _squared
-    return _weighed(products(module, hidden), hidden, chosen, weights)
+    experts = _gpt_oss_experts if module.has_bias else _gated_experts if module.has_gate else _nemotron_h_experts
+    return _weighted_sum(experts(module, hidden), hidden, chosen, weights)
 
 
 def llama_4_mixture(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,30 +32,30 @@ def llama_4_mixture(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     best, chosen = torch.topk(logits, 1, dim=-1)
     scaled = hidden * torch.sigmoid(best.float()).to(hidden.dtype)
     weights = torch.softmax(best, dim=-1)  # always 1; shows `fuse_router` that only the logits choose
-    return self.shared_expert(hidden) + _weighed(_halved(self.experts, scaled), scaled, chosen, weights), logits
+    return self.shared_expert(hidden) + _weighted_sum(_llama_4_experts(self.experts, scaled), scaled, chosen, weights), logits
 
 
-def _weighed(products: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(outputs: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum every expert's output [E,T,H], times its weight or 0, to [T,H]."""
-    weights, experts = weights.to(hidden.dtype), products.shape[0]
+    weights, experts = weights.to(hidden.dtype), outputs.shape[0]
     # a product: ONNX Runtime's CUDA provider leaves nodes that make zeros of a size known only at run time to the CPU
-    none = torch.matmul(weights, torch.zeros(weights.shape[1], experts, dtype=hidden.dtype))
-    shares = none.scatter(1, chosen, weights)
-    weighed, first = products * shares.T[:, :, None], torch.zeros(1, dtype=torch.int64)
+    zeros = torch.matmul(weights, torch.zeros(weights.shape[1], experts, dtype=hidden.dtype))
+    token_weights = zeros.scatter(1, chosen, weights)
+    weighed, axes = outputs * token_weights.T[:, :, None], torch.zeros(1, dtype=torch.int64)
     # emitted directly, since torch's sum of narrow floats would be traced with a cast to fp32 first
-    return emit_operator("ReduceSum", weighed, first, shape=hidden.shape, keepdims=0)
+    return emit_operator("ReduceSum", weighed, axes, shape=hidden.shape, keepdims=0)
 
 
-def _gated(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _gated_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Experts with a gate, [T,H] -> [E,T,H]: `gate_up_proj` [E,2I,H], gate rows before up rows, and `down_proj` [E,H,I]."""
     tokens, width = hidden.shape
     experts, doubled, _ = module.gate_up_proj.shape
-    both = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
-    gate, up = both.split(doubled // 2, dim=-1)
+    gate_and_up = _matmul(hidden[None], module.gate_up_proj.transpose(1, 2), (experts, tokens, doubled))
+    gate, up = gate_and_up.split(doubled // 2, dim=-1)
     return _matmul(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), (experts, tokens, width))
 
 
-def _halved(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _llama_4_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Llama 4's experts: `gate_up_proj` [E,H,2I], gate columns before up columns, and `down_proj` [E,I,H]."""
     tokens, width = hidden.shape
     experts, _, doubled = module.gate_up_proj.shape
@@ -63,7 +63,7 @@ def _halved(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return _matmul(torch.nn.functional.silu(gate) * up, module.down_proj, (experts, tokens, width))
 
 
-def _squared(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _nemotron_h_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Nemotron-H's experts, with a squared ReLU and no gate: `up_proj` [E,I,H] and `down_proj` [E,H,I]."""
     tokens, width = hidden.shape
     experts, inner, _ = module.up_proj.shape
@@ -71,12 +71,12 @@ def _squared(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return _matmul(torch.relu(up) ** 2, module.down_proj.transpose(1, 2), (experts, tokens, width))
 
 
-def _biased(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def _gpt_oss_experts(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """gpt-oss' experts: `gate_up_proj` [E,H,2I], columns gate, up, gate, up, .., and `down_proj` [E,I,H], both with a bias."""
     tokens, width = hidden.shape
     experts, _, doubled = module.gate_up_proj.shape
-    both = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)) + module.gate_up_proj_bias[:, None]
-    inner = module._apply_gate(both)  # the model's own, which clamps
+    gate_and_up = _matmul(hidden[None], module.gate_up_proj, (experts, tokens, doubled)) + module.gate_up_proj_bias[:, None]
+    inner = module._apply_gate(gate_and_up)  # the model's own, which clamps
     return _matmul(inner, module.down_proj, (experts, tokens, width)) + module.down_proj_bias[:, None]
 
 
@@ -85,4 +85,4 @@ def _matmul(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> 
     return emit_operator("MatMul", left, right, shape=shape)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _all_experts)

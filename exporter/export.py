@@ -19,14 +19,14 @@ from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.cpu_target import compile_cpu
 from skipdecode.exporter.cuda_target import compile_cuda
 from skipdecode.exporter.dry_run import check_runs
-from skipdecode.exporter.feasible import check_feasible, choose_max_length, layers_per_segment
+from skipdecode.exporter.feasible import check_feasible, choose_max_length, max_layers_per_segment
 from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.output_folder import fresh_folder, real_out
-from skipdecode.exporter.quantization_config import in_few_bits
+from skipdecode.exporter.quantization_config import has_at_most_4_bits
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.targets import TargetRequest, choose_dtype
@@ -64,20 +64,21 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     targets = check_request(request)
     job = _decide(request, targets, report)
     config = job.skeleton.config
-    ends = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)  # -1 in some models means none
+    # -1 in some models means none
+    eos_ids = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)
     warn_of_unapplied(job.checkpoint)
     with fresh_folder(request.out, request.force) as partial:
         copy_tokenizer(job.checkpoint, partial, config, job.limits.max_length)
         weights = _store_weights(job, partial, report)
         graphs, variants = _write_graphs(job, partial, weights, report)
-        compiled = []
+        compiled_targets = []
         for index, target in enumerate(targets):
-            part = _part_of(report, 0.5 + 0.5 * index / len(targets), 0.5 / len(targets))
-            compiled.append(_compile(job, target, partial, graphs, part))
+            target_report = _scaled_report(report, 0.5 + 0.5 * index / len(targets), 0.5 / len(targets))
+            compiled_targets.append(_compile(job, target, partial, graphs, target_report))
         if request.slim:
             shutil.rmtree(partial / manifest.GRAPHS)
             variants = dict.fromkeys(variants)
-        return _write_manifest(job, partial, ends, variants, compiled)
+        return _write_manifest(job, partial, eos_ids, variants, compiled_targets)
 
 
 def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: Report) -> Job:
@@ -94,14 +95,14 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
     if folder is None and not request.random_weights:
         folder = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
         skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # rebuilt: only the checkpoint shows what is tied
-    most = layers_per_segment(request, targets, skeleton)
+    max_layers = max_layers_per_segment(request, targets, skeleton)
     return Job(
         request=request,
         checkpoint=folder,
         skeleton=skeleton,
         limits=limits,
         schedule=schedule,
-        plan=plan_variants(schedule, max_layers_per_segment=most, border=skeleton.first_keeping_none),
+        plan=plan_variants(schedule, max_layers_per_segment=max_layers, border=skeleton.first_layer_keeping_nothing),
         quantization=_quantization(request, targets, skeleton.config),
     )
 
@@ -122,18 +123,18 @@ def _quantization(request: ExportRequest, targets: Sequence[TargetRequest], conf
 
     Checkpoints in 4 bits leave embedding and head wide. In 4 bits these would make nearly all of the error, so they get 8.
     """
-    bits, few = QUANTIZED_BITS[request.quantize], in_few_bits(config)
+    bits, has_few_bits = QUANTIZED_BITS[request.quantize], has_at_most_4_bits(config)
     if bits is not None:
         return Quantization(
-            bits=bits, method=request.quantize_method, block_size=request.quantize_block, outer_bits=8 if few else None
+            bits=bits, method=request.quantize_method, block_size=request.quantize_block, outer_bits=8 if has_few_bits else None
         )
-    if few:
-        said = "the checkpoint's weights are in 4 bits or less, those for %s are not; --quantize int4 keeps them"
-        logger.warning(said, " and ".join(target.name for target in targets))
+    if has_few_bits:
+        message = "the checkpoint's weights are in 4 bits or less, those for %s are not; --quantize int4 keeps them"
+        logger.warning(message, " and ".join(target.name for target in targets))
     return None
 
 
-def _part_of(report: Report, start: float, share: float) -> Report:
+def _scaled_report(report: Report, start: float, share: float) -> Report:
     return lambda what, done: report(what, start + share * done)
 
 
@@ -165,9 +166,9 @@ def _write_graphs(job: Job, partial: Path, weights: WeightFile, report: Report) 
         ir.save(graph, partial / manifest.GRAPHS / f"{graph.graph.name}.onnx")
     variants: dict[int, str | None] = {}
     for count, indices in job.plan.variants:
-        chosen = [graphs.layers[layer] for index in indices for layer in job.plan.segments[index]]
+        layers = [graphs.layers[layer] for index in indices for layer in job.plan.segments[index]]
         path = f"{manifest.GRAPHS}/v{count}.onnx"
-        ir.save(stitch([embed, *chosen, head], name=f"v{count}"), partial / path)
+        ir.save(stitch([embed, *layers, head], name=f"v{count}"), partial / path)
         variants[count] = path
     return graphs, variants
 
@@ -183,7 +184,7 @@ def _compile(job: Job, target: TargetRequest, partial: Path, graphs: StandardGra
 def _write_manifest(
     job: Job,
     partial: Path,
-    ends: tuple[int, ...],
+    eos_ids: tuple[int, ...],
     variants: dict[int, str | None],
     targets: Sequence[manifest.Target],
 ) -> manifest.Manifest:
@@ -191,7 +192,7 @@ def _write_manifest(
     paths = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     result = manifest.Manifest(
         format_version=manifest.FORMAT_VERSION,
-        model=_model(job, ends),
+        model=_describe_model(job, eos_ids),
         dtype=str(job.skeleton.dtype).removeprefix("torch."),
         limits=job.limits,
         schedule=schedule,
@@ -208,7 +209,7 @@ def _write_manifest(
     return result
 
 
-def _model(job: Job, ends: tuple[int, ...]) -> Model:
+def _describe_model(job: Job, eos_ids: tuple[int, ...]) -> Model:
     skeleton, config = job.skeleton, job.skeleton.config
     return Model(
         name=os.path.basename(os.path.abspath(job.request.model)),  # for `.` the name of the folder
@@ -221,5 +222,5 @@ def _model(job: Job, ends: tuple[int, ...]) -> Model:
         state_layers=skeleton.state_layers,
         vocab_size=skeleton.vocab_size,
         num_parameters=skeleton.num_parameters,
-        eos_token_ids=ends,
+        eos_token_ids=eos_ids,
     )

@@ -12,8 +12,8 @@ import torch
 from skipdecode import manifest
 from skipdecode.cuda import Gpu, gpu_at_hand
 from skipdecode.errors import BundleError, ModelNotSupportedError, TargetError
-from skipdecode.exporter.architectures import GELU_OF_EXPERTS
-from skipdecode.exporter.config_json import place
+from skipdecode.exporter.architectures import EXPERTS_GELU
+from skipdecode.exporter.config_json import config_origin
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.targets import TargetRequest
@@ -21,8 +21,8 @@ from skipdecode.exporter.tensorrt_target import HALF_BYTES, check_tensorrt, slot
 from skipdecode.graph_passes.compile_ort import check_packs_quantised
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions, check_gpu
 from skipdecode.graph_passes.quantization import BLOCK_SIZES
-from skipdecode.kv_buffer import LEAST_SLOTS, fixed_slots, slots_per_layer, state_bytes
-from skipdecode.model import kept
+from skipdecode.kv_buffer import MIN_SLOTS, fixed_slots, slots_per_layer, state_bytes
+from skipdecode.model import layer_group
 from skipdecode.schedule import Schedule
 
 DEFAULT_MAX_LENGTH = 2048
@@ -30,7 +30,7 @@ DEFAULT_MAX_LENGTH = 2048
 # segment; larger segments would take more memory at export and while plans are built. A GPU reads 256 MiB in 0.06 ms, so the 9 us
 # that a border between segments costs it (a sum and a norm are not fused there) would weigh far more. Its segments are larger.
 SEGMENT_BYTES, CUDA_SEGMENT_BYTES = 256 << 20, 2 << 30
-_EXPERTS = "experts.down_proj"  # end of the name of experts' matrices in transformers
+_EXPERTS_SUFFIX = "experts.down_proj"  # end of the name of experts' matrices in transformers
 
 
 def choose_max_length(request: ExportRequest, config: Any) -> int:
@@ -44,12 +44,12 @@ def choose_max_length(request: ExportRequest, config: Any) -> int:
     longest = getattr(config, "max_position_embeddings", None)
     if longest == 1:
         raise ModelNotSupportedError(
-            "max_position_embeddings is 1, which leaves no token to generate", "correct it", where=place(config)
+            "max_position_embeddings is 1, which leaves no token to generate", "correct it", where=config_origin(config)
         )
     return min(DEFAULT_MAX_LENGTH, longest) if isinstance(longest, int) and longest > 0 else DEFAULT_MAX_LENGTH
 
 
-def layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> int:
+def max_layers_per_segment(request: ExportRequest, targets: Sequence[TargetRequest], skeleton: Skeleton) -> int:
     """The most layers of a segment; all targets share one division into segments."""
     layer_bytes = int(max(skeleton.layer_parameters) * _compiled_itemsize(request, skeleton))
     return max(1, _segment_bytes(request, targets) // layer_bytes)
@@ -64,7 +64,7 @@ def check_feasible(
         TargetError: a target does not take the model with these options.
         BundleError: the disk is too full.
     """
-    if any(parameter.endswith(_EXPERTS) for parameter in skeleton.shapes):
+    if any(parameter.endswith(_EXPERTS_SUFFIX) for parameter in skeleton.shapes):
         _check_mixture(request, targets, skeleton)
     _check_builder(request, targets, skeleton, limits, schedule)
     if request.quantize != "none":
@@ -95,19 +95,19 @@ def _check_memory(request: ExportRequest, skeleton: Skeleton, limits: manifest.L
 
     def row_bytes(length: int) -> int:
         slots = fixed_slots(slots_per_layer(schedule, 1, length - 1), slots_of_plans(skeleton, schedule, length))
-        layers = (kept(skeleton.state_layers, skeleton.keys, layer) for layer in range(len(slots)))
+        layers = (layer_group(skeleton.state_layers, skeleton.keys, layer) for layer in range(len(slots)))
         return sum(state_bytes(layer, count, HALF_BYTES) for layer, count in zip(layers, slots, strict=True) if count)
 
     weights, row = int(_compiled_itemsize(request, skeleton) * skeleton.num_parameters), row_bytes(limits.max_length)
-    room = gpu.memory_bytes - weights
-    if row <= room:
+    available = gpu.memory_bytes - weights
+    if row <= available:
         return
-    fits = bisect.bisect_right(range(LEAST_SLOTS, limits.max_length, LEAST_SLOTS), room, key=row_bytes)
+    blocks_that_fit = bisect.bisect_right(range(MIN_SLOTS, limits.max_length, MIN_SLOTS), available, key=row_bytes)
     larger = "choose a larger GPU" if request.quantize == "int4" else "choose --quantize int4, or a larger GPU"
     raise TargetError(
         f"a row of {limits.max_length} tokens takes {row >> 20} MiB beside {weights >> 20} MiB of weights,"
         f" the GPU ({gpu.name}) has {gpu.memory_bytes >> 20} MiB",
-        f"choose {fits * LEAST_SLOTS} or less" if fits else larger, where="--max-length",
+        f"choose {blocks_that_fit * MIN_SLOTS} or less" if blocks_that_fit else larger, where="--max-length",
     )  # fmt: skip
 
 
@@ -124,18 +124,18 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], ske
     if not any(target.name == "cuda" for target in targets):
         return
     if skeleton.config.model_type == "gemma4_text":
-        raise TargetError(f"the experts have {GELU_OF_EXPERTS}, cuda's silu", "choose cpu or tensorrt-rtx", where="--target")
+        raise TargetError(f"the experts have {EXPERTS_GELU}, cuda's silu", "choose cpu or tensorrt-rtx", where="--target")
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of the weights that are packed on loading
-    for width, what in _widths(skeleton).items():
+    for width, what in _input_widths(skeleton).items():
         if width % multiple:
             remedy = "choose cpu" if width % 8 else "leave out --quantize, or choose cpu"
             raise TargetError(f"the {what} {width} is no multiple of {multiple}, as cuda needs it", remedy, where="--target")
 
 
-def _widths(skeleton: Skeleton) -> dict[int, str]:
+def _input_widths(skeleton: Skeleton) -> dict[int, str]:
     """Width -> description, for the inputs of nearly all matrices."""
     hidden = skeleton.config.hidden_size
-    matrices = (shape for name, shape in skeleton.shapes.items() if name.endswith(_EXPERTS))
+    matrices = (shape for name, shape in skeleton.shapes.items() if name.endswith(_EXPERTS_SUFFIX))
     experts = {size for shape in matrices for size in shape[1:]}  # [E,H,I] or transposed; H may be a projected width
     return dict.fromkeys(experts, "width of the experts") | {hidden: "hidden size"}
 
@@ -158,7 +158,7 @@ def _check_quantized(request: ExportRequest, targets: Sequence[TargetRequest], s
 
 def _check_block(block: int, skeleton: Skeleton) -> None:
     """Refuse blocks that do not divide the main widths; matrices of other widths may stay unquantised where blocks do not fit."""
-    for width, what in _widths(skeleton).items():
+    for width, what in _input_widths(skeleton).items():
         if width % block:
             raise TargetError(
                 f"the {what} {width} is no multiple of {block}, so the weights would stay as they are",
@@ -175,14 +175,14 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skelet
     out, itemsize = request.out, _compiled_itemsize(request, skeleton)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     fp32 = request.quantize == "none"
-    cpu = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form also holds the sum of its levels
-    compiled = sum(cpu if target.name == "cpu" else itemsize for target in targets)
+    cpu_itemsize = 2 * 4 if fp32 else 2.2 * itemsize  # a quantised block's packed form also holds the sum of its levels
+    compiled = sum(cpu_itemsize if target.name == "cpu" else itemsize for target in targets)
     layer = max(skeleton.layer_parameters) * itemsize
     segment = min(max(_segment_bytes(request, targets), layer), itemsize * skeleton.num_parameters)
     # an embedding on a GPU stays unquantised; where it is tied, the quantised head is a copy
     outside_layers = (skeleton.num_parameters - sum(skeleton.layer_parameters)) * skeleton.dtype.itemsize
-    wide = 0 if fp32 else outside_layers * sum(target.name != "cpu" for target in targets)
-    needed = int((skeleton.dtype.itemsize + compiled) * skeleton.num_parameters + wide + segment)
+    unquantised = 0 if fp32 else outside_layers * sum(target.name != "cpu" for target in targets)
+    needed = int((skeleton.dtype.itemsize + compiled) * skeleton.num_parameters + unquantised + segment)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(
@@ -191,8 +191,8 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skelet
 
 
 def _segment_bytes(request: ExportRequest, targets: Sequence[TargetRequest]) -> int:
-    own = CUDA_SEGMENT_BYTES if all(target.name == "cuda" for target in targets) else SEGMENT_BYTES
-    return request.segment_bytes or own
+    default = CUDA_SEGMENT_BYTES if all(target.name == "cuda" for target in targets) else SEGMENT_BYTES
+    return request.segment_bytes or default
 
 
 def _compiled_itemsize(request: ExportRequest, skeleton: Skeleton) -> float:

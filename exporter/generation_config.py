@@ -11,7 +11,7 @@ from skipdecode.exporter.config_json import read_settings
 
 logger = logging.getLogger(__name__)
 
-_NAME = "generation_config.json"
+_FILE_NAME = "generation_config.json"
 # settings that change greedy tokens in transformers -> values that change none
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "bad_words_ids": (),
@@ -32,13 +32,13 @@ def end_ids(folder: Path | None, config: Any) -> tuple[int, ...]:
         ModelNotSupportedError: a file cannot be read, or an id is not a whole number.
     """
     if folder is None:
-        found, where = config.eos_token_id, Path("config.json")
+        setting, where = config.eos_token_id, Path("config.json")
     else:
-        settings, where = _settings(folder)
-        found = settings.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+        settings, where = _read_settings(folder)
+        setting = settings.get("eos_token_id")
+    ids = setting if isinstance(setting, list) else [] if setting is None else [setting]
     if any(type(id_) is not int for id_ in ids):  # not isinstance: true and false would be ints
-        raise ModelNotSupportedError(f"eos_token_id is {found!r}", "write a whole number or a list of them", where=str(where))
+        raise ModelNotSupportedError(f"eos_token_id is {setting!r}", "write a whole number or a list of them", where=str(where))
     return tuple(ids)
 
 
@@ -50,18 +50,18 @@ def warn_of_unapplied(folder: Path | None) -> None:
     """
     if folder is None:
         return
-    settings, where = _settings(folder)
-    named = [name for name, neutral in _NEUTRAL.items() if settings.get(name) is not None and settings[name] not in neutral]
-    if named:
-        logger.warning("%s: bundles leave out %s, which transformers applies", where.name, ", ".join(named))
+    settings, where = _read_settings(folder)
+    unapplied = [name for name, neutral in _NEUTRAL.items() if settings.get(name) is not None and settings[name] not in neutral]
+    if unapplied:
+        logger.warning("%s: bundles leave out %s, which transformers applies", where.name, ", ".join(unapplied))
 
 
-def _settings(folder: Path) -> tuple[dict[str, Any], Path]:
+def _read_settings(folder: Path) -> tuple[dict[str, Any], Path]:
     """Settings for generation and the file they come from: generation_config.json, else config.json or a part of it."""
-    if (where := folder / _NAME).is_file():
+    if (where := folder / _FILE_NAME).is_file():
         return read_settings(where), where
-    whole = read_settings(where := folder / "config.json")
-    parts = [whole[name] for name in ("decoder", "generator", "text_config") if isinstance(whole.get(name), dict)]
+    config_json = read_settings(where := folder / "config.json")
+    parts = [config_json[name] for name in ("decoder", "generator", "text_config") if isinstance(config_json.get(name), dict)]
     names = ("eos_token_id", *_NEUTRAL)
-    found = {name: next((part[name] for part in (whole, *parts) if part.get(name) is not None), None) for name in names}
-    return found, where
+    settings = {name: next((part[name] for part in (config_json, *parts) if part.get(name) is not None), None) for name in names}
+    return settings, where

@@ -17,25 +17,25 @@ import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
 
-from skipdecode.exporter.altup import Merged
+from skipdecode.exporter.altup import StreamMean
 from skipdecode.exporter.architectures import (
     INDEXED,
     OWN_ATTENTION,
-    STATES_ALONE,
+    STATE_ONLY,
     DecoderParts,
     attention_window,
     decoder_parts,
+    freeze_rotary,
     layer_keys,
     layer_kind,
     rotary_base,
-    rotary_with,
-    settle,
+    rotary_for_base,
 )
 from skipdecode.exporter.attention import ATTENTION_NAME
-from skipdecode.exporter.config_json import allowing_empty_weights, place, taking_config
+from skipdecode.exporter.config_json import allowing_empty_weights, blaming_config, config_origin
 from skipdecode.exporter.experts import EXPERTS_NAME
 from skipdecode.exporter.layout import Report
-from skipdecode.exporter.own_attention import through_interface
+from skipdecode.exporter.own_attention import replace_forwards
 from skipdecode.exporter.per_layer_inputs import hidden_width, input_size, widen_embedding
 from skipdecode.exporter.state_layers import state_layers
 from skipdecode.exporter.trace import LayerArrays, trace_embed, trace_head, trace_layer
@@ -44,7 +44,7 @@ from skipdecode.graph_passes.clean_trace import clean_trace
 from skipdecode.graph_passes.conventions import is_parameter
 from skipdecode.graph_passes.plan import Plan
 from skipdecode.graph_passes.stitch import instantiate, stitch
-from skipdecode.model import Keys, StateLayers, kept
+from skipdecode.model import KeyValueSizes, LayerGroup, layer_group
 
 _CAUSAL_MASKS = r"(attn|attention)\.(masked_)?bias$"  # in old checkpoints of GPT-2 and its relatives
 
@@ -60,8 +60,8 @@ class Skeleton:
     canonical: dict[str, str]  # parameter or buffer -> the name under which it is stored
     ignored: tuple[str, ...]  # patterns of further tensors in checkpoints that have no effect
     hidden_size: int  # numbers per token between layers
-    keys: Keys  # of layer 0's keys and values
-    state_layers: tuple[StateLayers, ...]
+    keys: KeyValueSizes  # of layer 0's keys and values
+    state_layers: tuple[LayerGroup, ...]
     vocab_size: int  # V, the width of the logits
 
     @property
@@ -74,10 +74,10 @@ class Skeleton:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
     @property
-    def first_keeping_none(self) -> int:
+    def first_layer_keeping_nothing(self) -> int:
         """The first layer from which on none keeps keys, values or states; such layers compute only a prompt's last token."""
-        owns = [kept(self.state_layers, self.keys, layer) for layer in range(len(self.parts.layers))]
-        return max((layer + 1 for layer, own in enumerate(owns) if own.keeps_anything), default=0)
+        groups = [layer_group(self.state_layers, self.keys, layer) for layer in range(len(self.parts.layers))]
+        return max((layer + 1 for layer, group in enumerate(groups) if group.keeps_anything), default=0)
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -105,8 +105,8 @@ class StandardGraphs:
     @property
     def tied(self) -> str | None:
         """The matrix [V,E] that embedding and head share; None: each has its own."""
-        theirs = self.head.graph.initializers
-        shared = [name for name, value in self.embed.graph.initializers.items() if name in theirs and is_parameter(value)]
+        head_weights = self.head.graph.initializers
+        shared = [name for name, value in self.embed.graph.initializers.items() if name in head_weights and is_parameter(value)]
         return shared[0] if shared else None
 
 
@@ -126,19 +126,19 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     """
     config._attn_implementation = "eager" if config.model_type in OWN_ATTENTION else ATTENTION_NAME
     config._experts_implementation = EXPERTS_NAME
-    if config.model_type in STATES_ALONE:
+    if config.model_type in STATE_ONLY:
         config.residual_in_fp32 = False  # hidden states between engines have the engines' dtype
     if config.model_type == "glm_moe_dsa":
         config.indexer_types = ["full"] * config.num_hidden_layers  # "shared" layers would reuse the tokens chosen by one below
-    with torch.device("meta"), taking_config(place(config)):
+    with torch.device("meta"), blaming_config(config_origin(config)):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    first: dict[int, str] = {}
-    all_of_them = dict(model.named_parameters(remove_duplicate=False))
-    empty = [re.escape(name) for name, p in all_of_them.items() if not p.numel()]  # which not all checkpoints hold
+    first_names: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    empty = [re.escape(name) for name, p in parameters.items() if not p.numel()]  # which not all checkpoints hold
     unread = [INDEXED[config.model_type]] if config.model_type in INDEXED else []
-    read = {name: p for name, p in all_of_them.items() if p.numel() and not any(re.search(each, name) for each in unread)}
-    canonical = {name: first.setdefault(id(p), name) for name, p in read.items()}
+    used = {name: p for name, p in parameters.items() if p.numel() and not any(re.search(pattern, name) for pattern in unread)}
+    canonical = {name: first_names.setdefault(id(p), name) for name, p in used.items()}
     stored = model.state_dict().keys()  # Apertus stores two numbers of its activation as buffers
     buffers = {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored and b.is_floating_point()}
     parts = decoder_parts(model)
@@ -148,7 +148,13 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         parts=parts,
         shapes={name: tuple(p.shape) for name, p in model.named_parameters() if name in canonical} | buffers,
         canonical=canonical | {name: name for name in buffers},
-        ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), _CAUSAL_MASKS, *_predicting_ahead(config), *empty, *unread),
+        ignored=(
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            _CAUSAL_MASKS,
+            *_multi_token_patterns(config),
+            *empty,
+            *unread,
+        ),
         hidden_size=hidden_width(config),
         keys=layer_keys(config, 0),
         state_layers=state_layers(config, parts.layers),
@@ -156,7 +162,7 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
     )
 
 
-def _predicting_ahead(config: Any) -> list[str]:
+def _multi_token_patterns(config: Any) -> list[str]:
     """Patterns of layers after the last that predict the token after the next; transformers has them for some models only."""
     first = config.num_hidden_layers
     return [rf"layers\.{first + more}\." for more in range(getattr(config, "num_nextn_predict_layers", None) or 0)]
@@ -168,37 +174,37 @@ def layer_graphs(skeleton: Skeleton, weights: WeightFile) -> list[ir.Model]:
     graphs = []
     for index, layer in enumerate(skeleton.parts.layers):
         kind = layer_kind(skeleton.config, index)
-        own = kept(skeleton.state_layers, skeleton.keys, index)
+        group = layer_group(skeleton.state_layers, skeleton.keys, index)
         base = rotary_base(skeleton.config, index)
         key = (kind, base, _structure(layer))
         if key not in templates:
-            real = through_interface(_with_weights(layer, skeleton.config, index).to(skeleton.dtype))
+            materialised = replace_forwards(_materialise(layer, skeleton.config, index).to(skeleton.dtype))
             window = attention_window(skeleton.config, index)
-            rotary = rotary_with(skeleton.config, skeleton.parts.rotary, base)
-            templates[key] = trace_layer(real, rotary, kind, window, _arrays(skeleton, own), skeleton.dtype)
+            rotary = rotary_for_base(skeleton.config, skeleton.parts.rotary, base)
+            templates[key] = trace_layer(materialised, rotary, kind, window, _layer_arrays(skeleton, group), skeleton.dtype)
             clean_trace(templates[key])
         prefix = f"{skeleton.parts.prefix}{index}."
-        graph = instantiate(templates[key], index, own.keys_of, prefix)
-        _refer(graph, skeleton, weights)
+        graph = instantiate(templates[key], index, group.keys_of, prefix)
+        _link_weights(graph, skeleton, weights)
         graphs.append(graph)
     return graphs
 
 
-def _arrays(skeleton: Skeleton, own: StateLayers) -> LayerArrays:
-    read = None if own.keys_of is None else kept(skeleton.state_layers, skeleton.keys, own.keys_of).keys
-    return LayerArrays(hidden_size=skeleton.hidden_size, keys=own.keys, read=read, states=own.states)
+def _layer_arrays(skeleton: Skeleton, group: LayerGroup) -> LayerArrays:
+    source_keys = None if group.keys_of is None else layer_group(skeleton.state_layers, skeleton.keys, group.keys_of).keys
+    return LayerArrays(hidden_size=skeleton.hidden_size, keys=group.keys, source_keys=source_keys, states=group.states)
 
 
-def _with_weights(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
+def _materialise(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Module:
     """Build layer `index` of the skeleton again, with memory, and with the buffers that its model would add."""
     kind = {"layer_type": layer_kind(config, index)} if "layer_type" in inspect.signature(type(layer)).parameters else {}
     with allowing_empty_weights():  # there may be 0 shared experts
-        real: torch.nn.Module = type(layer)(config, index, **kind)
+        materialised: torch.nn.Module = type(layer)(config, index, **kind)
     if config.model_type == "falcon_h1":
         from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 
-        real.mamba.register_buffer("mup_vector", compute_mup_vector(config), persistent=False)
-    return real
+        materialised.mamba.register_buffer("mup_vector", compute_mup_vector(config), persistent=False)
+    return materialised
 
 
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
@@ -222,17 +228,17 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
     """The graphs of embedding and head, traced from a model without layers."""
     config = copy.deepcopy(skeleton.config)
     config.num_hidden_layers = 0
-    kinds = config.attribute_map.get("layer_types", "layer_types")
-    if kinds in {field.name for field in fields(config)} and getattr(config, kinds) is not None:
-        setattr(config, kinds, [])
+    kinds_setting = config.attribute_map.get("layer_types", "layer_types")
+    if kinds_setting in {field.name for field in fields(config)} and getattr(config, kinds_setting) is not None:
+        setattr(config, kinds_setting, [])
     with allowing_empty_weights():  # per-layer inputs of 0 layers
         model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
     parts = decoder_parts(model)
     if parts.rotary is not None:
-        settle(parts.rotary)
+        freeze_rotary(parts.rotary)
     names = {name: _path_of(model, getattr(parts.owner, name)) for name in parts.final_names}
     final = [getattr(parts.owner, name) for name in parts.final_names]
-    final = [Merged(each) if isinstance(each, torch.nn.ModuleList) else each for each in final]
+    final = [StreamMean(module) if isinstance(module, torch.nn.ModuleList) else module for module in final]
     for name in parts.final_names:
         setattr(parts.owner, name, torch.nn.Identity())
     owner_path = _path_of(model, parts.owner)
@@ -245,7 +251,7 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
         graph.graph.name = title
         for value in list(graph.graph.initializers.values()):
             value.name = _model_name(str(value.name), owner_path, [names[name] for name in parts.final_names])
-        _refer(graph, skeleton, weights)
+        _link_weights(graph, skeleton, weights)
     return embed, head
 
 
@@ -265,7 +271,7 @@ def _model_name(name: str, owner: str, final: list[str]) -> str:
     return rest if kind == "model" else name
 
 
-def _refer(graph: ir.Model, skeleton: Skeleton, weights: WeightFile) -> None:
+def _link_weights(graph: ir.Model, skeleton: Skeleton, weights: WeightFile) -> None:
     """Point every parameter of `graph` into the weight file; buffers that no checkpoint stores stay inside the graph."""
     for value in list(graph.graph.initializers.values()):
         name = skeleton.canonical.get(str(value.name))

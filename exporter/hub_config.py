@@ -22,14 +22,14 @@ def fetch_config(model: str) -> None:
     try:
         hf_hub_download(model, "config.json")
     except LocalEntryNotFoundError as error:  # the hub was not reached; a subclass of EntryNotFoundError
-        raise _unread(model, error) from error
+        raise _fetch_error(model, error) from error
     except EntryNotFoundError as error:
         raise (adapter_error(model) if _has_adapter(model) else missing_config_error(model)) from error
     except (OSError, ValueError) as error:
-        raise _unread(model, error) from error
+        raise _fetch_error(model, error) from error
 
 
-def _unread(model: str, error: Exception) -> ModelNotSupportedError:
+def _fetch_error(model: str, error: Exception) -> ModelNotSupportedError:
     what, remedy = explain(error)
     return ModelNotSupportedError(what, remedy, where=model)
 

@@ -19,19 +19,19 @@ def explain(error: Exception) -> tuple[str, str]:
     """Turn what transformers or huggingface_hub raised for a hub id into a ModelNotSupportedError's fact and remedy."""
     causes = list(_causes(error))
 
-    def among(kind: type[Exception]) -> bool:
+    def caused_by(kind: type[Exception]) -> bool:
         return any(isinstance(cause, kind) for cause in causes)
 
-    if among(GatedRepoError):
+    if caused_by(GatedRepoError):
         return "is a gated model, and the hub does not give it to you", f"ask for access on its page there, and {_LOG_IN}"
-    if among(RepositoryNotFoundError):
+    if caused_by(RepositoryNotFoundError):
         return "is neither a folder nor a model that the hub gives you", f"check the name; where the model is private, {_LOG_IN}"
     if constants.HF_HUB_OFFLINE:
         return "is no folder, nor in huggingface_hub's cache", "name a checkpoint folder, or unset HF_HUB_OFFLINE"
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno and (cause.filename or cause.errno in _NO_ROOM):
-            place = f": {cause.filename}" if cause.filename else ""
-            what = f"cannot be kept in huggingface_hub's cache ({os.strerror(cause.errno)}{place})"
+            file = f": {cause.filename}" if cause.filename else ""
+            what = f"cannot be kept in huggingface_hub's cache ({os.strerror(cause.errno)}{file})"
             return what, "set HF_HOME to a folder that you may write, with room for it"
     return f"is no folder, and cannot be read from the hub ({reason(error)})", "name a checkpoint folder, or check the network"
 

@@ -11,10 +11,10 @@ from onnx_ir.external_data import convert_tensors_to_external
 
 from skipdecode import bindings
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.write_out_experts import READ_SHARE
+from skipdecode.graph_passes.write_out_experts import READ_FRACTION
 
 _TIED = "tied.bin"  # in a target's folder: the weight that embedding and head share
-_INSIDE_BYTES = 1024  # smaller tensors stay inside the graph
+_MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay inside the graph
 
 Report = Callable[[str, float], None]  # (what is being done, fraction done)
 Write = Callable[[ir.Model, Path], None]  # writes a lowered graph's engine to a file
@@ -22,16 +22,16 @@ Write = Callable[[ir.Model, Path], None]  # writes a lowered graph's engine to a
 
 def weight_bytes(graph: ir.Graph) -> int:
     """Bytes of weights that a one-row step reads. Of a mixture only the chosen experts count; rotary tables do not."""
-    return sum(map(_read_bytes, graph.initializers.values()))
+    return sum(map(_bytes_read, graph.initializers.values()))
 
 
-def _read_bytes(weight: ir.Value) -> int:
+def _bytes_read(weight: ir.Value) -> int:
     tensor = weight.const_value
     readers = [use.node for use in weight.uses()]
     if tensor is None or any(node.op_type == "GroupQueryAttention" for node in readers):
         return 0
     mixture = next((node for node in readers if node.op_type in ("MoE", "QMoE")), None)
-    share = weight.meta.get(READ_SHARE, 1) if mixture is None else mixture.attributes["k"].as_int() / tensor.shape.numpy()[0]
+    share = weight.meta.get(READ_FRACTION, 1) if mixture is None else mixture.attributes["k"].as_int() / tensor.shape.numpy()[0]
     return round(tensor.nbytes * share)
 
 
@@ -44,28 +44,28 @@ def lower_and_write(graph: ir.Model, passes: Iterable[ir.passes.PassBase], path:
     return read_bytes
 
 
-def save_engine(lowered: ir.Model, path: Path, *, shares: Path | None = None) -> None:
+def save_engine(lowered: ir.Model, path: Path, *, shared_with: Path | None = None) -> None:
     """Write a graph and, next to it, its weights as `<name>.bin`.
 
     Args:
-        shares: an engine in the same folder. Weights that it stores under the same name (a parameter's, so the same bytes) are
-            referred to and not written again: a tied embedding and head are one weight.
+        shared_with: an engine in the same folder. Weights that it stores under the same name (a parameter's, so the same bytes)
+            are referred to and not written again: a tied embedding and head are one weight.
     """
-    theirs = _initializers(shares) if shares is not None else {}
-    own = []
+    shared_weights = _load_initializers(shared_with) if shared_with is not None else {}
+    unshared = []
     for name, value in lowered.graph.initializers.items():
-        shared = theirs[name].const_value if name in theirs else None
+        shared = shared_weights[name].const_value if name in shared_weights else None
         if isinstance(shared, ir.ExternalTensor) and value.shape is not None:
             value.const_value = ir.ExternalTensor(
                 shared.location, shared.offset, shared.length, shared.dtype, shape=value.shape, name=name, base_dir=path.parent
             )
         else:
-            own.append(value)
-    move_to_file(own, path.with_suffix(".bin"))
+            unshared.append(value)
+    move_to_file(unshared, path.with_suffix(".bin"))
     ir.save(lowered, path)
 
 
-def _initializers(engine: Path) -> Mapping[str, ir.Value]:
+def _load_initializers(engine: Path) -> Mapping[str, ir.Value]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Ignoring unknown external data key")  # ONNX Runtime's: where prepacked data lies
         return ir.load(engine).graph.initializers
@@ -110,7 +110,7 @@ def move_to_file(values: Iterable[ir.Value], file: Path) -> None:
 def _needs_file(tensor: ir.TensorProtocol | None, folder: Path) -> bool:
     if isinstance(tensor, ir.ExternalTensor):
         return Path(tensor.base_dir) != folder
-    return tensor is not None and tensor.nbytes >= _INSIDE_BYTES
+    return tensor is not None and tensor.nbytes >= _MIN_EXTERNAL_BYTES
 
 
 def remove_lowered(graph: Path) -> None:

@@ -12,11 +12,11 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.checkpoint import lacks_head
 from skipdecode.exporter.checkpoint_folder import checkpoint_folder
-from skipdecode.exporter.config_json import reason, taking_config
+from skipdecode.exporter.config_json import blaming_config, reason
 from skipdecode.exporter.download import download
 from skipdecode.exporter.hub_config import fetch_config
 from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
-from skipdecode.exporter.quantization_config import check_quantised, in_known_words
+from skipdecode.exporter.quantization_config import check_quantised, normalised_settings
 from skipdecode.exporter.supported import check_single_stack
 
 # Text parts of models that also see or hear, for which transformers has no language-model class -> the decoder that computes the
@@ -48,9 +48,9 @@ def load_config(model: str) -> tuple[Any, Path | None]:
     """
     folder = checkpoint_folder(model)
     if folder is None:
-        known = opt_hub_id(model)
-        if known is not None:
-            return opt_config(known), None
+        opt_id = opt_hub_id(model)
+        if opt_id is not None:
+            return opt_config(opt_id), None
         fetch_config(model)
     return _read_config(model), folder
 
@@ -59,14 +59,14 @@ def _read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        with taking_config(model):
+        with blaming_config(model):
             # a hub id's file is in the cache by now; trust_remote_code=None would ask at the terminal
             config = AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except OSError as error:
         raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
     check_single_stack(config)
     text = _text_part(config, Path(model))
-    settings = in_known_words(dict(getattr(config, "quantization_config", None) or {}))
+    settings = normalised_settings(dict(getattr(config, "quantization_config", None) or {}))
     if settings:
         check_quantised(settings, config.model_type, model)
         text.quantization_config = settings
@@ -81,7 +81,7 @@ def _text_part(config: Any, folder: Path) -> Any:
     `tie_word_embeddings` of the whole model applies to the text part only if the checkpoint has no head: some are declared tied
     and hold one all the same. With a head, the text part's own setting counts.
     """
-    with taking_config(str(folder)):
+    with blaming_config(str(folder)):
         text = _as_decoder(config.get_text_config())
         register_language_model(text)
         text.dtype = config.dtype if text.dtype is None else text.dtype
@@ -99,15 +99,15 @@ def _as_decoder(text: Any) -> Any:
 
     if text.model_type not in DECODERS:
         return text
-    decoder, own = DECODERS[text.model_type]
+    decoder, overrides = DECODERS[text.model_type]
     settings = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "architectures")}
     rotary = settings.pop("rope_parameters", None) or {}
-    plain = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
+    plain_rotary = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
     if settings.get("head_dim") is None:
         settings["head_dim"] = text.hidden_size // text.num_attention_heads
-    made = AutoConfig.for_model(decoder, **{**settings, **own}, rope_parameters=plain)
-    made.text_part_of = text.model_type.removesuffix("_text")
-    return made
+    decoder_config = AutoConfig.for_model(decoder, **{**settings, **overrides}, rope_parameters=plain_rotary)
+    decoder_config.text_part_of = text.model_type.removesuffix("_text")
+    return decoder_config
 
 
 def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: None) -> Path:
@@ -120,14 +120,14 @@ def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: No
         ModelNotSupportedError: the hub cannot be reached or has no such model.
     """
 
-    def told(done: int, total: int) -> None:
+    def report_bytes(done: int, total: int) -> None:
         report(f"downloading {model}, {decimal(done)} of {decimal(total)}")
 
     report(f"downloading {model}")
-    known = opt_hub_id(model)
+    opt_id = opt_hub_id(model)
     try:
-        return download(known or model, told)
+        return download(opt_id or model, report_bytes)
     except ModelNotSupportedError as error:
-        if known is None:
+        if opt_id is None:
             raise
         raise ModelNotSupportedError(error.what, f"{error.remedy}, or export with --random-weights", where=model) from error

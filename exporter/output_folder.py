@@ -21,8 +21,8 @@ from skipdecode.errors import BundleError
 from skipdecode.exporter.signals import uninterrupted
 
 # Raised by writes to an open file, so the error names no file: the disk is full or read-only, or the file too large for it.
-_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-_OF_NUMPY = re.compile(r"(\d+) requested and (\d+) written")  # numpy's message when the disk fills up; it has no errno
+_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+_NUMPY_SHORT_WRITE = re.compile(r"(\d+) requested and (\d+) written")  # numpy's message when the disk fills up; it has no errno
 
 # Folders next to `--out`: an unfinished or half-removed bundle; the whole old bundle, put aside for the moment of replacement.
 _PARTIAL, _REPLACED = "partial", "replaced"
@@ -50,10 +50,10 @@ def check_out(out: Path, force: bool) -> None:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
 
 
-def check_apart(out: Path, read: Path, name: str) -> None:
-    """Raises BundleError if `read`, which the export reads, lies in the folder that it replaces and would be deleted with it."""
-    if real_out(read).is_relative_to(out):
-        raise BundleError(f"holds {read}, which is read", f"move {name}, or choose another --out", where=str(out))
+def check_outside(out: Path, path: Path, name: str) -> None:
+    """Raises BundleError if `path`, which the export reads, lies in the folder that it replaces and would be deleted with it."""
+    if real_out(path).is_relative_to(out):
+        raise BundleError(f"holds {path}, which is read", f"move {name}, or choose another --out", where=str(out))
 
 
 def _is_bundle(path: Path) -> bool:
@@ -77,33 +77,33 @@ def fresh_folder(out: Path, force: bool) -> Iterator[Path]:
         BundleError: the folder cannot be written, or something that `check_out` refuses has meanwhile appeared at `out`.
         OSError: an error inside the block that has nothing to do with the folder.
     """
-    partial = _name_beside(out, _PARTIAL)
+    partial = _sibling_path(out, _PARTIAL)
     try:
-        _make(partial, out, force)
-        with _held(partial):
+        _make_partial(partial, out, force)
+        with _locking(partial):
             yield partial
             check_out(out, force)  # again: an export takes minutes
             _replace(out, partial)
     except OSError as error:
-        if not _concerns((partial, out), error):
+        if not _is_about((partial, out), error):
             raise
-        raise _unwritable(out, error) from error
+        raise _unwritable_error(out, error) from error
     finally:
         with uninterrupted():
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _make(partial: Path, out: Path, force: bool) -> None:
+def _make_partial(partial: Path, out: Path, force: bool) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _clear_up(out)
-        check_out(out, force)  # `_clear_up` may have put the old bundle back
+        _remove_leftovers(out)
+        check_out(out, force)  # `_remove_leftovers` may have put the old bundle back
         partial.mkdir()
     except OSError as error:
-        raise _unwritable(out, error) from error
+        raise _unwritable_error(out, error) from error
 
 
-def _clear_up(out: Path) -> None:
+def _remove_leftovers(out: Path) -> None:
     """Remove folders left by killed exports to `out`, tens of GB each; if `out` is missing, put the old bundle back first."""
     for kind in (_REPLACED, _PARTIAL):
         for folder in out.parent.glob(f".{glob.escape(out.name)}.{kind}-{8 * '[0-9a-f]'}"):
@@ -112,7 +112,7 @@ def _clear_up(out: Path) -> None:
             except OSError:  # gone meanwhile, or not a folder of ours
                 continue
             try:
-                if time.time() - os.fstat(lock).st_mtime <= _SECONDS_TO_LOCK or not _locked(lock):
+                if time.time() - os.fstat(lock).st_mtime <= _SECONDS_TO_LOCK or not _try_lock(lock):
                     continue  # an export is running in it
                 if kind == _REPLACED and not out.exists():
                     folder.rename(out)
@@ -125,17 +125,17 @@ def _clear_up(out: Path) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Inside, lock the folder, also across renames and until this process dies, so that `_clear_up` leaves it alone."""
+def _locking(folder: Path) -> Iterator[None]:
+    """Inside, lock the folder, also across renames and until this process dies, so that `_remove_leftovers` leaves it alone."""
     lock = os.open(folder, os.O_RDONLY)
     try:
-        _locked(lock)
+        _try_lock(lock)
         yield
     finally:
         os.close(lock)
 
 
-def _locked(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process holds it, or the file system has no locks
@@ -143,28 +143,28 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def _name_beside(out: Path, what: str) -> Path:
+def _sibling_path(out: Path, what: str) -> Path:
     """A name that no other process picks. Process ids would not do: containers that share a volume may have the same ones."""
     return out.with_name(f".{out.name}.{what}-{secrets.token_hex(4)}")
 
 
-def _concerns(folders: Iterable[Path], error: OSError) -> bool:
+def _is_about(folders: Iterable[Path], error: OSError) -> bool:
     """Whether an error is about a file in one of the folders, or names no file and is one that writing raises."""
     if error.filename is None:
-        return error.errno in _OF_WRITING or bool(_OF_NUMPY.fullmatch(str(error)))
+        return error.errno in _WRITE_ERRNOS or bool(_NUMPY_SHORT_WRITE.fullmatch(str(error)))
     names = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     files = [Path(os.fsdecode(name)).absolute() for name in names]
     return any(file.is_relative_to(folder.absolute()) for file in files for folder in folders)
 
 
-def _unwritable(out: Path, error: OSError) -> BundleError:
-    reason = error.strerror or _OF_NUMPY.sub(r"\2 of \1 numbers found room", str(error))
+def _unwritable_error(out: Path, error: OSError) -> BundleError:
+    reason = error.strerror or _NUMPY_SHORT_WRITE.sub(r"\2 of \1 numbers found room", str(error))
     return BundleError(f"cannot be written ({reason})", "free space or choose another --out", where=str(out))
 
 
 def _replace(out: Path, partial: Path) -> None:
-    old, rest = _name_beside(out, _REPLACED), _name_beside(out, _PARTIAL)
-    with uninterrupted(), _held(out) if out.exists() else nullcontext():
+    old, discarded = _sibling_path(out, _REPLACED), _sibling_path(out, _PARTIAL)
+    with uninterrupted(), _locking(out) if out.exists() else nullcontext():
         try:
             if out.exists():
                 out.rename(old)
@@ -173,5 +173,5 @@ def _replace(out: Path, partial: Path) -> None:
             if old.exists() and not out.exists():
                 old.rename(out)
             elif old.exists():
-                old.rename(rest)  # so that a folder named `replaced` is whole even if this process is killed
-                shutil.rmtree(rest, ignore_errors=True)
+                old.rename(discarded)  # so that a folder named `replaced` is whole even if this process is killed
+                shutil.rmtree(discarded, ignore_errors=True)

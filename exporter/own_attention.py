@@ -25,7 +25,7 @@ from skipdecode.exporter.experts import llama_4_mixture
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
 
-def through_interface(layer: torch.nn.Module) -> torch.nn.Module:
+def replace_forwards(layer: torch.nn.Module) -> torch.nn.Module:
     """Replace, in place, the `forward` of the layer's modules that `_FORWARDS` lists; returns the layer."""
     for module in layer.modules():
         forward = _FORWARDS.get(type(module).__name__)
@@ -36,16 +36,16 @@ def through_interface(layer: torch.nn.Module) -> torch.nn.Module:
 
 def _gpt_j(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
     rows = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
-    return _with_neighbours_turned(self, *(_heads(self, each) for each in rows), **others)
+    return _attend_interleaved(self, *(_split_heads(self, each) for each in rows), **others)
 
 
 def _codegen(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
     parts = self.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))  # trained on 4 cores, each with a quarter of the heads
-    query, value, key = (_heads(self, parts[..., index, :].flatten(2)) for index in range(3))
-    return _with_neighbours_turned(self, query, key, value, **others)
+    query, value, key = (_split_heads(self, parts[..., index, :].flatten(2)) for index in range(3))
+    return _attend_interleaved(self, query, key, value, **others)
 
 
-def _with_neighbours_turned(
+def _attend_interleaved(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     *, position_ids: torch.Tensor, attention_mask: torch.Tensor, cache: ScatterCache, **_: Any,
 ) -> _Result:  # fmt: skip
@@ -53,17 +53,17 @@ def _with_neighbours_turned(
     frequencies = 10000.0 ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
     angles = position_ids[:, :, None].float() * frequencies
     tables = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-    part = self.rotary_dim if self.rotary_dim < self.head_dim else 0  # 0: whole heads
+    rotary_size = self.rotary_dim if self.rotary_dim < self.head_dim else 0  # 0: whole heads
     query, key = (
-        emit_operator("RotaryEmbedding", each, *tables, interleaved=1, num_heads=each.shape[1], rotary_embedding_dim=part)
+        emit_operator("RotaryEmbedding", each, *tables, interleaved=1, num_heads=each.shape[1], rotary_embedding_dim=rotary_size)
         for each in (query, key)
     )
-    return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj)
+    return _attend_and_project(self, query, cache.update(key, value), attention_mask, self.out_proj)
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any, **_: Any) -> _Result:
-    query, key, value = (_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-    return _attended(self, query, layer_past.update(key, value), attention_mask, self.out_proj, scaling=1.0)
+    query, key, value = (_split_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    return _attend_and_project(self, query, layer_past.update(key, value), attention_mask, self.out_proj, scaling=1.0)
 
 
 def _falcon(
@@ -76,7 +76,7 @@ def _falcon(
     query = rows[:, :, :, :-2].flatten(2, 3).transpose(1, 2)
     key, value = (rows[:, :, :, index].transpose(1, 2) for index in (-2, -1))
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    return _attended(self, query, layer_past.update(key, value), attention_mask, self.dense)
+    return _attend_and_project(self, query, layer_past.update(key, value), attention_mask, self.dense)
 
 
 def _bloom(
@@ -85,38 +85,38 @@ def _bloom(
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     slopes = build_alibi_tensor(torch.ones(1, 2), self.num_heads, torch.float32)[:, 0, 1]
     cached = layer_past.update(key, value)
-    out, _weights = _attended(self, query, cached, attention_mask, self.dense, score_bias=_alibi(slopes, layer_past))
+    out, _weights = _attend_and_project(self, query, cached, attention_mask, self.dense, score_bias=_alibi(slopes, layer_past))
     return out + residual, None
 
 
 def _mpt(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, cache: Any, **_: Any) -> _Result:
     rows = self.Wqkv(hidden_states)
     rows = rows.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else rows
-    query, key, value = (_heads(self, each) for each in rows.chunk(3, dim=2))
+    query, key, value = (_split_heads(self, each) for each in rows.chunk(3, dim=2))
     slopes = -build_mpt_alibi_tensor(self.n_heads, 2)[:, 0, 0]
     settings = {"scaling": self.softmax_scale, "score_bias": _alibi(slopes, cache)}
-    return _attended(self, query, cache.update(key, value), attention_mask, self.out_proj, **settings)
+    return _attend_and_project(self, query, cache.update(key, value), attention_mask, self.out_proj, **settings)
 
 
 def _llama_4(
     self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, cache: Any, **_: Any
 ) -> _Result:
     """Layers with rotary embeddings rotate queries and keys, then may normalise them; others may scale queries by position."""
-    query, key, value = (_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = (_split_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
     if self.use_rope:
         query, key = apply_rotary_emb(query, key, position_embeddings)
         query, key = (self.qk_norm(each) if hasattr(self, "qk_norm") else each for each in (query, key))
     elif self.attn_temperature_tuning:
-        times = torch.log1p(torch.floor((cache.position_ids.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
-        query = (query * times[:, None, :, None]).to(query.dtype)
-    return _attended(self, query, cache.update(key, value), attention_mask, self.o_proj, scaling=self.scaling)
+        scale = torch.log1p(torch.floor((cache.position_ids.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
+        query = (query * scale[:, None, :, None]).to(query.dtype)
+    return _attend_and_project(self, query, cache.update(key, value), attention_mask, self.o_proj, scaling=self.scaling)
 
 
-def _no_choice(self: Any, *_: Any, **__: Any) -> None:
+def _attend_to_all(self: Any, *_: Any, **__: Any) -> None:
     """Choose no tokens: `check_supported` allows no more tokens than the indexer would choose, so all are attended to."""
 
 
-def _heads(self: Any, rows: torch.Tensor) -> torch.Tensor:
+def _split_heads(self: Any, rows: torch.Tensor) -> torch.Tensor:
     """[B,S,N*D] -> [B,N,S,D]."""
     return rows.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
@@ -131,7 +131,7 @@ def _alibi(slopes: torch.Tensor, cache: ScatterCache) -> torch.Tensor:
     return slopes[:, None, None] * (slots - cache.position_ids[:, None, :, None])
 
 
-def _attended(
+def _attend_and_project(
     self: Any, query: torch.Tensor, cached: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor, projection: Any,
     **settings: Any,
 ) -> _Result:  # fmt: skip
@@ -143,13 +143,13 @@ def _attended(
 _FORWARDS: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | None]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _codegen,
-    "DeepseekV32Indexer": _no_choice,
+    "DeepseekV32Indexer": _attend_to_all,
     "FalconAttention": _falcon,
     "GPTJAttention": _gpt_j,
     "GPTNeoSelfAttention": _gpt_neo,
     "Gemma3nTextDecoderLayer": gemma_3n_layer,
     "Gemma3nTextMLP": gemma_3n_mlp,
-    "GlmMoeDsaIndexer": _no_choice,
+    "GlmMoeDsaIndexer": _attend_to_all,
     "Llama4TextAttention": _llama_4,
     "Llama4TextMoe": llama_4_mixture,
     "MptAttention": _mpt,

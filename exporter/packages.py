@@ -7,7 +7,7 @@ from importlib import metadata
 
 from skipdecode.errors import TargetError
 
-_ASKED_FOR = re.compile(r"""([\w.-]+)>=([\d.]+)\s*;\s*extra\s*==\s*['"]export['"]""")
+_REQUIREMENT = re.compile(r"""([\w.-]+)>=([\d.]+)\s*;\s*extra\s*==\s*['"]export['"]""")
 
 
 def check_packages() -> None:
@@ -22,16 +22,18 @@ def check_packages() -> None:
         lines = metadata.requires("skipdecode") or []
     except metadata.PackageNotFoundError:
         return
-    wanted = {found[1]: found[2] for found in map(_ASKED_FOR.fullmatch, lines) if found}
-    versions = {name: _version(name) for name in wanted}
+    required = {match[1]: match[2] for match in map(_REQUIREMENT.fullmatch, lines) if match}
+    versions = {name: _version(name) for name in required}
     missing = ", ".join(name for name, version in versions.items() if version is None)
     if missing:
         raise TargetError(f"exporting needs {missing}", "pip install 'skipdecode[export]'")
-    old = [
-        f"{name} {has} is older than {wanted[name]}" for name, has in versions.items() if _numbers(has) < _numbers(wanted[name])
+    outdated = [
+        f"{name} {version} is older than {required[name]}"
+        for name, version in versions.items()
+        if _version_numbers(version) < _version_numbers(required[name])
     ]
-    if old:
-        raise TargetError(", ".join(old), "pip install --upgrade 'skipdecode[export]'")
+    if outdated:
+        raise TargetError(", ".join(outdated), "pip install --upgrade 'skipdecode[export]'")
 
 
 def _version(name: str) -> str | None:
@@ -41,7 +43,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _numbers(version: str | None) -> list[int]:
+def _version_numbers(version: str | None) -> list[int]:
     """2.13.0+cpu -> [2, 13, 0]."""
-    found = re.match(r"\d+(\.\d+)*", version or "")
-    return [int(number) for number in found[0].split(".")] if found else []
+    match = re.match(r"\d+(\.\d+)*", version or "")
+    return [int(number) for number in match[0].split(".")] if match else []

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from skipdecode.exporter.altup import spread, streams_width
-from skipdecode.exporter.architectures import declared
+from skipdecode.exporter.altup import spread_to_streams, streams_width
+from skipdecode.exporter.architectures import declared_setting
 
 TABLE = "embed_tokens_per_layer"  # [V,L*P], indexed by token
 
 
 def input_size(config: Any) -> int:
     """P, the numbers per token that each layer reads; 0: the model has no per-layer inputs."""
-    return declared(config, "hidden_size_per_layer_input") or 0
+    return declared_setting(config, "hidden_size_per_layer_input") or 0
 
 
 def hidden_width(config: Any) -> int:
@@ -28,20 +28,20 @@ def hidden_width(config: Any) -> int:
     return width
 
 
-def embedded(owner: Any, input_ids: torch.Tensor) -> torch.Tensor:
+def embed(owner: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """input_ids [B,S] -> [B,S,N*H + L*P]."""
     hidden = owner.embed_tokens(input_ids)
     inputs = owner.project_per_layer_inputs(hidden, owner.get_per_layer_inputs(input_ids))
-    return torch.cat((spread(owner, hidden), inputs.flatten(2)), dim=-1)
+    return torch.cat((spread_to_streams(owner, hidden), inputs.flatten(2)), dim=-1)
 
 
-def own_input(inputs: torch.Tensor, size: int, layer: torch.Tensor) -> torch.Tensor:
+def input_of_layer(inputs: torch.Tensor, size: int, layer: torch.Tensor) -> torch.Tensor:
     """All layers' inputs [B,S,L*P], layer [1] int64 -> that layer's [B,S,P]."""
     return inputs.unflatten(-1, (-1, size)).index_select(2, layer).squeeze(2)
 
 
 def widen_embedding(owner: Any, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Give a model built without layers the parameters that `embedded` reads, uninitialised, sized for `config`'s layers."""
+    """Give a model built without layers the parameters that `embed` reads, uninitialised, sized for `config`'s layers."""
     owner.config.num_hidden_layers = config.num_hidden_layers
     for name in (TABLE, "per_layer_model_projection"):
         module = getattr(owner, name)

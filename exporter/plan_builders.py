@@ -16,23 +16,23 @@ _BUILDER_BYTES = 400 << 20  # memory of a builder's process ..
 _BUILDER_FACTOR = 3  # .. plus this much per byte of weights (measured with 403 MB: 1.46 GiB in all)
 
 
-def num_builders(target: str, most_weights: int) -> int:
+def num_builders(target: str, max_weight_bytes: int) -> int:
     """How many builders to run at a time: at most one per core, and no more than fit in memory.
 
     `tensorrt` gets only one: it chooses kernels by timing them on the GPU, which another builder's kernels would disturb.
 
     Args:
-        most_weights: weight bytes of the largest plan.
+        max_weight_bytes: weight bytes of the largest plan.
     """
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    left = free_memory()
-    free = free if left is None else min(free, left)
-    held = max(1, min(usable_cores(), free // (_BUILDER_BYTES + _BUILDER_FACTOR * most_weights)))
-    return 1 if target == "tensorrt" else held
+    group_free = free_memory()
+    free = free if group_free is None else min(free, group_free)
+    fitting = max(1, min(usable_cores(), free // (_BUILDER_BYTES + _BUILDER_FACTOR * max_weight_bytes)))
+    return 1 if target == "tensorrt" else fitting
 
 
-def build_plans(requests: Iterator[PlanRequest | None], total: int, at_a_time: int, report: Report) -> None:
+def build_plans(requests: Iterator[PlanRequest | None], total: int, max_running: int, report: Report) -> None:
     """Build the plans of `requests`, and remove each one's graph once it is built. At most one graph waits for a free builder.
 
     Args:
@@ -54,14 +54,14 @@ def build_plans(requests: Iterator[PlanRequest | None], total: int, at_a_time: i
         remove_lowered(Path(request.source))
         done += 1
 
-    with ThreadPoolExecutor(at_a_time) as pool:
+    with ThreadPoolExecutor(max_running) as pool:
         try:
             for request in requests:
                 if request is None:
                     done += 1
                     continue
                 running[pool.submit(build_in_process, request, stop)] = request
-                while len(running) > at_a_time:
+                while len(running) > max_running:
                     finish_one()
             while running:
                 finish_one()

@@ -24,10 +24,10 @@ TIMING_CACHE = "timing.cache"  # TensorRT's kernel timings, so that the next bui
 
 def content_key(request: PlanRequest, lowered: ir.Model, version: str, gpus: tuple[str, str]) -> str:
     """SHA-256 of everything that a plan is made from: library, GPUs, profiles, options, builder code, graph and weights."""
-    about = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
+    settings = dataclasses.asdict(dataclasses.replace(request, source="", plan="", timing_cache=None))
     # the whole source file: every builder setting is in it or is polygraphy's default, and a list of settings could miss one
-    builder = [Path(compile_tensorrt.__file__).read_text(encoding="utf-8"), metadata.version("polygraphy")]
-    digest = hashlib.sha256(json.dumps([version, gpus, builder, about]).encode())
+    builder_code = [Path(compile_tensorrt.__file__).read_text(encoding="utf-8"), metadata.version("polygraphy")]
+    digest = hashlib.sha256(json.dumps([version, gpus, builder_code, settings]).encode())
     digest.update(ir.to_proto(lowered).SerializeToString(deterministic=True))
     for _, value in sorted(lowered.graph.initializers.items()):
         if isinstance(value.const_value, ir.ExternalTensor):
@@ -54,11 +54,11 @@ def known_plans(bundle: Path, folder: str) -> dict[str, KnownPlan]:
     try:
         files = {file.path: file for file in manifest.read(bundle).files if file.path.startswith(f"{folder}/")}
         plans = {path: KnownPlan.at(bundle / path) for path in files}  # before hashing: a later swap must show
-        whole = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
-        if f"{folder}/{KEYS}" not in whole:
+        intact = [path for path, file in files.items() if manifest.describe_file(bundle, path) == file]
+        if f"{folder}/{KEYS}" not in intact:
             return {}
         keys = json.loads((bundle / folder / KEYS).read_text(encoding="utf-8"))
-        return {str(key): plans[f"{folder}/{name}"] for name, key in keys.items() if f"{folder}/{name}" in whole}
+        return {str(key): plans[f"{folder}/{name}"] for name, key in keys.items() if f"{folder}/{name}" in intact}
     except (OSError, ValueError, AttributeError, BundleError):
         return {}
 
@@ -86,7 +86,7 @@ def _link_or_copy(plan: Path, path: Path) -> None:
 
 def keep_timings(replaced: Path, partial: Path, folder: str) -> str:
     """Copy the replaced bundle's timing cache, if there is one, into the new bundle; returns the file's path there."""
-    kept = partial / folder / TIMING_CACHE
+    path = partial / folder / TIMING_CACHE
     if (replaced / folder / TIMING_CACHE).is_file():
-        shutil.copyfile(replaced / folder / TIMING_CACHE, kept)
-    return str(kept)
+        shutil.copyfile(replaced / folder / TIMING_CACHE, path)
+    return str(path)

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import FineGrainedFP8Config
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.architectures import IN_MXFP4
-from skipdecode.exporter.config_json import taking_config
+from skipdecode.exporter.architectures import MXFP4_EXPERTS
+from skipdecode.exporter.config_json import blaming_config
 
 Settings = Mapping[str, Any]  # config.json's quantization_config
 
@@ -19,7 +19,7 @@ def quantization_config(config: Any) -> Settings:
     return getattr(config, "quantization_config", None) or {}
 
 
-def in_known_words(settings: Settings) -> Settings:
+def normalised_settings(settings: Settings) -> Settings:
     """The same settings under the method whose tensor layout they describe: AutoRound stores tensors as GPTQ or AWQ do.
 
     Adds bitsandbytes' name, which older files leave out.
@@ -27,38 +27,38 @@ def in_known_words(settings: Settings) -> Settings:
     if "quant_method" not in settings and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return {**settings, "quant_method": "bitsandbytes"}
     if settings.get("quant_method") == "auto-round":
-        return {**settings, **_AUTO_ROUND.get(str(settings.get("packing_format")), {})}
+        return {**settings, **_AUTO_ROUND_SETTINGS.get(str(settings.get("packing_format")), {})}
     return settings
 
 
 def check_quantised(settings: Settings, model_type: str, where: str) -> None:
-    """Refuse weights that are quantised in a way that `dequantised` does not read.
+    """Refuse weights that are quantised in a way that `dequantise_lazily` does not read.
 
     Args:
-        settings: as `in_known_words` returns them.
+        settings: as `normalised_settings` returns them.
 
     Raises:
         ModelNotSupportedError: an unknown method, an unknown layout of a known one, or settings that transformers rejects.
     """
     method = str(settings.get("quant_method", "some method"))
     if method == "fp8":
-        with taking_config(where):
+        with blaming_config(where):
             FineGrainedFP8Config.from_dict(dict(settings))
-    known = method in _LAYOUTS and (method != "mxfp4" or model_type in IN_MXFP4)
-    other = sorted(layouts(settings) - _LAYOUTS[method]) if known else [method]
-    if other:
-        named = ", ".join(dict.fromkeys([method, *other]))
+    is_known = method in _LAYOUTS and (method != "mxfp4" or model_type in MXFP4_EXPERTS)
+    unread = sorted(layouts(settings) - _LAYOUTS[method]) if is_known else [method]
+    if unread:
+        schemes = ", ".join(dict.fromkeys([method, *unread]))
         raise ModelNotSupportedError(
-            f"its weights are quantised ({named})", "name the checkpoint that it was made from, and use --quantize", where=where
+            f"its weights are quantised ({schemes})", "name the checkpoint that it was made from, and use --quantize", where=where
         )
 
 
-def in_few_bits(config: Any) -> bool:
+def has_at_most_4_bits(config: Any) -> bool:
     """Whether a checkpoint's matrices are integers of at most 4 bits, whose levels `--quantize int4` keeps."""
     settings = quantization_config(config)
     method = settings.get("quant_method")
     if method == "compressed-tensors":
-        return any(each.get("type", "int") == "int" and each.get("num_bits") in range(5) for each in _weights(settings))
+        return any(each.get("type", "int") == "int" and each.get("num_bits") in range(5) for each in _weight_settings(settings))
     return method == "bitnet" or (method in ("gptq", "awq") and settings.get("bits", 4) in range(5))
 
 
@@ -74,15 +74,15 @@ def layouts(settings: Settings) -> set[str]:
     if method == "auto-round":
         return {str(settings.get("packing_format"))}
     if method == "bitnet":
-        normed = {"use_rms_norm"} if settings.get("use_rms_norm") else set()  # norms, with weights, of the matrices' inputs
-        return {str(settings.get("quantization_mode", "offline")), str(settings.get("linear_class", "bitlinear"))} | normed
+        norms = {"use_rms_norm"} if settings.get("use_rms_norm") else set()  # norms, with weights, of the matrices' inputs
+        return {str(settings.get("quantization_mode", "offline")), str(settings.get("linear_class", "bitlinear"))} | norms
     if method == "bitsandbytes":
         return {str(settings.get("bnb_4bit_quant_type", "fp4"))} if settings.get("load_in_4bit") else set()
     if method != "compressed-tensors":
         return set()
-    parts = [settings, *_tables(settings.get("config_groups")).values(), _tables(settings).get("sparsity_config", {})]
-    turned = {"transform_config"} if settings.get("transform_config") else set()  # activations would have to be rotated
-    return {str(part["format"]) for part in parts if part.get("format")} | turned
+    parts = [settings, *_dict_entries(settings.get("config_groups")).values(), _dict_entries(settings).get("sparsity_config", {})]
+    rotated = {"transform_config"} if settings.get("transform_config") else set()  # activations would have to be rotated
+    return {str(part["format"]) for part in parts if part.get("format")} | rotated
 
 
 def block_structure(settings: Settings) -> Sequence[int]:
@@ -91,7 +91,7 @@ def block_structure(settings: Settings) -> Sequence[int]:
     Raises:
         ValueError: the sizes are missing, malformed or different.
     """
-    sizes = [group["block_structure"] for group in _weights(settings) if group.get("block_structure")]
+    sizes = [group["block_structure"] for group in _weight_settings(settings) if group.get("block_structure")]
     first = sizes[0] if sizes else None
     if not isinstance(first, list) or len(first) != 2 or not all(isinstance(size, int) and size > 0 for size in first):
         raise ValueError(f"block_structure is {first!r}")
@@ -100,12 +100,12 @@ def block_structure(settings: Settings) -> Sequence[int]:
     return first
 
 
-def _weights(settings: Settings) -> list[dict[str, Any]]:
+def _weight_settings(settings: Settings) -> list[dict[str, Any]]:
     """compressed-tensors' settings for weights, one entry per group of matrices."""
-    return [_tables(group).get("weights", {}) for group in _tables(settings.get("config_groups")).values()]
+    return [_dict_entries(group).get("weights", {}) for group in _dict_entries(settings.get("config_groups")).values()]
 
 
-def _tables(settings: Any) -> dict[str, dict[str, Any]]:
+def _dict_entries(settings: Any) -> dict[str, dict[str, Any]]:
     """The entries of a table that are tables themselves."""
     entries = settings.items() if isinstance(settings, Mapping) else ()
     return {name: value for name, value in entries if isinstance(value, dict)}
@@ -123,9 +123,9 @@ _LAYOUTS: dict[str, set[str]] = {  # quant_method -> the `layouts` that are read
     "awq": {"gemm"},
     "bitnet": {"offline", "bitlinear", "autobitlinear"},
     "bitsandbytes": {"nf4", "fp4"},
-    "auto-round": set(),  # only once `in_known_words` has renamed it
+    "auto-round": set(),  # only once `normalised_settings` has renamed it
 }  # fmt: skip
-_AUTO_ROUND: dict[str, dict[str, str]] = {  # packing_format -> the method whose tensor layout it is
+_AUTO_ROUND_SETTINGS: dict[str, dict[str, str]] = {  # packing_format -> the method whose tensor layout it is
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},

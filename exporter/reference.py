@@ -19,7 +19,7 @@ from skipdecode.exporter.architectures import decoder_parts, key_sources, return
 from skipdecode.exporter.model_names import DECODERS
 from skipdecode.exporter.prompt_length import PromptEnds, PromptLength
 from skipdecode.exporter.skip_block import SkipBlock, open_blocks
-from skipdecode.exporter.sliced_forward import cover
+from skipdecode.exporter.sliced_forward import install_sliced_forward
 from skipdecode.exporter.supported import check_causal
 from skipdecode.model import check_sources
 from skipdecode.schedule import Anchor, Schedule
@@ -53,7 +53,7 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{schedule!r} is no Schedule", "make one with build_schedule", where="skip_schedule")
-    whole, decoder = _decoder(model)
+    whole_model, decoder = _find_decoder(model)
     kind, _ = DECODERS.get(decoder.config.model_type, (None, {}))
     parts = decoder_parts(decoder, kind)
     depth = len(parts.layers)
@@ -65,25 +65,25 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
     if caps:
         check_causal(decoder.config)
         _check_masks(decoder)
-    with ExitStack() as undo:
-        undo.callback(block.end)
+    with ExitStack() as cleanup:
+        cleanup.callback(block.end)
         for outer in open_blocks(parts.owner):
             outer.enclose(block)
         for index, cap in caps.items():
-            undo.callback(cover(parts.layers[index], block, cap, returns_tuple(decoder.config)))
-        hooks = ((whole, block.before_model), (parts.owner, block.before_layers)) if caps else ()
+            cleanup.callback(install_sliced_forward(parts.layers[index], block, cap, returns_tuple(decoder.config)))
+        hooks = ((whole_model, block.before_model), (parts.owner, block.before_layers)) if caps else ()
         for module, hook in hooks:
-            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            cleanup.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield model
 
 
-def _decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedModel]:
+def _find_decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The transformers model, which may be wrapped in other modules, and its text part: itself unless it also sees or hears."""
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not found:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
         raise ModelNotSupportedError(f"{type(model).__name__} is no model of transformers", "give one, or what wraps one")
-    text = found[0].config.get_text_config().model_type
-    return found[0], next((module for module in found if module.config.model_type == text), found[0])
+    text_type = models[0].config.get_text_config().model_type
+    return models[0], next((module for module in models if module.config.model_type == text_type), models[0])
 
 
 def _check_masks(decoder: PreTrainedModel) -> None:

@@ -29,20 +29,20 @@ from skipdecode.child_process import end_with
 from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import INDEXED, decoder_layers, expands_latents, layer_keys, num_heads
-from skipdecode.exporter.attention import widened
+from skipdecode.exporter.attention import pad_to_head_size
 from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
-from skipdecode.exporter.conversions import has_rules_of_its_own
+from skipdecode.exporter.conversions import whole_model_has_conversion_rules
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
-from skipdecode.model import kept
+from skipdecode.model import layer_group
 from skipdecode.schedule import Schedule
 
 # for models that also see: names of the text part's weights, as transformers 4 and 5 write them -> names in the text model;
-# the last line is for Idefics and SmolVLM, and for models that also speak (`checkpoint._spellings`)
-_TEXT_PART = {
+# the last line is for Idefics and SmolVLM, and for models that also speak (`checkpoint._possible_names`)
+_TEXT_PART_NAMES = {
     "^model.language_model.model": "model", "^model.language_model.lm_head": "lm_head",
     "^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head",
     "^model.text_model": "model", "^thinker.": "",
@@ -61,19 +61,19 @@ def answer(request: dict[str, Any], out: Path) -> int:
     config, folder = load_config(request["model"])
     _check_dimensions(config, request["dimensions"], request["model"])
     if folder is not None:
-        form, files = weight_files(folder)
+        file_format, files = weight_files(folder)
         for file in files:
-            form.names(file)  # raises where it is damaged
+            file_format.names(file)  # raises where it is damaged
     if request.get("check"):
         return 0
     model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
     arrays: dict[str, torch.Tensor] = {}
-    for name, given in request["runs"].items():
+    for name, run in request["runs"].items():
         schedule = Schedule(
-            name="table", num_layers=config.num_hidden_layers, warmup_layers=given["warmup_layers"], layers=tuple(given["layers"])
+            name="table", num_layers=config.num_hidden_layers, warmup_layers=run["warmup_layers"], layers=tuple(run["layers"])
         )
-        for index, prompt in enumerate(given["prompts"]):
-            tokens, logits = greedy_tokens(model, schedule, prompt, given["new"])
+        for index, prompt in enumerate(run["prompts"]):
+            tokens, logits = greedy_tokens(model, schedule, prompt, run["new"])
             arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
             arrays[f"{name}.{index}.logits"] = logits
             for state, array in _states(model, schedule, prompt, tokens).items():
@@ -90,21 +90,21 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     config, _ = load_config(str(folder))
     if config._attn_implementation not in (None, "eager", "sdpa"):  # others may need a package, or a GPU
         config._attn_implementation = "eager"
-    if getattr(config, "quantization_config", None) or has_rules_of_its_own(config):
-        model = _as_exported(folder, config)
+    if getattr(config, "quantization_config", None) or whole_model_has_conversion_rules(config):
+        model = _load_as_exported(folder, config)
     else:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, key_mapping=_TEXT_PART, dtype=torch.float32, output_loading_info=True
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, key_mapping=_TEXT_PART_NAMES, dtype=torch.float32, output_loading_info=True
         )
-        if told["missing_keys"]:  # transformers has drawn these at random
-            model = _as_exported(folder, config)
+        if loading_info["missing_keys"]:  # transformers has drawn these at random
+            model = _load_as_exported(folder, config)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
     return model.eval()
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _as_exported(folder: Path, config: Any) -> Any:
+def _load_as_exported(folder: Path, config: Any) -> Any:
     """transformers' model with the weights as the exporter reads them.
 
     For quantised weights: transformers needs packages for most methods, rounds what it dequantises, and fails where the last
@@ -122,19 +122,19 @@ def _as_exported(folder: Path, config: Any) -> Any:
     return model
 
 
-def _check_dimensions(config: Any, wanted: dict[str, Any], model: str) -> None:
+def _check_dimensions(config: Any, expected: dict[str, Any], model: str) -> None:
     check_supported(config, 2)
     skeleton = build_skeleton(config)
-    found = {
+    actual = {
         "model_type": config.model_type, "num_layers": config.num_hidden_layers, "hidden_size": skeleton.hidden_size,
         "num_heads": num_heads(config), "num_kv_heads": skeleton.keys.num_heads, "head_size": skeleton.keys.head_size,
         "vocab_size": skeleton.vocab_size,
         "state_layers": json.loads(json.dumps([dataclasses.asdict(group) for group in skeleton.state_layers])),
     }  # fmt: skip
-    for name, value in wanted.items():
-        if found[name] != value:
+    for name, value in expected.items():
+        if actual[name] != value:
             raise ModelNotSupportedError(
-                f"has {name} {found[name]}, the bundle {value}", "name the model that was exported", where=f"--reference {model}"
+                f"has {name} {actual[name]}, the bundle {value}", "name the model that was exported", where=f"--reference {model}"
             )
 
 
@@ -146,19 +146,19 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     cache = _cache(model.config, any(group.states for group in groups), len(prompt) + len(tokens))
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=True, cache=cache)
-    found: dict[str, torch.Tensor] = {}
+    arrays: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         keys = layer_keys(model.config, index)
-        own = kept(groups, keys, index)
-        parts = _keys_and_values(layer, cache.layers[index], keys.num_heads) if own.keys else {}
-        for state in own.states:
+        group = layer_group(groups, keys, index)
+        parts = _keys_and_values(layer, cache.layers[index], keys.num_heads) if group.keys else {}
+        for state in group.states:
             parts[past(state.name)] = _STATES[state.name](layer, cache.layers[index])
-        found |= {of_layer(name, index): array for name, array in parts.items()}
-    return found
+        arrays |= {of_layer(name, index): array for name, array in parts.items()}
+    return arrays
 
 
-def _cache(config: Any, with_states: bool, most: int) -> Any:
-    """transformers' cache; sliding windows are widened to `most` positions, so that all of a run's are kept."""
+def _cache(config: Any, with_states: bool, max_positions: int) -> Any:
+    """transformers' cache; sliding windows are widened to `max_positions` positions, so that all of a run's are kept."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     if not with_states and config.model_type not in INDEXED:
@@ -166,14 +166,14 @@ def _cache(config: Any, with_states: bool, most: int) -> Any:
     cache = DynamicCache(config=config)
     for layer in cache.layers:
         if getattr(layer, "is_sliding", False):
-            layer.sliding_window = most
+            layer.sliding_window = max_positions
     cache.layers.append(DynamicLayer())  # transformers asks the first attention layer how long a run is; there may be none
     return cache
 
 
-def _recurrent_state(layer: torch.nn.Module, kept: Any) -> torch.Tensor:
+def _recurrent_state(layer: torch.nn.Module, cached: Any) -> torch.Tensor:
     """The first row's state, [heads, key size, value size]."""
-    state: torch.Tensor = kept.recurrent_states[0][0]
+    state: torch.Tensor = cached.recurrent_states[0][0]
     return state.mT if is_mamba(layer) else state
 
 
@@ -188,9 +188,9 @@ def _keys_and_values(layer: torch.nn.Module, cached: Any, heads: int) -> dict[st
     keys, values = cached.keys, cached.values
     if expands_latents(layer):
         keys, values = layer.self_attn.expand_kv(keys, values)
-        values = widened(values, keys.shape[-1])
-    each = keys.shape[1] // heads  # Falcon caches them once per query head
-    return {PAST_KEY: keys[0, ::each], PAST_VALUE: values[0, ::each]}
+        values = pad_to_head_size(values, keys.shape[-1])
+    repeats = keys.shape[1] // heads  # Falcon caches them once per query head
+    return {PAST_KEY: keys[0, ::repeats], PAST_VALUE: values[0, ::repeats]}
 
 
 if __name__ == "__main__":

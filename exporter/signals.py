@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _clearing_up: list[bool] = []  # one entry per `uninterrupted` block that the main thread is in
 
 
@@ -30,19 +30,19 @@ def ending_on_signals() -> Iterator[Callable[[], None]]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if not _clearing_up and not _in_torch(frame):
+        if not _clearing_up and not _is_in_torch(frame):
             check()
 
-    wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, stop) for number in wanted}
-    tell = sys.unraisablehook
+    handled = [number for number in _ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    previous_handlers = {number: signal.signal(number, stop) for number in handled}
+    previous_hook = sys.unraisablehook
     # a SystemExit dropped by a finalizer is not reported: `check` raises it again
-    sys.unraisablehook = lambda dropped: None if received and dropped.exc_type is SystemExit else tell(dropped)
+    sys.unraisablehook = lambda dropped: None if received and dropped.exc_type is SystemExit else previous_hook(dropped)
     try:
         yield check
     finally:
-        sys.unraisablehook = tell
-        for number, handler in before.items():
+        sys.unraisablehook = previous_hook
+        for number, handler in previous_handlers.items():
             signal.signal(number, signal.SIG_IGN if received else handler)  # the process is ending, which takes torch a second
         check()  # also if an interrupted library turned the SystemExit into another error
 
@@ -60,7 +60,7 @@ def uninterrupted() -> Iterator[None]:
         _clearing_up.pop()
 
 
-def _in_torch(frame: FrameType | None) -> bool:
+def _is_in_torch(frame: FrameType | None) -> bool:
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch":
             return True

@@ -18,20 +18,20 @@ class SkipBlock:
     A deep copy of a model has its own block, which ends together with the block that it was copied from.
     """
 
-    def __init__(self, ends: PromptEnds, of: SkipBlock | None = None) -> None:
+    def __init__(self, ends: PromptEnds, copied_from: SkipBlock | None = None) -> None:
         self.ends = ends
-        self._of, self._ended = of, False
-        self._inside: list[SkipBlock] = []
+        self._copied_from, self._ended = copied_from, False
+        self._nested: list[SkipBlock] = []
 
     @property
     def ended(self) -> bool:
         """Whether it has ended: its layers run unchanged, and its checks do nothing."""
-        return self._ended or (self._of is not None and self._of.ended)
+        return self._ended or (self._copied_from is not None and self._copied_from.ended)
 
     @property
     def skips(self) -> bool:
         """Whether layers currently compute only the positions that the schedule gives them."""
-        return not self.ended and all(inner.ended for inner in self._inside)
+        return not self.ended and all(inner.ended for inner in self._nested)
 
     def end(self) -> None:
         """End this block and its copies."""
@@ -39,7 +39,7 @@ class SkipBlock:
 
     def enclose(self, inner: SkipBlock) -> None:
         """Pause until `inner` ends."""
-        self._inside = [*(block for block in self._inside if not block.ended), inner]
+        self._nested = [*(block for block in self._nested if not block.ended), inner]
 
     def before_model(self, model: torch.nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass: read its labels, and refuse what would silently be computed wrongly."""
@@ -51,13 +51,13 @@ class SkipBlock:
     def before_layers(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a pass's layers: refuse likewise, by arguments that only the module that runs the layers is given."""
         if self.skips:
-            self.ends.check_read()
+            self.ends.check_labels_read()
             _check_cache(args, kwargs)
             _check_positions(kwargs.get("position_ids"), kwargs.get("attention_mask"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SkipBlock:
-        block = memo[id(self)] = SkipBlock(copy.deepcopy(self.ends, memo), of=self)
-        for inner in self._inside:
+        block = memo[id(self)] = SkipBlock(copy.deepcopy(self.ends, memo), copied_from=self)
+        for inner in self._nested:
             block.enclose(copy.deepcopy(inner, memo))
         return block
 
@@ -70,8 +70,8 @@ class SkipBlock:
 
 def open_blocks(owner: torch.nn.Module) -> list[SkipBlock]:
     """The blocks around the layers of `owner`, found by their `before_layers` hooks: unlike `forward`, nobody replaces a hook."""
-    found = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
-    return [block for block in found if isinstance(block, SkipBlock)]
+    owners = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
+    return [block for block in owners if isinstance(block, SkipBlock)]
 
 
 def _check_process(model: torch.nn.Module) -> None:
@@ -87,9 +87,9 @@ def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
     It expects the same number of positions from every layer, and would count positions whose results a row discards.
     """
-    asked = kwargs.get("output_router_logits")
-    asked = getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
-    if asked:
+    balances = kwargs.get("output_router_logits")
+    balances = getattr(model.config.get_text_config(), "output_router_logits", False) if balances is None else balances
+    if balances:
         raise ScheduleError(
             "the loss that balances experts takes as many positions of every layer and row", "set output_router_logits=False",
             where="skip_schedule",
@@ -98,14 +98,14 @@ def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
 
 def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Cache) and (held := _held(value)):
+        if isinstance(value, Cache) and (contents := _cache_contents(value)):
             raise ScheduleError(
-                f"positions count from the start of a pass, and a cache holds {held}",
+                f"positions count from the start of a pass, and a cache holds {contents}",
                 "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
             )  # fmt: skip
 
 
-def _held(cache: Cache) -> str:
+def _cache_contents(cache: Cache) -> str:
     """What `cache` holds, in words; empty: nothing. A cache without an attention layer does not know its number of tokens."""
     if isinstance(cache, StaticCache):
         return "slots for later tokens"  # which masks cover as well

@@ -11,7 +11,7 @@ from torch import distributed
 from skipdecode.errors import ScheduleError
 from skipdecode.exporter.skip_block import SkipBlock
 
-_CHOICE = "prev_topk_indices"  # [B,S,K] int32: tokens that the layer below chose to attend to (GLM-5); a layer returns its own
+_TOPK_INDICES = "prev_topk_indices"  # [B,S,K] int32: tokens that the layer below attends to (GLM-5); a layer returns its own
 
 
 class SlicedForward:
@@ -24,9 +24,9 @@ class SlicedForward:
             of tokens to attend to, which the layer above may take over.
     """
 
-    def __init__(self, layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) -> None:
-        self.block, self.own = block, vars(layer).get("forward")
-        self._layer, self._cap, self._in_tuple = layer, cap, in_tuple
+    def __init__(self, layer: torch.nn.Module, block: SkipBlock, cap: int, returns_tuple: bool) -> None:
+        self.block, self.replaced = block, vars(layer).get("forward")
+        self._layer, self._cap, self._returns_tuple = layer, cap, returns_tuple
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """`hidden` is [B,S,H], or Gemma 3n's streams [N,B,S,H]."""
@@ -34,16 +34,16 @@ class SlicedForward:
         if not self.block.skips or ends.shortest + self._cap >= length:
             return self._forward(hidden, *args, **kwargs)
         out = hidden
-        if end := max(min(ends.longest + self._cap, length), _least()):
+        if end := max(min(ends.longest + self._cap, length), _min_positions()):
             args = tuple(_prefix(value, length, end) for value in args)
-            kwargs = {name: (_PREFIXES.get(name) or _prefix)(value, length, end) for name, value in kwargs.items()}
-            first = hidden[..., :end, :]
-            head = self._forward(first, *args, **kwargs)
-            after = ends.computed(head[0] if self._in_tuple else head, first, self._cap)
-            out = torch.cat([after, hidden[..., end:, :]], dim=-2)
-        return (out, self._choice(hidden) if _CHOICE in kwargs else None) if self._in_tuple else out
+            kwargs = {name: (_PREFIX_FUNCTIONS.get(name) or _prefix)(value, length, end) for name, value in kwargs.items()}
+            hidden_prefix = hidden[..., :end, :]
+            computed = self._forward(hidden_prefix, *args, **kwargs)
+            out_prefix = ends.keep_computed(computed[0] if self._returns_tuple else computed, hidden_prefix, self._cap)
+            out = torch.cat([out_prefix, hidden[..., end:, :]], dim=-2)
+        return (out, self._all_indices(hidden) if _TOPK_INDICES in kwargs else None) if self._returns_tuple else out
 
-    def _choice(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _all_indices(self, hidden: torch.Tensor) -> torch.Tensor:
         """The choice of tokens that the layer hands on: all tokens, since it has chosen none for the positions that it skips.
 
         Raises:
@@ -58,32 +58,32 @@ class SlicedForward:
         return _all_tokens(len(hidden), length, hidden.device)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.own is not None:
-            return self.own(*args, **kwargs)
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
         # looked up at each call: FSDP changes the layer's class inside the block
         return type(self._layer).forward(self._layer, *args, **kwargs)
 
 
-def cover(layer: torch.nn.Module, block: SkipBlock, cap: int, in_tuple: bool) -> Callable[[], None]:
+def install_sliced_forward(layer: torch.nn.Module, block: SkipBlock, cap: int, returns_tuple: bool) -> Callable[[], None]:
     """Replace the layer's `forward` with a `SlicedForward`; returns a function that restores its own."""
-    sliced = layer.forward = SlicedForward(layer, block, cap, in_tuple)
+    sliced = layer.forward = SlicedForward(layer, block, cap, returns_tuple)
 
-    def uncover() -> None:
+    def restore() -> None:
         # stays below a `forward` that was put over it, and from now on only passes calls on
         if vars(layer).get("forward") is not sliced:
             return
-        own = sliced.own
-        while isinstance(own, SlicedForward) and own.block.ended:  # of a block that ended before this one
-            own = own.own
-        if own is None:
+        replaced = sliced.replaced
+        while isinstance(replaced, SlicedForward) and replaced.block.ended:  # of a block that ended before this one
+            replaced = replaced.replaced
+        if replaced is None:
             del layer.forward
         else:
-            layer.forward = own
+            layer.forward = replaced
 
-    return uncover
+    return restore
 
 
-def _least() -> int:
+def _min_positions() -> int:
     """Positions that a layer computes even if no row needs them, and then discards: 1 in a group of processes, else 0.
 
     Another process's rows may need the layer, and then all processes have to gather its shards and give its weights gradients.
@@ -112,9 +112,9 @@ def _prefix(value: Any, length: int, cap: int) -> Any:
 # arguments that `_prefix` would not cut, or not rightly. `shared_kv_states`: other layers' keys and values [B,KVH,S,D], computed
 # at all positions, by kind of layer. ALiBi: BLOOM's [B*NH,1,S], None for Falcon, and MPT's [NH,1,P] for P positions, of which
 # its attention takes the last ones itself
-_PREFIXES = {
+_PREFIX_FUNCTIONS = {
     "shared_kv_states": lambda value, _, cap: {kind: tuple(part[:, :, :cap] for part in pair) for kind, pair in value.items()},
     "alibi": lambda value, _, cap: None if value is None else value[..., :cap],
     "position_bias": lambda value, *_: value,
-    _CHOICE: lambda value, _, cap: None if value is None else _all_tokens(len(value), cap, value.device),
+    _TOPK_INDICES: lambda value, _, cap: None if value is None else _all_tokens(len(value), cap, value.device),
 }

@@ -19,7 +19,7 @@ import transformers
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import key_source, layer_keys, layer_kind
 from skipdecode.exporter.attention import ScatterCache, emit_operator
-from skipdecode.model import Keys, State, StateLayers
+from skipdecode.model import KeyValueSizes, LayerGroup, State
 
 LINEAR_OPSET = 27  # of both operators; set on a graph once it is traced, since torch traces to OPSET
 CONV_STATE, RECURRENT_STATE = "conv_state", "recurrent_state"
@@ -29,25 +29,25 @@ _DELTA_RULE, _KIMI_DELTA_RULE = "torch_chunk_gated_delta_rule", "chunk_kimi_delt
 _WITH_ATTENTION = (None, "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid")
 
 
-def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[StateLayers, ...]:
+def state_layers(config: Any, layers: torch.nn.ModuleList) -> tuple[LayerGroup, ...]:
     """The layers that keep anything other than just keys and values of layer 0's sizes, grouped by what they keep."""
-    groups: dict[tuple[Keys | None, int | None, tuple[State, ...]], list[int]] = {}
-    usual = (layer_keys(config, 0), None, ())
+    groups: dict[tuple[KeyValueSizes | None, int | None, tuple[State, ...]], list[int]] = {}
+    default = (layer_keys(config, 0), None, ())
     for index, layer in enumerate(layers):
         source = key_source(config, index)
-        own = layer_kind(config, index) in _WITH_ATTENTION and source is None
-        kept = (layer_keys(config, index) if own else None, source, tuple(_states(layer)))
-        if kept != usual:
-            groups.setdefault(kept, []).append(index)
+        has_own_keys = layer_kind(config, index) in _WITH_ATTENTION and source is None
+        group_key = (layer_keys(config, index) if has_own_keys else None, source, tuple(_states(layer)))
+        if group_key != default:
+            groups.setdefault(group_key, []).append(index)
     return tuple(
-        StateLayers(layers=tuple(indices), keys=keys, keys_of=source, states=states)
+        LayerGroup(layers=tuple(indices), keys=keys, keys_of=source, states=states)
         for (keys, source, states), indices in groups.items()
     )
 
 
 def is_mamba(layer: torch.nn.Module) -> bool:
     """Whether it is a Mamba or Mamba-2: transformers transposes their states, [heads, value size, key size] or [channels, .]."""
-    return hasattr(_mixer(layer), "ssm_state_size")
+    return hasattr(_find_mixer(layer), "ssm_state_size")
 
 
 def forgets_by_channel(module: torch.nn.Module) -> bool:
@@ -61,10 +61,10 @@ def _scans_channels(module: torch.nn.Module) -> bool:
 
 
 def _states(layer: torch.nn.Module) -> Iterator[State]:
-    mixer = _mixer(layer)
+    mixer = _find_mixer(layer)
     if mixer is None:
         return
-    conv = _convolution(mixer)
+    conv = _find_convolution(mixer)
     _check_calls(mixer, _CONVOLUTION)
     yield State(name=CONV_STATE, shape=(conv.in_channels, conv.kernel_size[0] - 1))
     if _scans_channels(mixer):
@@ -82,25 +82,25 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
 
 
 def _check_calls(mixer: Any, function: str) -> None:
-    """Refuse a mixer whose module lacks `function`, which `as_operators` replaces: a trace would leave the state out."""
-    if function not in _module(mixer):
+    """Refuse a mixer whose module lacks `function`, which `emitting_operators` replaces: a trace would leave the state out."""
+    if function not in _namespace(mixer):
         raise ModelNotSupportedError(
             f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {function}",
             "install transformers 5.24, with which it was tested",
         )
 
 
-def _module(mixer: Any) -> dict[str, Any]:
+def _namespace(mixer: Any) -> dict[str, Any]:
     """The namespace in which the mixer's `forward` looks up the functions it calls."""
     return vars(sys.modules[type(mixer).__module__])
 
 
-def _mixer(layer: torch.nn.Module) -> Any:
+def _find_mixer(layer: torch.nn.Module) -> Any:
     """The module around the layer's convolution, which goes by several names; None: the layer has none."""
-    return next((module for module in layer.modules() if _convolution(module) is not None), None)
+    return next((module for module in layer.modules() if _find_convolution(module) is not None), None)
 
 
-def _convolution(module: torch.nn.Module) -> Any:
+def _find_convolution(module: torch.nn.Module) -> Any:
     return next((child for child in module.children() if isinstance(child, torch.nn.Conv1d)), None)
 
 
@@ -125,39 +125,39 @@ class StateCache:
         return inputs
 
     def update_recurrent_state(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `as_operators` has stored the state already, and some layers hand it back widened."""
+        """Do nothing: `emitting_operators` has stored the state already, and some layers hand it back widened."""
 
 
 @contextmanager
-def as_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
+def emitting_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[None]:
     """Inside, `layer`'s convolution and recurrence leave one operator each in a trace; both read and update `cache.states`."""
-    mixer = _mixer(layer)
-    conv = _convolution(mixer)
+    mixer = _find_mixer(layer)
+    conv = _find_convolution(mixer)
 
     def convolution(inputs: torch.Tensor, *_: Any, activation: str = "none", **__: Any) -> torch.Tensor:
         out, cache.states[CONV_STATE] = _causal_conv(inputs, conv.weight, conv.bias, cache.states[CONV_STATE], activation)
         return out
 
-    def keeping(recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        def computed(*rows: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def storing(recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        def wrapped(*rows: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
             out, cache.states[RECURRENT_STATE] = recurrence(*rows, **others)
             return out, cache.states[RECURRENT_STATE]
 
-        return computed
+        return wrapped
 
-    module = _module(mixer)
+    namespace = _namespace(mixer)
 
     def channel_scan(*rows: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return _channel_scan(*rows, **others, initial_states=cache.states[RECURRENT_STATE])  # transformers' starts at 0
 
-    functions = {_CONVOLUTION: convolution, _CHANNEL_SCAN: keeping(channel_scan), _HEAD_SCAN: keeping(_head_scan)}
-    functions |= dict.fromkeys((_DELTA_RULE, _KIMI_DELTA_RULE), keeping(_gated_delta_rule))
-    kept = {name: module[name] for name in functions if name in module}
-    module.update({name: functions[name] for name in kept})
+    functions = {_CONVOLUTION: convolution, _CHANNEL_SCAN: storing(channel_scan), _HEAD_SCAN: storing(_head_scan)}
+    functions |= dict.fromkeys((_DELTA_RULE, _KIMI_DELTA_RULE), storing(_gated_delta_rule))
+    replaced = {name: namespace[name] for name in functions if name in namespace}
+    namespace.update({name: functions[name] for name in replaced})
     try:
         yield
     finally:
-        module.update(kept)
+        namespace.update(replaced)
 
 
 def _causal_conv(
@@ -200,7 +200,9 @@ def _channel_scan(
     dt = _softplus(dt.mT + delta_bias.to(dt.dtype))
     query, key = (each.mT[:, :, None].expand(-1, -1, channels, -1).flatten(2) for each in (C, B))
     decays = (dt[..., None] * A).flatten(2)
-    out, present = _attend((query, key, rows * dt), initial_states.mT[..., None], (decays,), channels, "gated", 1.0)
+    out, present = _emit_linear_attention(
+        (query, key, rows * dt), initial_states.mT[..., None], (decays,), channels, "gated", 1.0
+    )
     return (out + D * rows).mT * torch.nn.functional.silu(z), present.squeeze(-1).mT
 
 
@@ -226,24 +228,24 @@ def _softplus(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _linear_attention(
-    packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], rule: str, scale: float
+    qkv: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], rule: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """LinearAttention-27: query and key [B,S,KH,DK], value [B,S,VH,DV], gates [B,S,..] -> [B,S,VH,DV] and the new state.
 
     Each head of query and key serves VH / KH heads of the values.
     """
-    query, key, value = packed
+    query, key, value = qkv
     heads = value.shape[2]
     query, key = (each[:, :, :, None].expand(-1, -1, -1, heads // each.shape[2], -1).flatten(2) for each in (query, key))
-    out, present = _attend((query, key, value.flatten(2)), state, gates, heads, rule, scale)
+    out, present = _emit_linear_attention((query, key, value.flatten(2)), state, gates, heads, rule, scale)
     return out.unflatten(-1, (heads, -1)), present
 
 
-def _attend(
-    packed: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], heads: int, rule: str, scale: float
+def _emit_linear_attention(
+    qkv: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], heads: int, rule: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator itself: query, key, value and gates [B,S,heads * size]."""
-    query, key, rows = packed
+    query, key, rows = qkv
     out, present = torch.onnx.ops.symbolic_multi_out(
         "LinearAttention",
         (query, key, rows, state, *gates),

@@ -8,23 +8,23 @@ from typing import Any
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import (
-    GELU_OF_EXPERTS,
+    EXPERTS_GELU,
     HYBRIDS,
     INDEXED,
-    OWN_HEADS,
-    STATES_ALONE,
+    STATE_ONLY,
+    VARYING_KV,
     attention_window,
     check_known,
-    declared,
+    declared_setting,
     experts_per_token,
-    experts_setting,
+    experts_per_token_setting,
     has_experts,
     layer_configs,
     layer_keys,
     layer_kinds,
-    unsupported,
+    unsupported_error,
 )
-from skipdecode.exporter.config_json import place
+from skipdecode.exporter.config_json import config_origin
 from skipdecode.exporter.config_numbers import check_numbers
 
 # settings that the export reads and that transformers does not check for every model
@@ -34,7 +34,7 @@ _COUNTS = (
 )  # fmt: skip
 # settings of layers that keep states: kernels of convolutions; heads with the groups that share queries and keys; other sizes
 _KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
-_SHARED = (
+_HEADS_AND_GROUPS = (
     ("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups"),
     ("num_heads", "n_groups"),
 )  # fmt: skip
@@ -43,7 +43,7 @@ _STATE_SIZES = (
     "mamba_d_ssm", "mamba_expand", "mamba_dt_rank", "linear_num_heads", "linear_head_dim", "state_size", "expand",
     "time_step_rank",
 )  # fmt: skip
-_MOST_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a typo would build for hours
+_MAX_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a typo would build for hours
 
 
 def check_single_stack(config: Any) -> None:
@@ -53,7 +53,7 @@ def check_single_stack(config: Any) -> None:
         ModelNotSupportedError: an encoder-decoder.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise unsupported(config, "is an encoder-decoder, which has no single stack of layers to skip")
+        raise unsupported_error(config, "is an encoder-decoder, which has no single stack of layers to skip")
 
 
 def check_supported(config: Any, max_length: int) -> None:
@@ -67,96 +67,99 @@ def check_supported(config: Any, max_length: int) -> None:
             original length of a rotary scaling, a chunk of attention or an indexer's number of tokens.
     """
     check_known(config)
-    _check_own_heads(config)
-    for own in layer_configs(config):
-        _check_counts(own)
-        check_numbers(own)
-        if config.model_type not in STATES_ALONE:
-            _check_heads(own)
+    _check_per_layer_settings(config)
+    for layer_settings in layer_configs(config):
+        _check_counts(layer_settings)
+        check_numbers(layer_settings)
+        if config.model_type not in STATE_ONLY:
+            _check_heads(layer_settings)
     if has_experts(config):
         _check_experts(config)
     check_causal(config)
-    known = {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
+    known_kinds = {"full_attention", "sliding_attention", *HYBRIDS.get(config.model_type, ())}
     if config.model_type == "llama4_text":
         _check_llama_4(config, max_length)
-        known.add("chunked_attention")
+        known_kinds.add("chunked_attention")
     if config.model_type in INDEXED:
-        _check_each(config, ("index_topk",), needed=True)
-        chosen = config.index_topk
-        _check_length(max_length, chosen, f"{config.model_type} attends to {chosen} tokens that it chooses")
-        known.add("indexed_attention")
-    other = {*(layer_kinds(config) or ())} - known
-    if other:
-        raise unsupported(config, f"has layers of {' and '.join(sorted(other))}, which are none that can be exported")
+        _check_whole_numbers(config, ("index_topk",), required=True)
+        num_chosen = config.index_topk
+        _check_length(max_length, num_chosen, f"{config.model_type} attends to {num_chosen} tokens that it chooses")
+        known_kinds.add("indexed_attention")
+    unknown = {*(layer_kinds(config) or ())} - known_kinds
+    if unknown:
+        raise unsupported_error(config, f"has layers of {' and '.join(sorted(unknown))}, which are none that can be exported")
     if config.model_type in HYBRIDS:
         _check_states(config)
-    if config.model_type in OWN_HEADS:
-        _check_shared(config)
+    if config.model_type in VARYING_KV:
+        _check_shared_keys(config)
     if config.model_type == "gemma3n_text":
         _check_streams(config)
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
-        raise unsupported(config, "with slow_but_exact multiplies slices and leaves out biases")
+        raise unsupported_error(config, "with slow_but_exact multiplies slices and leaves out biases")
     if config.model_type == "falcon" and config.alibi:
-        raise unsupported(
+        raise unsupported_error(
             config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"
         )
     _check_rotary(config, max_length)
-    longest = declared(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)  # MPT's name; the others'
-    if longest and max_length > longest:
-        raise ModelNotSupportedError(f"--max-length {max_length}: the model has {longest} positions", f"choose {longest} or less")
+    # MPT's name; the others'
+    positions = declared_setting(config, "max_seq_len") or getattr(config, "max_position_embeddings", None)
+    if positions and max_length > positions:
+        raise ModelNotSupportedError(
+            f"--max-length {max_length}: the model has {positions} positions", f"choose {positions} or less"
+        )
 
 
 def check_causal(config: Any) -> None:
     """Raises ModelNotSupportedError if tokens attend to later ones."""
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # "vision": within images
     if both_ways or not getattr(config, "is_causal", True):
-        raise unsupported(config, "attends to later tokens, which generating one after another cannot")
+        raise unsupported_error(config, "attends to later tokens, which generating one after another cannot")
 
 
 def _check_llama_4(config: Any, max_length: int) -> None:
     """Refuse lengths beyond Llama 4's first chunk, where chunked attention differs from full, and several experts per token."""
     size = config.attention_chunk_size
-    _check_each(config, ("attention_chunk_size",))
+    _check_whole_numbers(config, ("attention_chunk_size",))
     if size is not None and "chunked_attention" in (layer_kinds(config) or ()):
         _check_length(max_length, size, f"{config.model_type} attends in chunks of {size} tokens")
     if config.num_experts_per_tok != 1:
-        raise unsupported(
+        raise unsupported_error(
             config, f"gives each of {config.num_experts_per_tok} experts a token other rows, which no operator does"
         )
 
 
 def _check_counts(config: Any) -> None:
-    _check_each(config, _COUNTS)
-    if config.num_hidden_layers > _MOST_LAYERS:
-        raise _bad_setting(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MOST_LAYERS} or less")
+    _check_whole_numbers(config, _COUNTS)
+    if config.num_hidden_layers > _MAX_LAYERS:
+        raise _bad_setting(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MAX_LAYERS} or less")
     for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
         if window is not None and window < 1:
             raise _bad_setting(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
 
 
-def _check_own_heads(config: Any) -> None:
+def _check_per_layer_settings(config: Any) -> None:
     """Refuse per-layer settings, except heads' sizes and counts in architectures whose layers read them per layer."""
     if not getattr(config, "is_heterogeneous", False):
         return
-    heads_alone = config.per_layer_attributes <= {"head_dim", "num_key_value_heads"}
-    skipping = any(getattr(own, "skip", None) for own in config.per_layer_config)
-    if config.model_type not in OWN_HEADS or skipping or not heads_alone:
-        raise unsupported(config, "has settings for some layers alone (per_layer_config), which its layers are not made by")
+    heads_only = config.per_layer_attributes <= {"head_dim", "num_key_value_heads"}
+    skipping = any(getattr(layer_settings, "skip", None) for layer_settings in config.per_layer_config)
+    if config.model_type not in VARYING_KV or skipping or not heads_only:
+        raise unsupported_error(config, "has settings for some layers alone (per_layer_config), which its layers are not made by")
 
 
-def _check_shared(config: Any) -> None:
+def _check_shared_keys(config: Any) -> None:
     """Refuse a `num_kv_shared_layers` that leaves a layer without one of its kind below whose keys and values it could read."""
     kinds, shared = layer_kinds(config) or [], config.num_kv_shared_layers or 0
-    own = kinds[: max(0, len(kinds) - shared)]
-    if shared < 0 or {*kinds} - {*own}:
-        most = next(count for count in reversed(range(len(kinds))) if {*kinds[: len(kinds) - count]} == {*kinds})
-        raise _bad_setting(config, "num_kv_shared_layers", shared, f"write 0 to {most}, which leave a layer of each kind below")
+    unshared = kinds[: max(0, len(kinds) - shared)]
+    if shared < 0 or {*kinds} - {*unshared}:
+        limit = next(count for count in reversed(range(len(kinds))) if {*kinds[: len(kinds) - count]} == {*kinds})
+        raise _bad_setting(config, "num_kv_shared_layers", shared, f"write 0 to {limit}, which leave a layer of each kind below")
 
 
 def _check_streams(config: Any) -> None:
     """Refuse Gemma 3n's sizes below 1, an active stream that does not exist, and shares of zeroed gates outside [0, 1)."""
-    _check_each(
-        config, ("altup_num_inputs", "laurel_rank", "hidden_size_per_layer_input", "vocab_size_per_layer_input"), needed=True
+    _check_whole_numbers(
+        config, ("altup_num_inputs", "laurel_rank", "hidden_size_per_layer_input", "vocab_size_per_layer_input"), required=True
     )
     active, count = config.altup_active_idx, config.altup_num_inputs
     if not 0 <= active < count:
@@ -173,22 +176,24 @@ def _check_heads(config: Any) -> None:
     if heads % keys.num_heads:
         raise ModelNotSupportedError(
             f"its config.json has {heads} heads, no multiple of the {keys.num_heads} that their keys have",
-            "correct that setting", where=place(config),
+            "correct that setting", where=config_origin(config),
         )  # fmt: skip
-    if (declared(config, "v_head_dim") or 0) > keys.head_size:
-        raise unsupported(config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both")
+    if (declared_setting(config, "v_head_dim") or 0) > keys.head_size:
+        raise unsupported_error(
+            config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both"
+        )
     if keys.head_size % 8:
-        raise unsupported(config, f"has heads of {keys.head_size}, and ONNX Runtime's attention takes multiples of 8")
+        raise unsupported_error(config, f"has heads of {keys.head_size}, and ONNX Runtime's attention takes multiples of 8")
 
 
-def _check_each(config: Any, names: Iterable[str], *, needed: bool = False, least: int = 1) -> None:
-    """Refuse settings that are not whole numbers from `least` on, and, if `needed`, missing ones."""
+def _check_whole_numbers(config: Any, names: Iterable[str], *, required: bool = False, minimum: int = 1) -> None:
+    """Refuse settings that are not whole numbers from `minimum` on, and, if `required`, missing ones."""
     for name in names:
         value = getattr(config, name, None)
-        if value is None and not needed:
+        if value is None and not required:
             continue
-        if not isinstance(value, int) or value < least:
-            raise _bad_setting(config, name, value, f"write a whole number from {least} on")
+        if not isinstance(value, int) or value < minimum:
+            raise _bad_setting(config, name, value, f"write a whole number from {minimum} on")
 
 
 def _check_experts(config: Any) -> None:
@@ -197,47 +202,47 @@ def _check_experts(config: Any) -> None:
     Choosing more than there are fails in the trace, and uneven groups mix tokens.
     """
     name = "num_experts" if hasattr(config, "num_experts") else "num_local_experts"
-    _check_each(config, (name,), needed=True)
+    _check_whole_numbers(config, (name,), required=True)
     experts = getattr(config, name)
     chosen, groups = experts_per_token(config), getattr(config, "n_group", None)
-    each = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan may have one number per layer
-    if not all(isinstance(count, int) and 1 <= count <= experts for count in each):
-        raise _bad_setting(config, experts_setting(config), chosen, f"write 1 to {experts}, the number of experts")
+    counts = chosen if isinstance(chosen, list) else [chosen]  # Hunyuan may have one number per layer
+    if not all(isinstance(count, int) and 1 <= count <= experts for count in counts):
+        raise _bad_setting(config, experts_per_token_setting(config), chosen, f"write 1 to {experts}, the number of experts")
     if groups is not None and (groups < 1 or experts % groups):
         raise _bad_setting(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
-    taken = getattr(config, "topk_group", None)
-    if groups and taken is not None and not 1 <= taken <= groups:
-        raise _bad_setting(config, "topk_group", taken, f"write 1 to {groups}, which n_group is")
+    chosen_groups = getattr(config, "topk_group", None)
+    if groups and chosen_groups is not None and not 1 <= chosen_groups <= groups:
+        raise _bad_setting(config, "topk_group", chosen_groups, f"write 1 to {groups}, which n_group is")
     if groups and config.model_type != "deepseek_v2":  # there experts of other groups weigh 0; elsewhere any could be chosen
-        room = (taken or 1) * (experts // groups)
-        if any(count > room for count in each):
-            raise _bad_setting(config, "num_experts_per_tok", chosen, f"write 1 to {room}, the experts of topk_group groups")
-    activation, known, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has only silu
+        limit = (chosen_groups or 1) * (experts // groups)
+        if any(count > limit for count in counts):
+            raise _bad_setting(config, "num_experts_per_tok", chosen, f"write 1 to {limit}, the experts of topk_group groups")
+    activation, expected, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has only silu
     if config.model_type == "nemotron_h":  # its experts have no gate
-        activation, known = config.mlp_hidden_act, "relu2"
+        activation, expected = config.mlp_hidden_act, "relu2"
     elif config.model_type == "gemma4_text":
-        activation, known, whose = config.hidden_activation, GELU_OF_EXPERTS, "ours"
-    if activation != known and (activation, known) != ("swish", "silu"):
-        raise unsupported(config, f"has experts with {activation}, where {whose} have {known}")
+        activation, expected, whose = config.hidden_activation, EXPERTS_GELU, "ours"
+    if activation != expected and (activation, expected) != ("swish", "silu"):
+        raise unsupported_error(config, f"has experts with {activation}, where {whose} have {expected}")
 
 
 def _check_states(config: Any) -> None:
     """Refuse heads that share queries and keys unevenly, and convolutions that the operator does not compute."""
-    _check_each(config, (*_STATE_SIZES, *chain(*_SHARED)))
-    _check_each(config, _KERNELS, least=2)
-    for heads, groups in _SHARED:
-        count, each = getattr(config, heads, None), getattr(config, groups, None)
-        if count and each and count % each:
-            raise _bad_setting(config, heads, count, f"write a multiple of {each}, which {groups} is")
+    _check_whole_numbers(config, (*_STATE_SIZES, *chain(*_HEADS_AND_GROUPS)))
+    _check_whole_numbers(config, _KERNELS, minimum=2)
+    for heads, groups in _HEADS_AND_GROUPS:
+        count, num_groups = getattr(config, heads, None), getattr(config, groups, None)
+        if count and num_groups and count % num_groups:
+            raise _bad_setting(config, heads, count, f"write a multiple of {num_groups}, which {groups} is")
     # Nemotron-H has a setting of its own, short convolutions have none
-    activation = declared(config, "mamba_hidden_act") or declared(config, "hidden_act") or "silu"
+    activation = declared_setting(config, "mamba_hidden_act") or declared_setting(config, "hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise unsupported(config, f"has convolutions with {activation}, where ONNX's have silu")
+        raise unsupported_error(config, f"has convolutions with {activation}, where ONNX's have silu")
 
 
 def _bad_setting(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
     spelled = config.attribute_map.get(name, name)
-    return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=place(config))
+    return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=config_origin(config))
 
 
 def _check_rotary(config: Any, max_length: int) -> None:
@@ -257,6 +262,6 @@ def _check_rotary(config: Any, max_length: int) -> None:
         _check_length(max_length, original, f"{config.model_type} changes its rotary frequencies beyond {original} tokens")
 
 
-def _check_length(max_length: int, most: int, why: str) -> None:
-    if max_length > most:
-        raise ModelNotSupportedError(f"{why}, --max-length is {max_length}", f"export with --max-length {most} or less")
+def _check_length(max_length: int, max_allowed: int, why: str) -> None:
+    if max_length > max_allowed:
+        raise ModelNotSupportedError(f"{why}, --max-length is {max_length}", f"export with --max-length {max_allowed} or less")

@@ -40,10 +40,10 @@ def parse_targets(texts: Sequence[str]) -> tuple[TargetRequest, ...]:
     """
     targets = tuple(map(_parse, texts))
     names = [target.name for target in targets]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        several = "name it once" + (f", with several capabilities as {twice}:sm86,sm89" if twice == "tensorrt-rtx" else "")
-        raise TargetError(f"target {twice} is given twice", several, where="--target")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate:
+        remedy = "name it once" + (f", with several capabilities as {duplicate}:sm86,sm89" if duplicate == "tensorrt-rtx" else "")
+        raise TargetError(f"target {duplicate} is given twice", remedy, where="--target")
     return targets
 
 
@@ -60,45 +60,45 @@ def _parse(text: str) -> TargetRequest:
         return TargetRequest(name=name)
     if name == "tensorrt":
         raise TargetError(f"target {text!r}: tensorrt builds for the GPU at hand", "write tensorrt", where="--target")
-    known = [member.lower() for member in trt.ComputeCapability.__members__ if member.startswith("SM")]
+    valid = [member.lower() for member in trt.ComputeCapability.__members__ if member.startswith("SM")]
     capabilities = tuple(dict.fromkeys(rest.split(",")))
-    unknown = next((capability for capability in capabilities if capability not in known), None)
+    unknown = next((capability for capability in capabilities if capability not in valid), None)
     if unknown is not None:
         raise TargetError(
-            f"tensorrt-rtx {trt.__version__} does not build for {unknown!r}", f"choose from {', '.join(known)}", where="--target"
+            f"tensorrt-rtx {trt.__version__} does not build for {unknown!r}", f"choose from {', '.join(valid)}", where="--target"
         )
     return TargetRequest(name=name, capabilities=capabilities)
 
 
-def check_dtype(asked: str, targets: Sequence[TargetRequest]) -> None:
+def check_dtype(requested: str, targets: Sequence[TargetRequest]) -> None:
     """Refuse a `--dtype` that is wrong for every model.
 
     Raises:
         TargetError: an unknown dtype, or one that a target has no kernels for.
     """
     gpu = _first_gpu(targets)
-    if asked not in ("auto", *_DTYPES):
-        raise TargetError(f"{asked!r} is unknown", f"choose one of auto, {', '.join(_DTYPES)}", where="--dtype")
-    if asked == "fp32" and gpu:
+    if requested not in ("auto", *_DTYPES):
+        raise TargetError(f"{requested!r} is unknown", f"choose one of auto, {', '.join(_DTYPES)}", where="--dtype")
+    if requested == "fp32" and gpu:
         raise TargetError(f"{gpu} has no fused attention in fp32", "choose fp16 or bf16", where="--dtype")
-    if asked in ("fp16", "bf16") and not gpu:
-        raise TargetError(f"{asked} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
+    if requested in ("fp16", "bf16") and not gpu:
+        raise TargetError(f"{requested} on cpu: ONNX Runtime has no kernel for it", "choose fp32", where="--dtype")
 
 
-def choose_dtype(asked: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
-    """The dtype of the bundle's weights and standard graphs; `asked` has passed `check_dtype`.
+def choose_dtype(requested: str, targets: Sequence[TargetRequest], config: Any) -> torch.dtype:
+    """The dtype of the bundle's weights and standard graphs; `requested` has passed `check_dtype`.
 
     `auto` is fp32 if cpu is the only target. With a GPU target it is bf16 if the checkpoint is in bf16 or the model overflows
     fp16, else fp16. A cpu target computes in fp32 whatever is stored.
     """
     import torch  # here, so that a wrong target is refused without waiting for torch
 
-    if asked == "auto":
+    if requested == "auto":
         if _first_gpu(targets) is None:
             return torch.float32
-        wide = getattr(config, "dtype", None) == torch.bfloat16 or config.model_type in OVERFLOW_FP16
-        return torch.bfloat16 if wide else torch.float16
-    dtype: torch.dtype = getattr(torch, _DTYPES[asked])
+        needs_bf16 = getattr(config, "dtype", None) == torch.bfloat16 or config.model_type in OVERFLOW_FP16
+        return torch.bfloat16 if needs_bf16 else torch.float16
+    dtype: torch.dtype = getattr(torch, _DTYPES[requested])
     return dtype
 
 

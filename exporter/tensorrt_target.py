@@ -24,7 +24,7 @@ from skipdecode.exporter.state_layers import forgets_by_channel
 from skipdecode.exporter.targets import TargetRequest
 from skipdecode.graph_passes.avoid_unit_scale import AvoidUnitScalePass
 from skipdecode.graph_passes.compile_tensorrt import PlanRequest, Profile, library
-from skipdecode.graph_passes.conventions import required, static_dim
+from skipdecode.graph_passes.conventions import required_input, static_dim
 from skipdecode.graph_passes.drop_unused_inputs import DropUnusedInputsPass
 from skipdecode.graph_passes.freeze_slots import FreezeSlotsPass
 from skipdecode.graph_passes.pack_products import PackProductsPass
@@ -38,17 +38,17 @@ from skipdecode.graph_passes.split_table import SplitTablePass
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoTokensPass
 from skipdecode.graph_passes.widen_logits import WidenLogitsPass
-from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass, without_kernel
+from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass, attention_without_kernel
 from skipdecode.graph_passes.write_out_convolution import WriteOutConvolutionPass
 from skipdecode.graph_passes.write_out_experts import WriteOutExpertsPass
 from skipdecode.graph_passes.write_out_linear_attention import WriteOutLinearAttentionPass
-from skipdecode.kv_buffer import LEAST_SLOTS, static_slots
+from skipdecode.kv_buffer import MIN_SLOTS, static_slots
 from skipdecode.model import key_sizes
 from skipdecode.prefill import PREFILL_CHUNK
 from skipdecode.schedule import Schedule
 from skipdecode.targets import PORTABLE
 
-_MOST_ELEMENTS = 2**31 - 1  # of one tensor
+_MAX_ELEMENTS = 2**31 - 1  # of one tensor
 HALF_BYTES = 2  # per float of a plan: fp16 or bf16
 
 
@@ -69,19 +69,19 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
     """
     _check_decays(skeleton)
     for name, shape in skeleton.shapes.items():
-        if math.prod(shape) > _MOST_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
+        if math.prod(shape) > _MAX_ELEMENTS and not name.endswith(f".{TABLE}.weight"):
             raise TargetError(f"{name} has more than 2**31 - 1 elements", "choose cpu or cuda", where="--target")
     width = max((keys.num_heads * keys.head_size for keys in key_sizes(skeleton.state_layers, skeleton.keys)), default=0)
     slots = max(slots_of_plans(skeleton, schedule, limits.max_length))
-    most = _MOST_ELEMENTS // (limits.max_batch * width) if width else slots
-    if slots > most:
-        most -= most % LEAST_SLOTS  # counts of slots are never rounded up past a multiple of it
+    limit = _MAX_ELEMENTS // (limits.max_batch * width) if width else slots
+    if slots > limit:
+        limit -= limit % MIN_SLOTS  # counts of slots are never rounded up past a multiple of it
         raise TargetError(
             f"a KV buffer of {limits.max_batch} rows of {slots} slots has more than 2**31 - 1 elements",
-            f"choose --max-length {most} or less, or fewer --max-batch rows" if most else "choose fewer --max-batch rows",
+            f"choose --max-length {limit} or less, or fewer --max-batch rows" if limit else "choose fewer --max-batch rows",
             where="--max-length",
         )
-    _check_look_up(skeleton, limits)
+    _check_expert_lookup(skeleton, limits)
 
 
 def _check_decays(skeleton: Skeleton) -> None:
@@ -91,7 +91,7 @@ def _check_decays(skeleton: Skeleton) -> None:
         raise TargetError(message, "choose cpu or cuda", where="--target")
 
 
-def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
+def _check_expert_lookup(skeleton: Skeleton, limits: manifest.Limits) -> None:
     """Refuse a step whose looked-up experts [B,K,N,H] exceed a tensor's size.
 
     The kernel (`write_out_experts`) does not store that tensor, but it numbers the elements.
@@ -100,7 +100,7 @@ def _check_look_up(skeleton: Skeleton, limits: manifest.Limits) -> None:
     if not experts:
         return
     chosen = experts_per_token(skeleton.config)
-    rows = _MOST_ELEMENTS // (max(experts) * (max(chosen) if isinstance(chosen, list) else chosen))
+    rows = _MAX_ELEMENTS // (max(experts) * (max(chosen) if isinstance(chosen, list) else chosen))
     if limits.max_batch > rows:
         raise TargetError(
             f"the experts that a step of {limits.max_batch} rows looks up have more than 2**31 - 1 elements",
@@ -122,8 +122,8 @@ def compile_tensorrt(job: Job, target: TargetRequest, partial: Path, graphs: Sta
     engines, tied = _engines(job, graphs), None if job.quantization else graphs.tied
     for engine in engines:
         _check_scores(engine)
-    requests = _Requests(job, target, partial, engines, tied)
-    build_plans(iter(requests), len(engines), num_builders(target.name, _most_weights(engines, job.quantization)), report)
+    requests = _PlanRequests(job, target, partial, engines, tied)
+    build_plans(iter(requests), len(engines), num_builders(target.name, _max_weight_bytes(engines, job.quantization)), report)
     (partial / folder / f"{TIMING_CACHE}.lock").unlink(missing_ok=True)  # left by polygraphy
     (partial / folder / KEYS).write_text(json.dumps(requests.keys, indent=1) + "\n", encoding="utf-8")
     tied_weight, tied_bytes = save_tied(tied, graphs.head, partial, folder)
@@ -146,7 +146,7 @@ def _gpus(target: TargetRequest) -> tuple[str, str]:
     return " ".join(target.capabilities) or PORTABLE, ""
 
 
-def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
+def _max_weight_bytes(engines: Sequence[_Engine], quantization: Quantization | None) -> int:
     """Approximate bytes of the largest plan's weights, estimated from the weights before quantisation."""
 
     def share(engine: str) -> float:
@@ -159,17 +159,17 @@ def _most_weights(engines: Sequence[_Engine], quantization: Quantization | None)
 
 def _check_scores(engine: _Engine) -> None:
     """Refuse written-out attention whose scores in a pass over a prompt, one tensor [1,NH,S,C], have too many elements."""
-    for node in without_kernel(engine.graph.graph, engine.slots):
-        heads, tokens = static_dim(required(node), 1), min(PREFILL_CHUNK, engine.slots)
-        if heads * tokens * engine.slots > _MOST_ELEMENTS:
-            most = _MOST_ELEMENTS // (heads * PREFILL_CHUNK)
+    for node in attention_without_kernel(engine.graph.graph, engine.slots):
+        heads, tokens = static_dim(required_input(node), 1), min(PREFILL_CHUNK, engine.slots)
+        if heads * tokens * engine.slots > _MAX_ELEMENTS:
+            max_slots = _MAX_ELEMENTS // (heads * PREFILL_CHUNK)
             raise TargetError(
                 f"the scores of {heads} heads for {tokens} tokens and {engine.slots} slots are more than 2**31 - 1 elements",
-                f"choose --max-length {most - most % LEAST_SLOTS} or less", where="--max-length",
+                f"choose --max-length {max_slots - max_slots % MIN_SLOTS} or less", where="--max-length",
             )  # fmt: skip
 
 
-class _Requests:
+class _PlanRequests:
     """Iterates over the plans to build, writing each lowered graph when its turn comes; yields None for plans taken over.
 
     Attributes:
@@ -217,9 +217,9 @@ def _engines(job: Job, graphs: StandardGraphs) -> list[_Engine]:
     for index, layers in enumerate(job.plan.segments):
         # named by its layers, not by its index, so that another schedule's plan of the same layers is the same plan
         graph = stitch([graphs.layers[layer] for layer in layers], name=f"layers_{layers[0]:03d}_{layers[-1]:03d}")
-        most = slots[layers[0]]  # with an absolute anchor a layer may have fewer slots than a pass has tokens
-        profiles = (decode, _prompt_profile(min(PREFILL_CHUNK, most)))
-        engines.append(_Engine(name=f"segment_{index:03d}", graph=graph, slots=most, profiles=profiles))
+        num_slots = slots[layers[0]]  # with an absolute anchor a layer may have fewer slots than a pass has tokens
+        profiles = (decode, _prompt_profile(min(PREFILL_CHUNK, num_slots)))
+        engines.append(_Engine(name=f"segment_{index:03d}", graph=graph, slots=num_slots, profiles=profiles))
     return [
         *engines,
         _Engine(name="embed", graph=graphs.embed, slots=0, profiles=(decode, _prompt_profile(PREFILL_CHUNK))),
@@ -241,13 +241,13 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
     lowered, name = graph.clone(), graph.graph.name
     passes: list[ir.passes.PassBase] = [FreezeSlotsPass(slots=slots), WriteOutAttentionPass(slots=slots)]
     passes += [TurnQueriesIntoTokensPass(slots=slots), AvoidUnitScalePass()]
-    passes += [WriteOutConvolutionPass(), WriteOutLinearAttentionPass(most_tokens=min(PREFILL_CHUNK, slots))]
+    passes += [WriteOutConvolutionPass(), WriteOutLinearAttentionPass(max_tokens=min(PREFILL_CHUNK, slots))]
     passes += [WriteOutExpertsPass(), SplitNormScalesPass(), DropUnusedInputsPass()]
     passes += [ShareTiedWeightPass(tied)] if tied else []
-    passes += [SplitTablePass(most=_MOST_ELEMENTS)]
+    passes += [SplitTablePass(max_elements=_MAX_ELEMENTS)]
     if quantization and name != "embed":
-        how = quantization.outer if name == "head" else quantization
-        passes += [SliceGathersPass(), PackProductsPass(), QuantizePlanWeightsPass(how), QuantizePlanExpertsPass(how)]
+        scheme = quantization.outer if name == "head" else quantization
+        passes += [SliceGathersPass(), PackProductsPass(), QuantizePlanWeightsPass(scheme), QuantizePlanExpertsPass(scheme)]
     passes += [WidenLogitsPass()] if name == "head" else []
     ir.passes.Sequential(*passes)(lowered)
     return lowered

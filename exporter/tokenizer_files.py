@@ -50,26 +50,26 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
             (bundle / name).write_bytes(read_bytes(folder / name))
     if not (bundle / "config.json").exists():
         config.to_json_file(bundle / "config.json")
-    theirs, settings = None, {} if folder is None else read_settings(folder / "tokenizer_config.json")
+    hf_tokenizer, settings = None, {} if folder is None else read_settings(folder / "tokenizer_config.json")
     if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
         _convert(folder, bundle / "tokenizer.json")
     elif folder is not None and (bundle / "tokenizer.json").exists():
-        theirs = _complete(folder, bundle / "tokenizer.json", config.vocab_size)
+        hf_tokenizer = _add_missing_tokens(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
         return
     if settings.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
         _write(bundle / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
-    _write(bundle / "tokenization.json", told := _tokenization(bundle / "tokenizer.json"))
+    _write(bundle / "tokenization.json", tokenization := _tokenization(bundle / "tokenizer.json"))
     _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
-    if theirs is not None:
-        _compare(told["samples"], theirs)
+    if hf_tokenizer is not None:
+        _warn_of_differences(tokenization["samples"], hf_tokenizer)
 
 
 def _convert(folder: Path, path: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        with _panicking():
+        with _panics_as_errors():
             AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
     except Exception as error:  # tokenizers raises plain Exception, and what transformers raises depends on the tokenizer
         if any((folder / name).exists() for name in _OLDER if name.endswith(".model")) and find_spec("sentencepiece") is None:
@@ -82,7 +82,7 @@ def _convert(folder: Path, path: Path) -> None:
         ) from error  # fmt: skip
 
 
-def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
+def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
     """Add to tokenizer.json the tokens that transformers adds from the files next to it, with the same ids.
 
     Returns:
@@ -90,25 +90,25 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = _opened(path, folder)
+    tokenizer = _open_tokenizer(path, folder)
     try:
-        with _panicking():
-            theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            known = theirs.backend_tokenizer.get_added_tokens_decoder()
+        with _panics_as_errors():
+            hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            added_tokens = hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
     except Exception as error:  # as above; tokenizer.json is enough by itself, also with a class that transformers does not know
         logger.warning(
             "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
             path.name, first_line(error)[:160],
         )  # fmt: skip
         return None
-    here = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     # ids beyond the vocabulary are defaults of transformers' classes, and the model has no embedding for them
-    missing = {token.content: id_ for id_, token in known.items() if token.content not in here and id_ < vocab_size}
-    tokenizer.add_tokens([known[id_] for id_ in sorted(missing.values())])
+    missing = {token.content: id_ for id_, token in added_tokens.items() if token.content not in present and id_ < vocab_size}
+    tokenizer.add_tokens([added_tokens[id_] for id_ in sorted(missing.values())])
     if all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
         if missing:
             tokenizer.save(str(path))
-        return theirs
+        return hf_tokenizer
     names = ", ".join(map(repr, missing))
     logger.warning(
         "%s: tokens that stand beside it alone are left out, since they would get other ids (%s)", path.name, names[:160]
@@ -116,27 +116,29 @@ def _complete(folder: Path, path: Path, vocab_size: int) -> Any:
     return None
 
 
-def _compare(samples: list[dict[str, Any]], theirs: Any) -> None:
+def _warn_of_differences(samples: list[dict[str, Any]], hf_tokenizer: Any) -> None:
     """Warn if transformers encodes a sample differently: it rebuilds some classes' tokenizers from their settings."""
-    with suppress(Exception), _panicking():  # a text that it cannot encode is reported when it is used
+    with suppress(Exception), _panics_as_errors():  # a text that it cannot encode is reported when it is used
         for sample in samples[1:]:  # not the empty one
-            other, ids = theirs(sample["text"])["input_ids"], sample["ids"]
-            if other != ids:
-                said = "tokenizer.json: is followed, while transformers' %s makes other ids: of %r %s and not %s"
-                start = next((i for i, (one, two) in enumerate(zip(other, ids, strict=False)) if one != two), 0)
-                logger.warning(said, type(theirs).__name__, sample["text"], _few(other, start), _few(ids, start))
+            hf_ids, ids = hf_tokenizer(sample["text"])["input_ids"], sample["ids"]
+            if hf_ids != ids:
+                message = "tokenizer.json: is followed, while transformers' %s makes other ids: of %r %s and not %s"
+                start = next((i for i, (one, two) in enumerate(zip(hf_ids, ids, strict=False)) if one != two), 0)
+                logger.warning(
+                    message, type(hf_tokenizer).__name__, sample["text"], _excerpt(hf_ids, start), _excerpt(ids, start)
+                )
                 return
 
 
-def _few(ids: list[int], start: int) -> str:
+def _excerpt(ids: list[int], start: int) -> str:
     shown = map(str, ids[start : start + 4])
     return f"[{'.., ' if start else ''}{', '.join(shown)}{', ..' if len(ids) > start + 4 else ''}]"
 
 
-def _opened(path: Path, folder: Path) -> tokenizers.Tokenizer:
+def _open_tokenizer(path: Path, folder: Path) -> tokenizers.Tokenizer:
     """Open the bundle's copy of the tokenizer in `folder`; an error names the original."""
     try:
-        with _panicking():
+        with _panics_as_errors():
             return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise ModelNotSupportedError(f"cannot be read ({error})", "repair it", where=str(folder / path.name)) from error
@@ -145,22 +147,22 @@ def _opened(path: Path, folder: Path) -> tokenizers.Tokenizer:
 def _tokenization(path: Path) -> dict[str, Any]:
     """`before` and `after`: the ids that encoding puts around a text's own; `special`: ids that are not text; `samples`."""
     try:
-        with _panicking():
+        with _panics_as_errors():
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
             _check_template(read_settings(path).get("post_processor"))
             tokenizer.no_padding()
             tokenizer.no_truncation()
-            plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+            text_ids, all_ids = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
             samples = [{"text": text, "ids": tokenizer.encode(text).ids} for text in _SAMPLES]
     except Exception as error:  # tokenizers raises plain Exception, also for a word missing from a vocabulary without <unk>
         raise ModelNotSupportedError(f"cannot be read ({error})", "repair the checkpoint's file", where=path.name) from error
-    start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0) if plain else 0
+    start = next((i for i in range(len(all_ids)) if all_ids[i : i + len(text_ids)] == text_ids), 0) if text_ids else 0
     special = sorted(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return {"before": whole[:start], "after": whole[start + len(plain) :], "special": special, "samples": samples}
+    return {"before": all_ids[:start], "after": all_ids[start + len(text_ids) :], "special": special, "samples": samples}
 
 
 @contextmanager
-def _panicking() -> Iterator[None]:
+def _panics_as_errors() -> Iterator[None]:
     """Turn a panic of tokenizers' Rust code, which is a BaseException, into an Exception, like all else that it raises."""
     try:
         yield

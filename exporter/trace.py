@@ -36,10 +36,10 @@ from skipdecode.exporter import per_layer_inputs
 from skipdecode.exporter.altup import streams_width
 from skipdecode.exporter.architectures import NORM_ON_BOTH_ENDS, DecoderParts, base_name, expands_latents
 from skipdecode.exporter.attention import ScatterCache
-from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, as_operators
+from skipdecode.exporter.state_layers import CONV_STATE, LINEAR_OPSET, RECURRENT_STATE, StateCache, emitting_operators
 from skipdecode.graph_passes.conventions import OPSET
 from skipdecode.graph_passes.stitch import LAYER_INDEX
-from skipdecode.model import Keys, State
+from skipdecode.model import KeyValueSizes, State
 
 IR_VERSION = 10
 _BATCH, _TOKENS, _SLOTS = 2, 3, 7  # example sizes; torch.export cannot keep a dimension of 0 or 1 dynamic
@@ -50,8 +50,8 @@ class LayerArrays:
     """Sizes of the arrays that a layer takes in addition to its weights."""
 
     hidden_size: int  # H
-    keys: Keys | None  # of its own keys and values; None: it has none
-    read: Keys | None  # of another layer's keys and values, which it reads; None: it reads its own
+    keys: KeyValueSizes | None  # of its own keys and values; None: it has none
+    source_keys: KeyValueSizes | None  # of another layer's keys and values, which it reads; None: it reads its own
     states: tuple[State, ...]
 
 
@@ -65,26 +65,26 @@ class _Embed(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if per_layer_inputs.input_size(self.owner.config):
-            return per_layer_inputs.embedded(self.owner, input_ids)
+            return per_layer_inputs.embed(self.owner, input_ids)
         hidden: torch.Tensor = self.owner(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         for norm in self.norms:
             hidden = norm(hidden)
         return hidden
 
 
-class _ComplexTurns:
+class _ComplexRotations:
     """Stands for DeepSeek-V2's rotary table, complex [B,S,D/2]: torch.onnx cannot trace how layers add an axis for heads."""
 
-    def __init__(self, turns: torch.Tensor) -> None:
-        self.turns = torch.view_as_complex(torch.view_as_real(turns)[:, None])
+    def __init__(self, rotations: torch.Tensor) -> None:
+        self.rotations = torch.view_as_complex(torch.view_as_real(rotations)[:, None])
 
-    def to(self, *_: Any) -> _ComplexTurns:
+    def to(self, *_: Any) -> _ComplexRotations:
         """Called by the layer to move the table to the query's device."""
         return self
 
     def unsqueeze(self, _: int) -> torch.Tensor:
         """Complex [B,1,S,D/2]."""
-        return self.turns
+        return self.rotations
 
 
 class _Layer(torch.nn.Module):  # type: ignore[misc]
@@ -100,8 +100,8 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.layer, self.rotary, self.layer_type, self.window = layer, rotary, layer_type, window
         self.latent = expands_latents(layer)
-        self.inputs = getattr(layer, "hidden_size_per_layer_input", 0)  # P
-        self.width = streams_width(layer.config) if self.inputs else 0
+        self.input_size = getattr(layer, "hidden_size_per_layer_input", 0)  # P
+        self.width = streams_width(layer.config) if self.input_size else 0
 
     def forward(
         self,
@@ -122,43 +122,43 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
             attention = ScatterCache(past_key, past_value, position_ids)
         key = past_key if past_key is not None else present_key
         if key is not None:
-            arguments |= self._of_attention(hidden, position_ids, key.shape[2])
-        others = None
+            arguments |= self._attention_arguments(hidden, position_ids, key.shape[2])
+        layer_inputs = None
         if layer_index is not None:
-            hidden, others = hidden.split((self.width, hidden.shape[2] - self.width), dim=-1)
-            arguments["per_layer_input"] = per_layer_inputs.own_input(others, self.inputs, layer_index)
+            hidden, layer_inputs = hidden.split((self.width, hidden.shape[2] - self.width), dim=-1)
+            arguments["per_layer_input"] = per_layer_inputs.input_of_layer(layer_inputs, self.input_size, layer_index)
         cache = StateCache(states, attention) if states else attention
-        names = inspect.signature(self.layer.forward).parameters
-        arguments |= {name: None for name in ("alibi", "position_bias") if name in names}  # made in `own_attention`
-        if "shared_kv_states" in names:
+        parameters = inspect.signature(self.layer.forward).parameters
+        arguments |= {name: None for name in ("alibi", "position_bias") if name in parameters}  # made in `own_attention`
+        if "shared_kv_states" in parameters:
             arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}
-        arguments[self._cache_argument(names)] = cache
-        with as_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():
+        arguments[self._cache_argument(parameters)] = cache
+        with emitting_operators(self.layer, cache) if isinstance(cache, StateCache) else nullcontext():
             out = self.layer(hidden, **arguments)
         if isinstance(out, tuple):  # the hidden state, attention weights
             out = out[0]
-        if others is not None:
-            out = torch.cat((out, others), dim=-1)
+        if layer_inputs is not None:
+            out = torch.cat((out, layer_inputs), dim=-1)
         return out, *((attention.present_key, attention.present_value) if attention else ()), *states.values()
 
-    def _cache_argument(self, names: Mapping[str, object]) -> str:
+    def _cache_argument(self, parameters: Mapping[str, object]) -> str:
         """The name of the layer's argument that takes its cache."""
         if self.latent:  # a cache would be given the latent; this argument reaches `onnx_attention`, which has the expanded ones
             return "kv_buffer"
-        return "layer_past" if "layer_past" in names else "cache"
+        return "layer_past" if "layer_past" in parameters else "cache"
 
-    def _of_attention(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
+    def _attention_arguments(self, hidden: torch.Tensor, position_ids: torch.Tensor, slots: int) -> dict[str, Any]:
         """The arguments of a layer with attention: mask, positions, rotary embeddings."""
-        numbers = torch.arange(slots)
-        visible = numbers[None, None, :] <= position_ids[:, :, None]
+        slot_indices = torch.arange(slots)
+        visible = slot_indices[None, None, :] <= position_ids[:, :, None]
         if self.window is not None:
-            visible = visible & (numbers[None, None, :] > position_ids[:, :, None] - self.window)
+            visible = visible & (slot_indices[None, None, :] > position_ids[:, :, None] - self.window)
         arguments: dict[str, Any] = {"attention_mask": visible[:, None], "position_ids": position_ids}
         if self.rotary is not None:
             by_type = (self.layer_type,) if "layer_type" in inspect.signature(self.rotary.forward).parameters else ()
-            turns = self.rotary(hidden, position_ids, *by_type)
-            complex_turns = isinstance(turns, torch.Tensor) and turns.is_complex()
-            arguments["position_embeddings"] = _ComplexTurns(turns) if complex_turns else turns
+            rotations = self.rotary(hidden, position_ids, *by_type)
+            is_complex = isinstance(rotations, torch.Tensor) and rotations.is_complex()
+            arguments["position_embeddings"] = _ComplexRotations(rotations) if is_complex else rotations
         return arguments
 
 
@@ -170,7 +170,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
         self.final = torch.nn.ModuleList(final)
         self.model = model
         for body in (getattr(model, base_name(model)), owner):  # OPT's head calls the owner, the others the base model
-            body.forward = _as_they_come
+            body.forward = _pass_through
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         index = last[:, None, None].expand(-1, 1, streams_width(self.model.config))  # leaves out the per-layer inputs behind
@@ -181,7 +181,7 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
         return logits[:, 0]
 
 
-def _as_they_come(_ids: object = None, inputs_embeds: torch.Tensor | None = None, **_: object) -> Output:
+def _pass_through(_ids: object = None, inputs_embeds: torch.Tensor | None = None, **_: object) -> Output:
     """The `forward` of a body without layers and norms: returns its input."""
     out = Output(last_hidden_state=inputs_embeds)
     out.shared_kv_states = None  # Gemma 4's head passes it on
@@ -216,16 +216,16 @@ def trace_layer(
         POSITION_IDS: torch.arange(_TOKENS)[None].repeat(_BATCH, 1),
     }
     shapes: dict[str, Any] = {name: {0: "B", 1: "S"} for name in inputs}
-    kept = {name: arrays.keys for name in (PAST_KEY, PAST_VALUE) if arrays.keys}
-    read = {present(name): arrays.read for name in (PAST_KEY, PAST_VALUE) if arrays.read}
-    for name, keys in (kept | read).items():
+    own_keys = {name: arrays.keys for name in (PAST_KEY, PAST_VALUE) if arrays.keys}
+    read_keys = {present(name): arrays.source_keys for name in (PAST_KEY, PAST_VALUE) if arrays.source_keys}
+    for name, keys in (own_keys | read_keys).items():
         inputs[name] = torch.zeros(_BATCH, keys.num_heads, _SLOTS, keys.head_size, dtype=dtype)
         shapes[name] = {0: "B", 2: "C"}
     for state in arrays.states:
         inputs[past(state.name)] = torch.zeros(_BATCH, *state.shape, dtype=dtype)
         shapes[past(state.name)] = {0: "B"}
     module = _Layer(layer, rotary, layer_type, window)
-    if module.inputs:
+    if module.input_size:
         inputs[LAYER_INDEX], shapes[LAYER_INDEX] = torch.zeros(1, dtype=torch.int64), None
     outputs = [HIDDEN_OUT, *(present(name) for name in inputs if name.startswith(PAST))]
     model = _export(module, inputs, shapes, outputs)

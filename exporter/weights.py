@@ -21,9 +21,9 @@ from skipdecode.errors import ModelNotSupportedError, TargetError
 WEIGHTS = "weights.safetensors"
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # parameters in which -inf is valid: for a token, an attention sink or an expert that is never chosen
-_NEVER = ("lm_head.bias", "sinks", "e_score_correction_bias")
-_SCALES = ("weight", "layer_scalar", "router.scale", "per_expert_scale")  # vectors that something is multiplied by
-_DRAWN_AT_ONCE = 1 << 20  # random numbers per generator
+_NEGATIVE_INFINITY_ALLOWED = ("lm_head.bias", "sinks", "e_score_correction_bias")
+_SCALE_VECTORS = ("weight", "layer_scalar", "router.scale", "per_expert_scale")  # vectors that something is multiplied by
+_BLOCK_SIZE = 1 << 20  # random numbers per generator
 IR_TYPES = {torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
 
 
@@ -79,25 +79,25 @@ def write_weights(
     with (folder / WEIGHTS).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            tensor = _narrowed(source(name, shape), dtype, name, where).contiguous()
+            tensor = _cast(source(name, shape), dtype, name, where).contiguous()
             file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
             advance(tensor.nbytes)
     places = {name: (start + entry["data_offsets"][0], tuple(entry["shape"])) for name, entry in header.items()}
     return WeightFile(folder=folder, dtype=dtype, places=places)
 
 
-def _narrowed(given: torch.Tensor, dtype: torch.dtype, name: str, where: str) -> torch.Tensor:
-    tensor = given.to(dtype)
+def _cast(original: torch.Tensor, dtype: torch.dtype, name: str, where: str) -> torch.Tensor:
+    tensor = original.to(dtype)
     # a NaN makes both ends NaN; this costs a tenth of the writing if nothing is cast, a thirtieth if fp32 is written
     if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
-        _check_finite(given, tensor, name, where)
+        _check_finite(original, tensor, name, where)
     return tensor
 
 
-def _check_finite(given: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
-    """Refuse numbers that are not finite in `tensor`, which is `given` cast to the dtype that is written."""
-    wrong = given[~tensor.isfinite()]
-    if name.endswith(_NEVER):
+def _check_finite(original: torch.Tensor, tensor: torch.Tensor, name: str, where: str) -> None:
+    """Refuse numbers that are not finite in `tensor`, which is `original` cast to the dtype that is written."""
+    wrong = original[~tensor.isfinite()]
+    if name.endswith(_NEGATIVE_INFINITY_ALLOWED):
         wrong = wrong[wrong != -math.inf]
     finite = wrong.isfinite()
     if tensor.dtype == torch.float16 and wrong.numel() and bool(finite.all()):
@@ -105,8 +105,8 @@ def _check_finite(given: torch.Tensor, tensor: torch.Tensor, name: str, where: s
         raise TargetError(f"{name} holds {number:.6g}, fp16 at most 65504", "choose --dtype bf16", where="--dtype")
     if wrong.numel():
         number = (wrong if bool(finite.all()) else wrong[~finite])[0].item()
-        what = f"{name} holds {number:g}, which makes logits NaN"
-        raise ModelNotSupportedError(what, "download the checkpoint again, or repair it", where=where)
+        message = f"{name} holds {number:g}, which makes logits NaN"
+        raise ModelNotSupportedError(message, "download the checkpoint again, or repair it", where=where)
 
 
 def random_source() -> TensorSource:
@@ -122,10 +122,10 @@ def random_source() -> TensorSource:
 
     def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) < 2:
-            return torch.ones(shape) if name.endswith(_SCALES) else torch.zeros(shape)
+            return torch.ones(shape) if name.endswith(_SCALE_VECTORS) else torch.zeros(shape)
         drawn = torch.empty(shape)
         with ThreadPoolExecutor(usable_cores()) as pool:
-            list(pool.map(draw, repeat(name), count(), drawn.view(-1).split(_DRAWN_AT_ONCE)))  # list: raises what a draw raised
+            list(pool.map(draw, repeat(name), count(), drawn.view(-1).split(_BLOCK_SIZE)))  # list: raises what a draw raised
         return drawn
 
     return tensor

@@ -38,13 +38,21 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import add_constant, constant, inputs_by_name, optional, required, static_dim
+from skipdecode.graph_passes.conventions import (
+    add_constant,
+    inputs_by_name,
+    int64_constant,
+    optional_input,
+    required_input,
+    static_dim,
+)
 
 logger = logging.getLogger(__name__)
-_WORTH = 262_144  # NH * D * positions from which the matrix kernel is the faster one in a decode step
-_SHARE = 8  # at most 1/8 of the longest KV buffer's positions may lie below that
-_QUERIES, _HEAD_SIZE = 4, 64  # query heads of a key head at least, D at most
-_SINKS = 11  # index of the operator's input
+_MIN_WIDTH_TIMES_POSITIONS = 262_144  # NH * D * positions from which the matrix kernel is the faster one in a decode step
+_MIN_LENGTH_FACTOR = 8  # at most 1/8 of the longest KV buffer's positions may lie below that
+_MIN_QUERIES_PER_KEY, _MAX_HEAD_SIZE = 4, 64  # query heads of a key head at least, D at most
+_SINKS_INPUT = 11  # index of the operator's input
+_UNIT_SCALE = {"scale": ir.AttrFloat32("scale", 1.0)}
 
 
 class ChooseAttentionKernelPass(ir.passes.InPlacePass):
@@ -60,31 +68,40 @@ class ChooseAttentionKernelPass(ir.passes.InPlacePass):
         self.max_length = max_length
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [node for node in model.graph if node.op_type == "GroupQueryAttention" and _few(node) * _SHARE <= self.max_length]
-        scaled = [node for node in found if _takes_matrix_kernel(node) and _scale(node) != 1.0]
+        found = [
+            node
+            for node in model.graph
+            if node.op_type == "GroupQueryAttention" and _threshold(node) * _MIN_LENGTH_FACTOR <= self.max_length
+        ]
+        scaled = [node for node in found if _always_runs_matrix_kernel(node) and _scale(node) != 1.0]
         for node in scaled:
-            _scale_before(model.graph, node)
-        chosen = [node for node in found if _gains_by_choice(node)]
-        many: dict[int, ir.Value] = {}
+            _scale_query(model.graph, node)
+        chosen = [node for node in found if _needs_if(node)]
+        conditions: dict[int, ir.Value] = {}
         for node in chosen:
-            if _few(node) not in many:
-                many[_few(node)] = _many(model.graph, node, _few(node))
-            _choose(model.graph, node, many[_few(node)])
+            if _threshold(node) not in conditions:
+                conditions[_threshold(node)] = _long_step_condition(model.graph, node, _threshold(node))
+            _replace_by_if(model.graph, node, conditions[_threshold(node)])
         logger.info("%d attentions have two kernels, %d a scale of 1", len(chosen), len(scaled))
         return ir.passes.PassResult(model, bool(chosen or scaled))
 
 
-def _takes_matrix_kernel(node: ir.Node) -> bool:
+def _always_runs_matrix_kernel(node: ir.Node) -> bool:
     """Whether the operator runs the matrix kernel in any case: it has sinks, a cap, or another layer's keys."""
-    sinks = optional(node, _SINKS) is not None
-    return sinks or "softcap" in node.attributes or len(node.outputs) == 1
+    has_sinks = optional_input(node, _SINKS_INPUT) is not None
+    return has_sinks or "softcap" in node.attributes or len(node.outputs) == 1
 
 
-def _gains_by_choice(node: ir.Node) -> bool:
+def _needs_if(node: ir.Node) -> bool:
     """Whether the matrix kernel is faster at many positions, and not the one that runs already."""
-    queries = node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
-    windowed = "local_window_size" in node.attributes
-    return not _takes_matrix_kernel(node) and not windowed and queries >= _QUERIES and _head_size(node) <= _HEAD_SIZE
+    queries_per_key = node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
+    has_window = "local_window_size" in node.attributes
+    return (
+        not _always_runs_matrix_kernel(node)
+        and not has_window
+        and queries_per_key >= _MIN_QUERIES_PER_KEY
+        and _head_size(node) <= _MAX_HEAD_SIZE
+    )
 
 
 def _scale(node: ir.Node) -> float:
@@ -92,65 +109,64 @@ def _scale(node: ir.Node) -> float:
 
 
 def _head_size(node: ir.Node) -> int:
-    return static_dim(required(node, 3), 3)  # of the KV buffer
+    return static_dim(required_input(node, 3), 3)  # of the KV buffer
 
 
 def _width(node: ir.Node, heads: str) -> int:
     return node.attributes[heads].as_int() * _head_size(node)
 
 
-def _few(node: ir.Node) -> int:
+def _threshold(node: ir.Node) -> int:
     """Positions up to which the dot-product kernel is the faster one."""
-    return _WORTH // _width(node, "num_heads")
+    return _MIN_WIDTH_TIMES_POSITIONS // _width(node, "num_heads")
 
 
-def _many(graph: ir.Graph, first: ir.Node, few: int) -> ir.Value:
-    """Whether there is one new token a row and more than `few` positions: bool [1], computed before the `first` attention."""
+def _long_step_condition(graph: ir.Graph, first: ir.Node, threshold: int) -> ir.Value:
+    """Whether there is one new token a row and more than `threshold` positions, bool [1], added before the `first` attention."""
     total = inputs_by_name(graph)[bindings.TOTAL_SEQUENCE_LENGTH]
     tape = Tape()
-    limit = tape.op("Constant", [], {"value": ir.tensor(np.array([few], np.int32))})
+    limit = tape.op("Constant", [], {"value": ir.tensor(np.array([threshold], np.int32))})
     new_tokens = tape.op("Shape", [first.inputs[0]], {"start": 1, "end": 2})
-    many = tape.op("And", [tape.op("Equal", [new_tokens, constant(tape, 1)]), tape.op("Greater", [total, limit])])
+    is_long_step = tape.op("And", [tape.op("Equal", [new_tokens, int64_constant(tape, 1)]), tape.op("Greater", [total, limit])])
     graph.insert_before(first, tape.nodes)
-    return many
+    return is_long_step
 
 
-def _choose(graph: ir.Graph, node: ir.Node, many: ir.Value) -> None:
+def _replace_by_if(graph: ir.Graph, node: ir.Node, is_long_step: ir.Value) -> None:
     """Replace `node` by an `If` that runs the matrix kernel where there are many positions."""
     heads = node.attributes["num_heads"].as_int()
-    sinks = _shared(graph, "no_sinks", np.full(heads, -np.inf, np.float32))
-    scaled = _scaled(graph, node)
-    inputs = [*node.inputs[1:], *(_SINKS - len(node.inputs)) * [None], sinks]
-    by_matrices = _again(node, [scaled.outputs[0] if scaled else node.inputs[0], *inputs], {**node.attributes, **_ONE})
+    sinks = _shared_initializer(graph, "no_sinks", np.full(heads, -np.inf, np.float32))
+    scaled_query = _scaled_query(graph, node)
+    inputs = [*node.inputs[1:], *(_SINKS_INPUT - len(node.inputs)) * [None], sinks]
+    matrix_attention = _copy_with(
+        node, [scaled_query.outputs[0] if scaled_query else node.inputs[0], *inputs], {**node.attributes, **_UNIT_SCALE}
+    )
     branches = {
-        "then_branch": _branch(node, "many", [scaled, by_matrices] if scaled else [by_matrices]),
-        "else_branch": _branch(node, "few", [_again(node, node.inputs, node.attributes)]),
+        "then_branch": _branch(node, "many", [scaled_query, matrix_attention] if scaled_query else [matrix_attention]),
+        "else_branch": _branch(node, "few", [_copy_with(node, node.inputs, node.attributes)]),
     }
-    choice = ir.node("If", [many], branches, num_outputs=len(node.outputs))
+    choice = ir.node("If", [is_long_step], branches, num_outputs=len(node.outputs))
     ir.convenience.replace_nodes_and_values(graph, node, [node], [choice], node.outputs, choice.outputs)
 
 
-def _scale_before(graph: ir.Graph, node: ir.Node) -> None:
-    scaled = _scaled(graph, node)
-    assert scaled is not None
-    graph.insert_before(node, scaled)
-    node.replace_input_with(0, scaled.outputs[0])
-    node.attributes.update(_ONE)
+def _scale_query(graph: ir.Graph, node: ir.Node) -> None:
+    scaled_query = _scaled_query(graph, node)
+    assert scaled_query is not None
+    graph.insert_before(node, scaled_query)
+    node.replace_input_with(0, scaled_query.outputs[0])
+    node.attributes.update(_UNIT_SCALE)
 
 
-_ONE = {"scale": ir.AttrFloat32("scale", 1.0)}
-
-
-def _scaled(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+def _scaled_query(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """The query times the scale; None for a scale of 1. Key and value are left unscaled where they are packed with the query."""
     if _scale(node) == 1.0:
         return None
     others = 2 * _width(node, "kv_num_heads") if node.inputs[1] is None else 0
     factors = np.repeat(np.array([_scale(node), 1.0], np.float32), [_width(node, "num_heads"), others])
-    return ir.node("Mul", [node.inputs[0], _shared(graph, "scale", factors)])
+    return ir.node("Mul", [node.inputs[0], _shared_initializer(graph, "scale", factors)])
 
 
-def _shared(graph: ir.Graph, title: str, array: np.ndarray[tuple[int], np.dtype[np.float32]]) -> ir.Value:
+def _shared_initializer(graph: ir.Graph, title: str, array: np.ndarray[tuple[int], np.dtype[np.float32]]) -> ir.Value:
     """An initializer that all layers of a graph share."""
     name = f"{title}_{zlib.crc32(array.tobytes()):08x}"
     if name not in graph.initializers:
@@ -158,7 +174,7 @@ def _shared(graph: ir.Graph, title: str, array: np.ndarray[tuple[int], np.dtype[
     return graph.initializers[name]
 
 
-def _again(node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> ir.Node:
+def _copy_with(node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> ir.Node:
     return ir.node(node.op_type, inputs, attributes, domain=node.domain, num_outputs=len(node.outputs))
 
 

@@ -32,7 +32,12 @@ from skipdecode.graph_passes.widen_states import WidenStatesPass
 from skipdecode.graph_passes.write_out_inverse_root import WriteOutInverseRootPass
 
 # without the rule for x + 0, which takes a norm's epsilon of 1e-8 for 0
-_TIDY = [*_no_op.mul_by_1_rule.commute(), _no_op.div_by_1_rule, _no_op.dropout_inference_rule, *_collapse_slices.rules.rules]
+_SIMPLIFYING_RULES = [
+    *_no_op.mul_by_1_rule.commute(),
+    _no_op.div_by_1_rule,
+    _no_op.dropout_inference_rule,
+    *_collapse_slices.rules.rules,
+]
 
 
 def clean_trace(model: ir.Model) -> ir.passes.PassResult:
@@ -41,8 +46,8 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.InlinePass(),
         ir.passes.PassManager(
             [
-                FoldConstantsPass(shape_inference=True, input_size_limit=1024, output_size_limit=1024, should_fold=_fold),
-                rewriter.RewritePass(_TIDY),
+                FoldConstantsPass(shape_inference=True, input_size_limit=1024, output_size_limit=1024, should_fold=_should_fold),
+                rewriter.RewritePass(_SIMPLIFYING_RULES),
                 common.RemoveUnusedNodesPass(),
             ],
             steps=2,
@@ -75,6 +80,6 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
     )(model)
 
 
-def _fold(node: ir.Node) -> bool | None:
+def _should_fold(node: ir.Node) -> bool | None:
     """False for nodes that read a parameter, else None: the folder decides."""
     return False if any(value is not None and value.is_initializer() and is_parameter(value) for value in node.inputs) else None

@@ -9,7 +9,7 @@ import onnxruntime as ort
 from skipdecode.engines.ort import use_threads
 from skipdecode.errors import TargetError
 
-_PACKS_QUANTISED = (1, 32)  # older versions store no packed weights of `MatMulNBits`, and read them as NaN if told to store them
+_MIN_VERSION = (1, 32)  # older versions store no packed weights of `MatMulNBits`, and read them as NaN if told to store them
 
 
 def check_packs_quantised() -> None:
@@ -18,8 +18,8 @@ def check_packs_quantised() -> None:
     Raises:
         TargetError: it names the version to install.
     """
-    if tuple(map(int, ort.__version__.split(".")[:2])) < _PACKS_QUANTISED:
-        needed = ".".join(map(str, _PACKS_QUANTISED))
+    if tuple(map(int, ort.__version__.split(".")[:2])) < _MIN_VERSION:
+        needed = ".".join(map(str, _MIN_VERSION))
         raise TargetError(
             f"onnxruntime {ort.__version__} cannot store packed quantised weights",
             f"install onnxruntime {needed} or newer to export for cpu",

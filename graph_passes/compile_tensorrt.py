@@ -31,10 +31,10 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
 Range = tuple[int, int, int]  # least, most likely, most
-_REFUSED, _UNWRITTEN = 2, 3  # exit statuses of a builder process; its last line is the TargetError, or the OSError's errno
-_ELSEWHERE = "export for cuda, which needs no builder"
+_REFUSED, _NOT_WRITTEN = 2, 3  # exit statuses of a builder process; its last line is the TargetError, or the OSError's errno
+_USE_CUDA_INSTEAD = "export for cuda, which needs no builder"
 _STANDSTILL_S = 120  # without any CPU time, after which a builder is considered deadlocked
-_OLDEST = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
+_MIN_VERSIONS = {"tensorrt-rtx": "1.7", "tensorrt": "10.15"}  # versions with a layer that updates a KV buffer in place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def library(target: str) -> Any:
     """
     module = tensorrt.library(target)
     if not hasattr(module.LayerType, "KV_CACHE_UPDATE"):
-        remedy = f"pip install '{target}>={_OLDEST[target]}'"
+        remedy = f"pip install '{target}>={_MIN_VERSIONS[target]}'"
         raise TargetError(f"{target} {module.__version__} is too old", remedy, where="--target")
     if importlib.util.find_spec("polygraphy") is None:  # not imported yet: see `tensorrt.polygraphy`
         raise TargetError(f"target {target} needs the Python package polygraphy", "pip install polygraphy", where="--target")
@@ -88,16 +88,18 @@ def build_plan(request: PlanRequest) -> None:
         TargetError: the parser or the builder refused the graph, or accepted it in a way that gives wrong results.
     """
     trt = library(request.target)
-    log = tensorrt.log_of(trt, warnings=True)
+    log = tensorrt.make_log(trt, warnings=True)
     where = Path(request.plan).name
-    builder = _builder(trt, log, request.target)
+    builder = _create_builder(trt, log, request.target)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(request.source):
-        raise TargetError(f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", _ELSEWHERE, where=where)
+        raise TargetError(
+            f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", _USE_CUDA_INSTEAD, where=where
+        )
     _check_network(network, trt, where)
     polygraphy, exceptions = (tensorrt.polygraphy(request.target, name) for name in ("backend.trt", "exception"))
-    config = _config(trt, polygraphy, builder, network, request)
+    config = _create_config(trt, polygraphy, builder, network, request)
     try:
         plan = polygraphy.engine_bytes_from_network((builder, network, parser), config, save_timing_cache=request.timing_cache)
     except exceptions.PolygraphyException as error:
@@ -105,7 +107,7 @@ def build_plan(request: PlanRequest) -> None:
         raise TargetError(f"{request.target} could not build it ({reason})", _remedy(reason), where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
-        raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", _ELSEWHERE, where=where)
+        raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", _USE_CUDA_INSTEAD, where=where)
     Path(request.plan).write_bytes(plan)
 
 
@@ -113,7 +115,7 @@ def _remedy(reason: str) -> str:
     """What to do about a builder's error."""
     if "workspace" in reason:
         return "choose a larger --workspace"
-    return "free some memory" if tensorrt.NO_MEMORY.search(reason) else _ELSEWHERE
+    return "free some memory" if tensorrt.NO_MEMORY.search(reason) else _USE_CUDA_INSTEAD
 
 
 def check_gpu(target: str) -> None:
@@ -123,10 +125,10 @@ def check_gpu(target: str) -> None:
         TargetError: there is no GPU, or the library is not installed.
     """
     trt = library(target)
-    _builder(trt, tensorrt.log_of(trt), target)
+    _create_builder(trt, tensorrt.make_log(trt), target)
 
 
-def _builder(trt: Any, log: Any, target: str) -> Any:
+def _create_builder(trt: Any, log: Any, target: str) -> Any:
     try:
         return trt.Builder(log)
     except TypeError as error:  # raised by the bindings for a null pointer
@@ -145,15 +147,15 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
     """
     command = command_of("skipdecode.graph_passes.compile_tensorrt")
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    said, stood_still = _finished(process, json.dumps({**dataclasses.asdict(request), "parent": os.getpid()}), stop)
+    error_output, stood_still = _wait_for(process, json.dumps({**dataclasses.asdict(request), "parent": os.getpid()}), stop)
     if process.returncode == 0:
         return
-    line = (said.strip().splitlines() or ["it said nothing"])[-1]
+    line = (error_output.strip().splitlines() or ["it said nothing"])[-1]
     if process.returncode == _REFUSED:
         raise TargetError(line)  # already complete: what, where, what to do
-    if process.returncode == _UNWRITTEN:
+    if process.returncode == _NOT_WRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
-    reason, remedy = f"failed ({line[:300]})", _ELSEWHERE
+    reason, remedy = f"failed ({line[:300]})", _USE_CUDA_INSTEAD
     if stood_still:  # TensorRT-RTX 1.7.1's threads wait for one another after one of them ran out of memory
         reason, remedy = f"stood still for {_STANDSTILL_S} s, probably for want of memory", "free some"
     elif process.returncode == -signal.SIGKILL:
@@ -163,18 +165,18 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
     raise TargetError(f"the {request.target} builder {reason}", remedy, where=Path(request.plan).name)
 
 
-def _finished(process: subprocess.Popen[str], given: str | None, stop: threading.Event) -> tuple[str, bool]:
+def _wait_for(process: subprocess.Popen[str], stdin: str | None, stop: threading.Event) -> tuple[str, bool]:
     """Wait for a process; its standard error, and whether it was killed because it stood still."""
-    worked, moved, stood_still = 0, time.monotonic(), False
+    cpu_ticks, last_progress, stood_still = 0, time.monotonic(), False
     while True:
         try:
-            return process.communicate(given, timeout=0.2)[1], stood_still
+            return process.communicate(stdin, timeout=0.2)[1], stood_still
         except subprocess.TimeoutExpired:
-            given = None  # `communicate` takes input in its first call only
-        before, worked = worked, _processor_time(process.pid)
-        if worked != before:
-            moved = time.monotonic()
-        stood_still = time.monotonic() - moved > _STANDSTILL_S
+            stdin = None  # `communicate` takes input in its first call only
+        last_cpu_ticks, cpu_ticks = cpu_ticks, _processor_time(process.pid)
+        if cpu_ticks != last_cpu_ticks:
+            last_progress = time.monotonic()
+        stood_still = time.monotonic() - last_progress > _STANDSTILL_S
         if stood_still or stop.is_set():
             process.kill()
 
@@ -191,12 +193,12 @@ def _check_network(network: Any, trt: Any, where: str) -> None:
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
     in_place = {u.get_input(0).name for u in updates if u.get_input(0).is_network_input and u.get_output(0).is_network_output}
     names = [network.get_input(index).name for index in range(network.num_inputs)]
-    left = [name for name in names if name.startswith((PAST_KEY, PAST_VALUE)) and name not in in_place]
-    if left:
-        raise TargetError(f"the KV update of {left[0]} is not in place", _ELSEWHERE, where=where)
+    not_in_place = [name for name in names if name.startswith((PAST_KEY, PAST_VALUE)) and name not in in_place]
+    if not_in_place:
+        raise TargetError(f"the KV update of {not_in_place[0]} is not in place", _USE_CUDA_INSTEAD, where=where)
 
 
-def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: PlanRequest) -> Any:
+def _create_config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: PlanRequest) -> Any:
     profiles = []
     for profile in request.profiles:
         shapes = polygraphy.Profile()
@@ -227,18 +229,18 @@ def _config(trt: Any, polygraphy: Any, builder: Any, network: Any, request: Plan
 
 
 def _main() -> int:
-    given = json.load(sys.stdin)
-    end_with(given.pop("parent"))
-    profiles = tuple(Profile(batch=tuple(each["batch"]), tokens=tuple(each["tokens"])) for each in given.pop("profiles"))
-    options = BuilderOptions(**given.pop("options"))
+    fields = json.load(sys.stdin)
+    end_with(fields.pop("parent"))
+    profiles = tuple(Profile(batch=tuple(each["batch"]), tokens=tuple(each["tokens"])) for each in fields.pop("profiles"))
+    options = BuilderOptions(**fields.pop("options"))
     try:
-        build_plan(PlanRequest(**{**given, "profiles": profiles, "options": options}))
+        build_plan(PlanRequest(**{**fields, "profiles": profiles, "options": options}))
     except TargetError as error:
         print(error, file=sys.stderr)
         return _REFUSED
     except OSError as error:
         print(error.errno, file=sys.stderr)
-        return _UNWRITTEN
+        return _NOT_WRITTEN
     return 0
 
 

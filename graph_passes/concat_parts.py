@@ -17,7 +17,7 @@ from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.apply_rules import apply_rules
 
-_FRONT = [3, 1, 2, 0]  # swaps the first and the last axis
+_SWAP_FIRST_AND_LAST = [3, 1, 2, 0]  # swaps the first and the last axis
 
 
 class ConcatPartsPass(ir.passes.InPlacePass):
@@ -30,7 +30,7 @@ class ConcatPartsPass(ir.passes.InPlacePass):
 
 class _TwoParts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, shape: Any, first: Any, second: Any, start1: Any, end1: Any, start2: Any, end2: Any) -> Any:
-        return _written(op, _written(op, self.empty(op, shape), first, start1, end1), second, start2, end2)
+        return _write_pattern(op, _write_pattern(op, self.empty(op, shape), first, start1, end1), second, start2, end2)
 
     def empty(self, op: Any, shape: Any) -> Any:
         """The pattern of the tensor that both parts are written into."""
@@ -60,9 +60,9 @@ class _TwoNarrowParts(_TwoParts):
         return op.Cast(op.ConstantOfShape(shape))
 
 
-def _written(op: Any, rows: Any, part: Any, start: Any, end: Any) -> Any:
+def _write_pattern(op: Any, rows: Any, part: Any, start: Any, end: Any) -> Any:
     """The pattern of rows [B,N,S,D] with `part` at [start, end) of the last axis."""
-    every = op.Range(0, op.Gather(op.Shape(rows), 3), 1)
-    places = op.Unsqueeze(op.Slice(every, start, end, [0], [1]), [-1])
-    turned = op.ScatterND(op.Transpose(rows, perm=_FRONT), places, op.Transpose(part, perm=_FRONT))
-    return op.Transpose(turned, perm=_FRONT)
+    all_indices = op.Range(0, op.Gather(op.Shape(rows), 3), 1)
+    indices = op.Unsqueeze(op.Slice(all_indices, start, end, [0], [1]), [-1])
+    swapped = op.ScatterND(op.Transpose(rows, perm=_SWAP_FIRST_AND_LAST), indices, op.Transpose(part, perm=_SWAP_FIRST_AND_LAST))
+    return op.Transpose(swapped, perm=_SWAP_FIRST_AND_LAST)

@@ -30,22 +30,22 @@ def add_constant(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
-def integers(*numbers: int) -> ir.Node:
+def int64_constant_node(*numbers: int) -> ir.Node:
     """A Constant, int64 [len(numbers)], not yet in any graph."""
     return ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, dtype=np.int64))})
 
 
-def constant(tape: Tape, *numbers: int) -> ir.Value:
+def int64_constant(tape: Tape, *numbers: int) -> ir.Value:
     """The same Constant as a new node on a tape."""
     return tape.op("Constant", [], {"value_ints": [*numbers]})
 
 
-def rule_constant(op: Any, *numbers: int) -> Any:
+def int64_constant_in_rule(op: Any, *numbers: int) -> Any:
     """The same Constant in a rewrite rule's replacement."""
     return op.Constant(value_ints=[*numbers])
 
 
-def cast(value: ir.Value, to: ir.DataType) -> ir.Node:
+def cast_node(value: ir.Value, to: ir.DataType) -> ir.Node:
     """A Cast, not yet in any graph."""
     node = ir.node("Cast", [value], {"to": to})
     node.outputs[0].shape, node.outputs[0].type = value.shape, ir.TensorType(to)
@@ -63,14 +63,14 @@ def uncast(value: ir.Value | None) -> ir.Value | None:
     return uncast(node.inputs[0]) if node is not None and node.op_type == "Cast" else value
 
 
-def required(node: ir.Node, index: int = 0) -> ir.Value:
+def required_input(node: ir.Node, index: int = 0) -> ir.Value:
     """An input that the operator must have."""
     value = node.inputs[index]
     assert value is not None, f"{node.op_type} without its input {index}"
     return value
 
 
-def optional(node: ir.Node, index: int) -> ir.Value | None:
+def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     """An input that may be missing, at the end or in between."""
     return node.inputs[index] if index < len(node.inputs) else None
 
@@ -80,16 +80,16 @@ def inputs_by_name(graph: ir.Graph | ir.Function) -> dict[str | None, ir.Value]:
     return {value.name: value for value in graph.inputs}
 
 
-def scales_numbers(norm: ir.Node) -> bool:
+def scales_last_axis_only(norm: ir.Node) -> bool:
     """Whether a norm's scale and bias are [D]: of the last axis only, not also of heads or groups."""
     return all(value is None or (value.shape is not None and len(value.shape) == 1) for value in norm.inputs[1:])
 
 
-def by_ones(tape: Tape, norm: ir.Node, rows: ir.Value) -> ir.Value:
+def norm_with_unit_scale(tape: Tape, norm: ir.Node, rows: ir.Value) -> ir.Value:
     """`norm` applied to `rows` [..,D] with a scale of ones [D] and without a bias."""
-    size, kind = static_dim(rows, -1), required(norm, 1).dtype
+    size, kind = static_dim(rows, -1), required_input(norm, 1).dtype
     ones = tape.op("Constant", [], {"value": ir.tensor([1.0] * size, dtype=kind)})
-    ones.shape, ones.type = ir.Shape([size]), required(norm, 1).type
+    ones.shape, ones.type = ir.Shape([size]), required_input(norm, 1).type
     normed = tape.op(norm.op_type, [rows, ones], norm.attributes)
     normed.shape, normed.type = rows.shape, rows.type
     return normed

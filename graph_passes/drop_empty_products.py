@@ -34,13 +34,13 @@ def _other_summand(node: ir.Node) -> ir.Value | None:
     if node.op_type != "Add" or node.domain != "":
         return None
     left, right = node.inputs
-    return right if _sums_nothing(left) else left if _sums_nothing(right) else None
+    return right if _is_empty_product(left) else left if _is_empty_product(right) else None
 
 
-def _sums_nothing(value: ir.Value | None) -> bool:
+def _is_empty_product(value: ir.Value | None) -> bool:
     node = producer(value)
     if node is not None and node.op_type == "Reshape":
-        return _sums_nothing(node.inputs[0])
+        return _is_empty_product(node.inputs[0])
     if node is None or node.op_type != "MatMul" or node.inputs[0] is None:
         return False
     shape = node.inputs[0].shape

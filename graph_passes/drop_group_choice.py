@@ -37,12 +37,12 @@ class _AllGroups(RewriteRuleClassBase):  # type: ignore[misc]
         _, chosen = op.TopK(groups, count, _outputs=2)
         ones = op.ConstantOfShape(sizes, _outputs=["ones"])
         mask = op.Unsqueeze(op.ScatterElements(zeros, chosen, ones, axis=1), [-1])
-        of_each = op.Reshape(op.Expand(mask, each), flat)
-        return op.Where(op.Not(op.Cast(of_each)), lowest, scores)
+        mask_of_experts = op.Reshape(op.Expand(mask, each), flat)
+        return op.Where(op.Not(op.Cast(mask_of_experts)), lowest, scores)
 
     def check(self, _: Any, groups: ir.Value, count: ir.Value, ones: ir.Value, **__: Any) -> MatchResult:
-        result, all_of_them = MatchResult(), groups.shape[-1] if groups.shape is not None else None
-        if not isinstance(all_of_them, int) or not _ir_utils.is_singleton_value(count, all_of_them):
+        result, num_groups = MatchResult(), groups.shape[-1] if groups.shape is not None else None
+        if not isinstance(num_groups, int) or not _ir_utils.is_singleton_value(count, num_groups):
             return result.fail("Some groups may be left out.", count)
         node = ones.producer()
         value = node.attributes.get_tensor("value") if node is not None else None

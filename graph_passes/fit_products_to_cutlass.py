@@ -14,12 +14,12 @@ import logging
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import optional, required
+from skipdecode.graph_passes.conventions import optional_input, required_input
 from skipdecode.graph_passes.quantization import middle_zero_points
 from skipdecode.graph_passes.quantize_weights import register_parts
 
 logger = logging.getLogger(__name__)
-_WIDTH = 64  # inputs that a tile of the CUTLASS kernels takes
+_TILE_WIDTH = 64  # inputs that a tile of the CUTLASS kernels takes
 _WEIGHT, _ZERO_POINTS, _BIAS = 1, 3, 5  # the operator's inputs
 
 
@@ -27,23 +27,23 @@ class FitProductsToCutlassPass(ir.passes.InPlacePass):
     """Leaves products without a bias whose width is a multiple of 64 or which have zero points."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [node for node in model.graph if node.op_type == "MatMulNBits" and not _is_plain(node)]
+        found = [node for node in model.graph if node.op_type == "MatMulNBits" and not _needs_no_rewrite(node)]
         for node in found:
             _rewrite(model.graph, node)
         logger.info("rewrote %d products by quantised weights", len(found))
         return ir.passes.PassResult(model, bool(found))
 
 
-def _is_plain(node: ir.Node) -> bool:
-    return optional(node, _BIAS) is None and not _lacks_zero_points(node)
+def _needs_no_rewrite(node: ir.Node) -> bool:
+    return optional_input(node, _BIAS) is None and not _lacks_zero_points(node)
 
 
 def _lacks_zero_points(node: ir.Node) -> bool:
-    return node.attributes["K"].as_int() % _WIDTH != 0 and optional(node, _ZERO_POINTS) is None
+    return node.attributes["K"].as_int() % _TILE_WIDTH != 0 and optional_input(node, _ZERO_POINTS) is None
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
-    inputs, bias = [*node.inputs[:_BIAS]], optional(node, _BIAS)
+    inputs, bias = [*node.inputs[:_BIAS]], optional_input(node, _BIAS)
     if _lacks_zero_points(node):
         inputs[_ZERO_POINTS:] = [_zero_points(graph, node)]
     made = [ir.node("MatMulNBits", inputs, node.attributes, domain=node.domain)]
@@ -54,5 +54,5 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
 
 def _zero_points(graph: ir.Graph, node: ir.Node) -> ir.Value:
     outputs, inputs, block, bits = (node.attributes[name].as_int() for name in ("N", "K", "block_size", "bits"))
-    name = str(required(node, _WEIGHT).name).removesuffix(".quantised.weight")
+    name = str(required_input(node, _WEIGHT).name).removesuffix(".quantised.weight")
     return register_parts(graph, name, middle_zero_points(outputs, inputs // block, bits))[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import integers
+from skipdecode.graph_passes.conventions import int64_constant_node
 from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_over
 
 
@@ -26,7 +26,7 @@ class FreezeReshapesPass(ir.passes.InPlacePass):
             source, old = node.inputs[0] if node.inputs else None, node.outputs[0]
             if source is not None and node.op_type == "Reshape" and same_shape(source, old) and can_take_over(old, source):
                 take_over(old, source)
-            elif _worked_out(node) and (target := _target(model.graph, node)) is not None:
+            elif _has_computed_shape(node) and (target := _target_shape(model.graph, node)) is not None:
                 model.graph.insert_before(node, target)
                 node.replace_input_with(1, target.outputs[0])
                 node.attributes.pop("allowzero", None)  # torch sets it, and with it a 0 is a size
@@ -38,7 +38,7 @@ class FreezeReshapesPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, changed)
 
 
-def _worked_out(node: ir.Node) -> bool:
+def _has_computed_shape(node: ir.Node) -> bool:
     """Whether `node` is a Reshape whose target shape other operators compute."""
     if node.op_type != "Reshape" or node.domain != "" or node.inputs[0] is None or node.inputs[1] is None:
         return False
@@ -46,13 +46,13 @@ def _worked_out(node: ir.Node) -> bool:
     return producer is not None and producer.op_type not in ("Constant", "Shape") and node.inputs[1].const_value is None
 
 
-def _target(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+def _target_shape(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """A node that makes a Reshape's target shape: a Constant, or the Shape of a graph input with the same shape."""
     sizes = _constant_sizes(node)
     if sizes is not None:
-        return integers(*sizes)
-    alike = next((value for value in graph.inputs if same_shape(node.outputs[0], value)), None)
-    return None if alike is None else ir.node("Shape", [alike])
+        return int64_constant_node(*sizes)
+    same_shape_input = next((value for value in graph.inputs if same_shape(node.outputs[0], value)), None)
+    return None if same_shape_input is None else ir.node("Shape", [same_shape_input])
 
 
 def _constant_sizes(node: ir.Node) -> list[int] | None:

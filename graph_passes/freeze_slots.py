@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-_SLOTS = "C"  # the tracer's name for the dimension, see bindings
+_SLOTS_DIM = "C"  # the tracer's name for the dimension, see bindings
 
 
 class FreezeSlotsPass(ir.passes.InPlacePass):
@@ -33,4 +33,4 @@ class FreezeSlotsPass(ir.passes.InPlacePass):
 
 
 def _is_slots(size: int | ir.SymbolicDim) -> bool:
-    return isinstance(size, ir.SymbolicDim) and size.value == _SLOTS
+    return isinstance(size, ir.SymbolicDim) and size.value == _SLOTS_DIM

@@ -28,7 +28,7 @@ class FuseBackwardRotaryPass(ir.passes.InPlacePass):
 class _Backward(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
         angles = op.Concat(freqs, freqs, axis=-1)
-        return _backward(op, x, op.Cos(angles), op.Sin(angles), start1, end1, start2, end2, one1, one2)
+        return _rotated_backward(op, x, op.Cos(angles), op.Sin(angles), start1, end1, start2, end2, one1, one2)
 
     def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
         return op.RotaryEmbedding(x, op.Cos(freqs), op.Neg(op.Sin(freqs)), interleaved=0, num_heads=static_dim(x, 1))
@@ -37,14 +37,16 @@ class _Backward(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ignore[misc
 class _NarrowBackward(_Backward):
     def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
         angles = op.Concat(freqs, freqs, axis=-1)
-        return _backward(op, x, op.Cast(op.Cos(angles)), op.Cast(op.Sin(angles)), start1, end1, start2, end2, one1, one2)
+        return _rotated_backward(op, x, op.Cast(op.Cos(angles)), op.Cast(op.Sin(angles)), start1, end1, start2, end2, one1, one2)
 
     def rewrite(self, op: Any, x: ir.Value, freqs: Any, **_: Any) -> Any:
         cos, sin = (op.Cast(table, to=x.dtype) for table in (op.Cos(freqs), op.Neg(op.Sin(freqs))))
         return op.RotaryEmbedding(x, cos, sin, interleaved=0, num_heads=static_dim(x, 1))
 
 
-def _backward(op: Any, x: Any, cos: Any, sin: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+def _rotated_backward(
+    op: Any, x: Any, cos: Any, sin: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any
+) -> Any:
     """The pattern of x [B,N,S,D] rotated backward."""
     first, second = op.Slice(x, start1, end1, [3], [1]), op.Slice(x, start2, end2, [3], [1])
     return x * op.Unsqueeze(cos, one1) + op.Concat(second, op.Neg(first), axis=-1) * op.Unsqueeze(sin, one2)

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.conventions import rule_constant, static_dim
+from skipdecode.graph_passes.conventions import int64_constant_in_rule, static_dim
 from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary, static_head_size
 
 
@@ -27,8 +27,8 @@ class FuseComplexRotaryPass(ir.passes.InPlacePass):
 
 class _Product(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, table: Any, pairs: Any, shape: Any) -> Any:
-        real, imaginary = _parts(op, op.Reshape(x, pairs))
-        cos, sin = _parts(op, op.Unsqueeze(table, [1]))
+        real, imaginary = _real_and_imaginary(op, op.Reshape(x, pairs))
+        cos, sin = _real_and_imaginary(op, op.Unsqueeze(table, [1]))
         return op.Reshape(op.Concat(real * cos - imaginary * sin, real * sin + imaginary * cos, axis=-1), shape)
 
     def check(self, context: Any, x: ir.Value, table: ir.Value, **_: Any) -> MatchResult:
@@ -41,10 +41,10 @@ class _Product(RewriteRuleClassBase):  # type: ignore[misc]
 
     def rewrite(self, op: Any, x: ir.Value, table: ir.Value, **_: Any) -> Any:
         parts = op.Split(table, axis=3, num_outputs=2, _outputs=2)
-        cos, sin = (op.Squeeze(part, rule_constant(op, 3)) for part in parts)
+        cos, sin = (op.Squeeze(part, int64_constant_in_rule(op, 3)) for part in parts)
         return op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=static_dim(x, 1))
 
 
-def _parts(op: Any, numbers: Any) -> tuple[Any, Any]:
+def _real_and_imaginary(op: Any, numbers: Any) -> tuple[Any, Any]:
     """The patterns of the real and imaginary parts, each [..,1], of complex numbers stored as [..,2]."""
     return op.Slice(numbers, [0], [1], [-1]), op.Slice(numbers, [1], [2], [-1])

@@ -15,8 +15,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
-from skipdecode.graph_passes.conventions import rule_constant, static_dim
-from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary, neighbours, static_head_size
+from skipdecode.graph_passes.conventions import int64_constant_in_rule, static_dim
+from skipdecode.graph_passes.fuse_interleaved_rotary import even_and_odd, fuse_rotary, static_head_size
 
 
 class FuseHalvesRotaryPass(ir.passes.InPlacePass):
@@ -30,7 +30,7 @@ class FuseHalvesRotaryPass(ir.passes.InPlacePass):
 class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, cos: Any, sin: Any) -> Any:
         first, second = op.Split(x, axis=3, num_outputs=2, _outputs=2)
-        return _turned(op, first, second, cos, sin)
+        return _rotated(op, first, second, cos, sin)
 
     def check(self, _: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> MatchResult:
         result = MatchResult()
@@ -47,17 +47,17 @@ class _Halves(RewriteRuleClassBase):  # type: ignore[misc]
 
 class _Neighbours(_Halves):
     def pattern(self, op: Any, x: Any, cos: Any, sin: Any) -> Any:
-        return _turned(op, *neighbours(op, x), cos, sin)
+        return _rotated(op, *even_and_odd(op, x), cos, sin)
 
     def rewrite(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> Any:
         size = static_dim(x, 3)
-        in_halves = [*range(0, size, 2), *range(1, size, 2)]
-        halves = op.Gather(x, rule_constant(op, *in_halves), axis=3)
+        halves_order = [*range(0, size, 2), *range(1, size, 2)]
+        halves = op.Gather(x, int64_constant_in_rule(op, *halves_order), axis=3)
         halves.shape, halves.type = x.shape, x.type
         return op.RotaryEmbedding(halves, cos, sin, interleaved=0, num_heads=static_dim(x, 1))
 
 
-def _turned(op: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
+def _rotated(op: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
     """The pattern of rotated pairs (first, second), with the first elements of all pairs in front."""
     cos_4, sin_4 = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
     return op.Concat(first * cos_4 - second * sin_4, second * cos_4 + first * sin_4, axis=-1)

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales_numbers, static_dim
+from skipdecode.graph_passes.conventions import NORMS, norm_with_unit_scale, required_input, scales_last_axis_only, static_dim
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
@@ -26,7 +26,7 @@ class FuseHeadNormsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [(join, norms) for join in model.graph if join.op_type == "Concat" and (norms := _norms_of_heads(join))]
         for join, norms in found:
-            _norm_together(model.graph, join, norms)
+            _replace_by_one_norm(model.graph, join, norms)
         if found:
             RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, bool(found))
@@ -38,34 +38,34 @@ def _norms_of_heads(join: ir.Node) -> list[ir.Node]:
     first = norms[0]
     if first is None or first.op_type not in NORMS or join.attributes["axis"].as_int() != 1:
         return []
-    split = required(first).producer()
-    heads = required(split) if split is not None and split.op_type == "Split" else None
+    split = required_input(first).producer()
+    heads = required_input(split) if split is not None and split.op_type == "Split" else None
     if split is None or heads is None or heads.shape is None or len(heads.shape) != 4 or heads.shape[1] != len(split.outputs):
         return []
-    each = [norm for norm in norms if norm is not None and _differs_in_weights_alone(norm, first)]
-    whole = split.attributes.get_int("axis", 0) == 1 and [required(norm) for norm in each] == [*split.outputs]
-    return each if whole and len(each) == len(norms) else []
+    each = [norm for norm in norms if norm is not None and _differs_only_in_weights(norm, first)]
+    covers_all_heads = split.attributes.get_int("axis", 0) == 1 and [required_input(norm) for norm in each] == [*split.outputs]
+    return each if covers_all_heads and len(each) == len(norms) else []
 
 
-def _differs_in_weights_alone(norm: ir.Node, other: ir.Node) -> bool:
+def _differs_only_in_weights(norm: ir.Node, other: ir.Node) -> bool:
     same = norm.op_type == other.op_type and norm.attributes == other.attributes
-    plain = len(norm.inputs) == 2 and len(norm.outputs) == 1 and scales_numbers(norm)
+    plain = len(norm.inputs) == 2 and len(norm.outputs) == 1 and scales_last_axis_only(norm)
     return same and plain and norm.attributes.get_int("axis", -1) in (-1, 3)
 
 
-def _norm_together(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None:
-    split = required(norms[0]).producer()
+def _replace_by_one_norm(graph: ir.Graph, join: ir.Node, norms: list[ir.Node]) -> None:
+    split = required_input(norms[0]).producer()
     assert split is not None
-    heads, weights, joined = required(split), [norm.inputs[1] for norm in norms], join.outputs[0]
+    heads, weights, joined = required_input(split), [norm.inputs[1] for norm in norms], join.outputs[0]
     assert weights[0] is not None and weights[0].dtype is not None
     size, kind = static_dim(heads, 3), weights[0].dtype
     tape = Tape()
-    normed = by_ones(tape, norms[0], heads)
+    normed = norm_with_unit_scale(tape, norms[0], heads)
     sizes = tape.op("Constant", [], {"value": ir.tensor(np.array([1, 1, len(norms), size]))})
     scales = tape.op("Reshape", [tape.op("Concat", weights, {"axis": 0}), sizes])
     scales.shape, scales.type = ir.Shape([1, 1, len(norms), size]), ir.TensorType(kind)
-    turned = tape.op("Transpose", [scales], {"perm": HEADS_FIRST})
-    turned.shape, turned.type = ir.Shape([1, len(norms), 1, size]), scales.type
-    product = tape.op("Mul", [normed, turned])
+    heads_first_scales = tape.op("Transpose", [scales], {"perm": HEADS_FIRST})
+    heads_first_scales.shape, heads_first_scales.type = ir.Shape([1, len(norms), 1, size]), scales.type
+    product = tape.op("Mul", [normed, heads_first_scales])
     graph.insert_before(join, tape.nodes)
     take_over(joined, product)

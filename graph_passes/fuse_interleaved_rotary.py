@@ -57,18 +57,18 @@ class InterleavedFusion(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 class _AnglesTwice(InterleavedFusion):
     """Cohere: repeats each angle, then takes cosines and sines."""
 
-    def pattern(self, op: Any, x: Any, freqs: Any, shape: Any, turned: Any) -> Any:
+    def pattern(self, op: Any, x: Any, freqs: Any, shape: Any, x_shape: Any) -> Any:
         angles = op.Reshape(op.Expand(op.Unsqueeze(freqs, [3]), [1, 1, 1, 2]), shape)
-        return x * op.Unsqueeze(op.Cos(angles), [1]) + turn(op, x, turned) * op.Unsqueeze(op.Sin(angles), [1])
+        return x * op.Unsqueeze(op.Cos(angles), [1]) + rotated_pairs(op, x, x_shape) * op.Unsqueeze(op.Sin(angles), [1])
 
 
 class _TablesTwice(InterleavedFusion):
     """GLM, ERNIE, Helium: make tables for pairs across the halves, then repeat each entry of their first half."""
 
-    def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, turned: Any) -> Any:
+    def pattern(self, op: Any, x: Any, freqs: Any, half_1: Any, half_2: Any, shape_1: Any, shape_2: Any, x_shape: Any) -> Any:
         angles = op.Concat(freqs, freqs, axis=-1)
-        cos, sin = entries_twice(op, op.Cos(angles), half_1, shape_1), entries_twice(op, op.Sin(angles), half_2, shape_2)
-        return x * cos + turn(op, x, turned) * sin
+        cos, sin = repeated_entries(op, op.Cos(angles), half_1, shape_1), repeated_entries(op, op.Sin(angles), half_2, shape_2)
+        return x * cos + rotated_pairs(op, x, x_shape) * sin
 
 
 def static_head_size(x: ir.Value) -> int | None:
@@ -77,20 +77,20 @@ def static_head_size(x: ir.Value) -> int | None:
     return size if isinstance(heads, int) and isinstance(size, int) else None
 
 
-def entries_twice(op: Any, table: Any, half: Any, shape: Any) -> Any:
+def repeated_entries(op: Any, table: Any, half: Any, shape: Any) -> Any:
     """The pattern of the first `half` entries of a table [B,S,D], each twice in a row: [B,1,S,D]."""
     first = op.Slice(op.Unsqueeze(table, [1]), [0], half, [3], [1])
     return op.Reshape(op.Expand(op.Unsqueeze(first, [4]), [1, 1, 1, 1, 2]), shape)
 
 
-def neighbours(op: Any, x: Any) -> tuple[Any, Any]:
+def even_and_odd(op: Any, x: Any) -> tuple[Any, Any]:
     """The patterns of the first and the second elements of the pairs in x [B,N,S,D]."""
     return op.Slice(x, [0], [TO_THE_END], [3], [2]), op.Slice(x, [1], [TO_THE_END], [3], [2])
 
 
-def turn(op: Any, x: Any, shape: Any) -> Any:
+def rotated_pairs(op: Any, x: Any, shape: Any) -> Any:
     """The pattern of x [B,N,S,D] with each pair (a, b) replaced by (-b, a)."""
-    even, odd = neighbours(op, x)
+    even, odd = even_and_odd(op, x)
     return op.Reshape(op.Concat(op.Unsqueeze(op.Neg(odd), [-1]), op.Unsqueeze(even, [-1]), axis=-1), shape)
 
 

@@ -16,7 +16,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, integers, optional, producer, static_dim, uncast
+from skipdecode.graph_passes.conventions import MS_DOMAIN, int64_constant_node, optional_input, producer, static_dim, uncast
 from skipdecode.graph_passes.take_over import take_over
 from skipdecode.graph_passes.unflatten_rows import UnflattenRowsPass, flattens
 
@@ -37,7 +37,7 @@ class FuseRouterPass(ir.passes.InPlacePass):
 
 
 def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
-    scattered = _made_by(_input(_made_by(node.inputs[1], "Log"), 0), "ScatterElements")
+    scattered = _producer_of_type(_input(_producer_of_type(node.inputs[1], "Log"), 0), "ScatterElements")
     routing = _routing(_input(scattered, 1), _input(scattered, 2))
     if routing is None:
         return False
@@ -54,38 +54,38 @@ def _fuse(graph: ir.Graph, node: ir.Node) -> bool:
     made.shape, made.type = rows.shape, rows.type
     graph.insert_before(node, fused)
     if rows is not flat:
-        shape = integers(-1, static_dim(rows, -1))
-        again = ir.node("Reshape", [made, shape.outputs[0]])
-        graph.insert_before(node, [shape, again])
-        made = again.outputs[0]
+        shape = int64_constant_node(-1, static_dim(rows, -1))
+        reshape = ir.node("Reshape", [made, shape.outputs[0]])
+        graph.insert_before(node, [shape, reshape])
+        made = reshape.outputs[0]
     take_over(scaled.outputs[0], made)
     return True
 
 
 def _unflattened(flat: ir.Value | None) -> ir.Value | None:
     """The rows [B,S,H] that were flattened to `flat` [T,H]; `flat` itself where it is not such a Reshape."""
-    rows = _input(_made_by(flat, "Reshape"), 0)
+    rows = _input(_producer_of_type(flat, "Reshape"), 0)
     return rows if rows is not None and flat is not None and rows.dtype == flat.dtype and flattens(rows, flat) else flat
 
 
 def _routing(chosen: ir.Value | None, weights: ir.Value | None) -> tuple[ir.Value, int] | None:
     """The logits [T,E], and 1 where the weights of the chosen experts add up to 1, else 0; None for another way to choose."""
-    top = _made_by(chosen, "TopK")
+    top = _producer_of_type(chosen, "TopK")
     if top is None or top.attributes.get_int("largest", default=1) != 1:
         return None
-    best, scores = top.outputs[0], uncast(top.inputs[0])
-    if scores is not None and _input(_made_by(weights, "Softmax"), 0) is best:
+    top_scores, scores = top.outputs[0], uncast(top.inputs[0])
+    if scores is not None and _input(_producer_of_type(weights, "Softmax"), 0) is top_scores:
         return scores, 1
-    logits, share = _input(_made_by(scores, "Softmax"), 0), _made_by(weights, "Div")
+    logits, share = _input(_producer_of_type(scores, "Softmax"), 0), _producer_of_type(weights, "Div")
     if logits is None:
         return None
-    if uncast(weights) is best:
+    if uncast(weights) is top_scores:
         return logits, 0
-    of_all = _input(share, 0) is best and _input(_made_by(_input(share, 1), "ReduceSum"), 0) is best
-    return (logits, 1) if of_all else None
+    is_normalised = _input(share, 0) is top_scores and _input(_producer_of_type(_input(share, 1), "ReduceSum"), 0) is top_scores
+    return (logits, 1) if is_normalised else None
 
 
-def _made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
+def _producer_of_type(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """The node that makes a value before any casts, if it is an `op_type`; a Softmax or TopK only if on the last axis."""
     node = producer(uncast(value))  # a narrow graph computes softmax and sums in fp32, as the operator does
     if node is None or node.op_type != op_type:
@@ -94,4 +94,4 @@ def _made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def _input(node: ir.Node | None, index: int) -> ir.Value | None:
-    return uncast(optional(node, index)) if node is not None else None
+    return uncast(optional_input(node, index)) if node is not None else None

@@ -18,12 +18,12 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, producer, scales_numbers
-from skipdecode.graph_passes.projection import without_bias
+from skipdecode.graph_passes.conventions import MS_DOMAIN, producer, scales_last_axis_only
+from skipdecode.graph_passes.projection import separate_bias
 from skipdecode.graph_passes.take_over import can_take_over, take_over
 
 logger = logging.getLogger(__name__)
-_SKIPPING = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
+_FUSED_OPERATORS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
 
 
 class FuseSkipNormPass(ir.passes.InPlacePass):
@@ -32,8 +32,8 @@ class FuseSkipNormPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
         for node in list(model.graph):
-            add = producer(node.inputs[0]) if node.op_type in _SKIPPING else None
-            if add is not None and add.op_type == "Add" and _fits(node, add):
+            add = producer(node.inputs[0]) if node.op_type in _FUSED_OPERATORS else None
+            if add is not None and add.op_type == "Add" and _can_fuse(node, add):
                 _fuse(model.graph, node, add)
                 count += 1
         if count:
@@ -43,20 +43,20 @@ class FuseSkipNormPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, bool(count))
 
 
-def _fits(norm: ir.Node, add: ir.Node) -> bool:
+def _can_fuse(norm: ir.Node, add: ir.Node) -> bool:
     one, other = (value.shape if value is not None else None for value in add.inputs)
     rows = add.outputs[0].shape
-    same = one is not None and one == other and len(one) == 3 and rows is not None and scales_numbers(norm)
+    same = one is not None and one == other and len(one) == 3 and rows is not None and scales_last_axis_only(norm)
     return same and norm.attributes.get_int("axis", -1) in (-1, 2) and not norm.outputs[0].is_graph_output()
 
 
 def _fuse(graph: ir.Graph, norm: ir.Node, add: ir.Node) -> None:
-    one, other = add.inputs if without_bias(add.inputs[0]) else add.inputs[::-1]  # one: the summand with a bias, if any has one
-    rows, bias = without_bias(one) or (one, None)
+    one, other = add.inputs if separate_bias(add.inputs[0]) else add.inputs[::-1]  # one: the summand with a bias, if any has one
+    rows, bias = separate_bias(one) or (one, None)
     beta = norm.inputs[2:] or [None] if norm.op_type == "LayerNormalization" else []
     inputs = [rows, other, norm.inputs[1], *beta, *([bias] if bias else [])]
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
-    fused = ir.node(_SKIPPING[norm.op_type], inputs, {"epsilon": epsilon}, domain=MS_DOMAIN, num_outputs=4)
+    fused = ir.node(_FUSED_OPERATORS[norm.op_type], inputs, {"epsilon": epsilon}, domain=MS_DOMAIN, num_outputs=4)
     graph.insert_before(add, fused)
     for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
         assert can_take_over(old, new)

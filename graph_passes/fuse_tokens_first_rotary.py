@@ -46,5 +46,5 @@ class TokensFirstFusion(_rotary_embedding.RotaryEmbedding23Fusion):  # type: ign
         return result
 
     def rewrite(self, op: Any, x: ir.Value, freqs: ir.Value, **_: Any) -> Any:
-        turned = op.Transpose(x, perm=HEADS_FIRST)
-        return op.RotaryEmbedding(turned, op.Cos(freqs), op.Sin(freqs), interleaved=0, num_heads=static_dim(x, 2))
+        heads_first = op.Transpose(x, perm=HEADS_FIRST)
+        return op.RotaryEmbedding(heads_first, op.Cos(freqs), op.Sin(freqs), interleaved=0, num_heads=static_dim(x, 2))

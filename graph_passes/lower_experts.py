@@ -23,11 +23,11 @@ from onnxscript.rewriter import _ir_utils
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.apply_rules import apply_rules
-from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, is_parameter, rule_constant
+from skipdecode.graph_passes.conventions import MS_DOMAIN, TO_THE_END, int64_constant_in_rule, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_STEEP = 1e4  # x^2 Sigmoid(_STEEP x) differs from Relu(x)^2 by at most 5e-9, at |x| of about 1e-4
+_STEEP_ALPHA = 1e4  # x^2 Sigmoid(_STEEP_ALPHA x) differs from Relu(x)^2 by at most 5e-9, at |x| of about 1e-4
 
 
 class LowerExpertsPass(ir.passes.InPlacePass):
@@ -54,16 +54,16 @@ class LowerExpertsPass(ir.passes.InPlacePass):
 
 class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def pattern(self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
-        both = op.MatMul(op.Unsqueeze(x, [0]), self.turned(op, gate_up))
-        gate, up = op.Split(both, axis=2, num_outputs=2, _outputs=2)
-        products = op.MatMul(op.Mul(self.activated(op, gate), up), self.turned(op, down))
+        gate_and_up = op.MatMul(op.Unsqueeze(x, [0]), self.transposed(op, gate_up))
+        gate, up = op.Split(gate_and_up, axis=2, num_outputs=2, _outputs=2)
+        products = op.MatMul(op.Mul(self.activated(op, gate), up), self.transposed(op, down))
         return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
 
     def activated(self, op: Any, gate: Any) -> Any:
         """The pattern of the activation."""
         return op.Mul(gate, op.Sigmoid(gate))
 
-    def turned(self, op: Any, parameter: Any) -> Any:
+    def transposed(self, op: Any, parameter: Any) -> Any:
         """The pattern of a parameter [E,N,K] transposed to [E,K,N]."""
         return op.Transpose(parameter, perm=[0, 2, 1])
 
@@ -73,7 +73,7 @@ class Experts(RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        parameters = (op.initializer(_taking_turns(gate_up)), None, down)
+        parameters = (op.initializer(_interleaved(gate_up)), None, down)
         return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=1.0, activation_beta=0.0)
 
 
@@ -87,13 +87,13 @@ class GeluExperts(Experts):
 class TurnedExperts(Experts):
     """Llama 4: W_gate_up [E,H,2I], W_down [E,I,H]."""
 
-    def turned(self, op: Any, parameter: Any) -> Any:
+    def transposed(self, op: Any, parameter: Any) -> Any:
         return parameter
 
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        gate_up, down = (op.initializer(turned_experts(matrices)) for matrices in (gate_up, down))
+        gate_up, down = (op.initializer(transposed_experts(matrices)) for matrices in (gate_up, down))
         return super().rewrite(op, x, zeros, chosen, weights, gate_up, down)
 
 
@@ -109,8 +109,8 @@ class SquaredExperts(RewriteRuleClassBase):  # type: ignore[misc]
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, up: ir.Value, down: ir.Value
     ) -> Any:
-        parameters = (op.initializer(_twice(up)), None, down)
-        return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=_STEEP, activation_beta=0.0)
+        parameters = (op.initializer(_as_own_gate(up)), None, down)
+        return _mixture(op, x, zeros, chosen, weights, parameters, activation_alpha=_STEEP_ALPHA, activation_beta=0.0)
 
 
 class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
@@ -123,9 +123,9 @@ class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         self, op: Any, x: Any, zeros: Any, chosen: Any, weights: Any, gate_up: Any, down: Any,
         up_bias: Any, down_bias: Any, alpha: Any, beta: Any, limit: Any, low: Any, high: Any,
     ) -> Any:  # fmt: skip
-        both = op.Add(op.MatMul(op.Unsqueeze(x, [0]), gate_up), op.Unsqueeze(up_bias, [1]))
-        gate = self.clamped(op, op.Slice(both, [0], [TO_THE_END], [2], [2]), None, limit)
-        up = self.clamped(op, op.Slice(both, [1], [TO_THE_END], [2], [2]), low, high)
+        gate_and_up = op.Add(op.MatMul(op.Unsqueeze(x, [0]), gate_up), op.Unsqueeze(up_bias, [1]))
+        gate = self.clamped(op, op.Slice(gate_and_up, [0], [TO_THE_END], [2], [2]), None, limit)
+        up = self.clamped(op, op.Slice(gate_and_up, [1], [TO_THE_END], [2], [2]), low, high)
         inner = op.Mul(op.Add(up, beta), op.Mul(gate, op.Sigmoid(op.Mul(gate, alpha))))
         products = op.Add(op.MatMul(inner, down), op.Unsqueeze(down_bias, [1]))
         return op.ReduceSum(_weighted(op, products, zeros, chosen, weights), [0], keepdims=0)
@@ -139,9 +139,9 @@ class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         alpha: ir.Value, beta: ir.Value, limit: ir.Value, low: ir.Value, high: ir.Value, **__: Any,
     ) -> MatchResult:  # fmt: skip
         result = _check(chosen, gate_up, down)
-        if None in map(number, (alpha, beta, limit)):
+        if None in map(constant_number, (alpha, beta, limit)):
             return result.fail("The activation's numbers are not constant.", alpha)
-        if number(high) != number(limit) or number(low) != -(number(limit) or 0.0):
+        if constant_number(high) != constant_number(limit) or constant_number(low) != -(constant_number(limit) or 0.0):
             return result.fail("Gate and up are not clamped alike.", limit)
         return result
 
@@ -149,10 +149,10 @@ class BiasedExperts(RewriteRuleClassBase):  # type: ignore[misc]
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value,
         up_bias: ir.Value, down_bias: ir.Value, alpha: ir.Value, beta: ir.Value, limit: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
-        parameters = (op.initializer(turned_experts(gate_up)), up_bias, op.initializer(turned_experts(down)), down_bias)
+        parameters = (op.initializer(transposed_experts(gate_up)), up_bias, op.initializer(transposed_experts(down)), down_bias)
         return _mixture(
             op, x, zeros, chosen, weights, parameters,
-            activation_alpha=number(alpha), activation_beta=number(beta), swiglu_limit=number(limit),
+            activation_alpha=constant_number(alpha), activation_beta=constant_number(beta), swiglu_limit=constant_number(limit),
         )  # fmt: skip
 
 
@@ -174,68 +174,68 @@ def _check(chosen: ir.Value, gate_up: ir.Value, down: ir.Value) -> MatchResult:
 
 def _weighted(op: Any, products: Any, zeros: Any, chosen: Any, weights: Any) -> Any:
     """The pattern of every expert's product [E,T,H] times its weight, or 0 where it was not chosen."""
-    shares = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
-    return op.Mul(products, shares)
+    expert_weights = op.Unsqueeze(op.Transpose(op.ScatterElements(zeros, chosen, weights, axis=1), perm=[1, 0]), [2])
+    return op.Mul(products, expert_weights)
 
 
 def _mixture(
     op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, parameters: tuple[Any, ...], **activation: Any
 ) -> Any:
     """The MoE operator; `parameters` are W_gate_up [E,2I,H], its bias [E,2I], W_down [E,H,I] and its bias [E,H]."""
-    shares = op.ScatterElements(zeros, chosen, weights, axis=1)
-    logits = op.Log(shares)
-    shares.type = logits.type = weights.type
+    expert_weights = op.ScatterElements(zeros, chosen, weights, axis=1)
+    logits = op.Log(expert_weights)
+    expert_weights.type = logits.type = weights.type
     assert chosen.shape is not None
     mixed = op.MoE(
         x, logits, *parameters, k=chosen.shape[1], activation_type="swiglu", swiglu_fusion=1, **activation,
         normalize_routing_weights=1, _domain=MS_DOMAIN,
     )  # fmt: skip
-    return op.Mul(mixed, op.ReduceSum(weights, rule_constant(op, 1), keepdims=1))
+    return op.Mul(mixed, op.ReduceSum(weights, int64_constant_in_rule(op, 1), keepdims=1))
 
 
-def number(value: ir.Value) -> float | None:
+def constant_number(value: ir.Value) -> float | None:
     """The number in a constant of one element; None for any other value."""
     number: float | None = _ir_utils.get_singleton_value(value)
     return number
 
 
-def _taking_turns(gate_up: ir.Value) -> ir.LazyTensor:
+def _interleaved(gate_up: ir.Value) -> ir.LazyTensor:
     """A parameter [E,2I,H] with all gate rows before all up rows, reordered to gate, up, gate, up, .."""
 
-    def interleaved(weight: Array) -> Array:
-        experts, doubled, width = weight.shape
-        return weight.reshape(experts, 2, doubled // 2, width).swapaxes(1, 2).copy().reshape(weight.shape)
+    def interleave(weight: Array) -> Array:
+        num_experts, doubled, width = weight.shape
+        return weight.reshape(num_experts, 2, doubled // 2, width).swapaxes(1, 2).copy().reshape(weight.shape)
 
-    return _put_in_order(gate_up, "interleaved", interleaved, (0, 1, 2))
+    return _rearranged(gate_up, "interleaved", interleave, (0, 1, 2))
 
 
-def _twice(up: ir.Value) -> ir.LazyTensor:
+def _as_own_gate(up: ir.Value) -> ir.LazyTensor:
     """A parameter [E,I,H] with each row repeated, as gate and up: [E,2I,H]."""
-    return _put_in_order(up, "twice", lambda weight: weight.repeat(2, axis=1), (0, 1, 2), stretch=2)
+    return _rearranged(up, "twice", lambda weight: weight.repeat(2, axis=1), (0, 1, 2), size_factor=2)
 
 
-def turned_experts(parameter: ir.Value) -> ir.LazyTensor:
+def transposed_experts(parameter: ir.Value) -> ir.LazyTensor:
     """A parameter [E,K,N] transposed to [E,N,K]."""
-    return _put_in_order(parameter, "turned", lambda weight: weight.swapaxes(1, 2).copy(), (0, 2, 1))
+    return _rearranged(parameter, "turned", lambda weight: weight.swapaxes(1, 2).copy(), (0, 2, 1))
 
 
-def _put_in_order(
-    parameter: ir.Value, how: str, order: Callable[[Array], Array], axes: tuple[int, ...], stretch: int = 1
+def _rearranged(
+    parameter: ir.Value, suffix: str, rearrange: Callable[[Array], Array], axes: tuple[int, ...], size_factor: int = 1
 ) -> ir.LazyTensor:
-    """A parameter that `order` rearranges each time it is read.
+    """A parameter that `rearrange` rearranges each time it is read.
 
     Args:
         axes: for each axis of the result, the parameter's axis that it takes its size from.
-        stretch: factor on the size of the result's second axis.
+        size_factor: factor on the size of the result's second axis.
     """
     tensor = parameter.const_value
     assert tensor is not None
-    sizes, name = [tensor.shape.numpy()[axis] for axis in axes], f"{parameter.name}.{how}"
-    sizes[1] *= stretch
+    sizes, name = [tensor.shape.numpy()[axis] for axis in axes], f"{parameter.name}.{suffix}"
+    sizes[1] *= size_factor
 
-    def ordered() -> ir.TensorProtocol:
-        made = order(tensor.numpy())
+    def compute() -> ir.TensorProtocol:
+        result = rearrange(tensor.numpy())
         release_pages(tensor)
-        return ir.tensor(made, name=name)
+        return ir.tensor(result, name=name)
 
-    return ir.LazyTensor(ordered, dtype=tensor.dtype, shape=ir.Shape(sizes), name=name)
+    return ir.LazyTensor(compute, dtype=tensor.dtype, shape=ir.Shape(sizes), name=name)

@@ -16,26 +16,26 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import NARROW, NORMS, cast
+from skipdecode.graph_passes.conventions import NARROW, NORMS, cast_node
 from skipdecode.graph_passes.take_over import take_over
 
 logger = logging.getLogger(__name__)
 
-_KINDS = (*NORMS, "RotaryEmbedding")
+_OPERATORS = (*NORMS, "RotaryEmbedding")
 
 
 class NarrowOperatorsPass(ir.passes.InPlacePass):
     """Declines where the fp32 result has any reader but one Cast to the narrow type."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        count = sum(_narrowed(model.graph, node) for node in list(model.graph) if node.op_type in _KINDS)
+        count = sum(_remove_casts(model.graph, node) for node in list(model.graph) if node.op_type in _OPERATORS)
         if count:
             RemoveUnusedNodesPass()(model)
         logger.info("narrowed %d operators", count)
         return ir.passes.PassResult(model, bool(count))
 
 
-def _narrowed(graph: ir.Graph, node: ir.Node) -> bool:
+def _remove_casts(graph: ir.Graph, node: ir.Node) -> bool:
     """Remove the casts around `node`; whether it had them on both sides."""
     rows, made, readers = _before_cast(node.inputs[0]), node.outputs[0], node.outputs[0].consumers()
     kind = rows.dtype
@@ -46,16 +46,16 @@ def _narrowed(graph: ir.Graph, node: ir.Node) -> bool:
         return False
     for index, value in enumerate(node.inputs):
         if value is not None and value.dtype != ir.DataType.INT64:  # positions
-            node.replace_input_with(index, _narrow(graph, node, value, kind))
+            node.replace_input_with(index, _as_narrow(graph, node, value, kind))
     take_over(back.outputs[0], made)
     return True
 
 
-def _narrow(graph: ir.Graph, before: ir.Node, value: ir.Value, kind: ir.DataType) -> ir.Value:
+def _as_narrow(graph: ir.Graph, before: ir.Node, value: ir.Value, kind: ir.DataType) -> ir.Value:
     source = _before_cast(value)
     if source.dtype == kind:
         return source
-    narrow = cast(source, kind)
+    narrow = cast_node(source, kind)
     graph.insert_before(before, narrow)
     return narrow.outputs[0]
 

@@ -14,11 +14,11 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from skipdecode.graph_passes.pack_qkv import feed_side_by_side
+from skipdecode.graph_passes.pack_qkv import feed_packed_rows
 from skipdecode.graph_passes.projection import find_projection, multiply, reorder_parameter
 
 Order = np.ndarray[tuple[int], np.dtype[np.int64]]
-_MOVES = ("Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
+_REARRANGING_OPS = ("Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze")
 _BATCH, _TOKENS = 2, 3
 
 
@@ -26,16 +26,16 @@ class OrderQKVPass(ir.passes.InPlacePass):
     """Declines where the three are not all columns of one product, or the product needs reordering and has several readers."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return feed_side_by_side(model, _ordered)
+        return feed_packed_rows(model, _ordered_rows)
 
 
-def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
+def _ordered_rows(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     """Query, key and value side by side; None where they are not rearranged from the rows of one value."""
     parts = [value for value in node.inputs[:3] if value is not None]
-    rows = _moved_from(parts[0])
-    if any(_moved_from(part) is not rows for part in parts) or rows.shape is None or len(rows.shape) != 3:
+    rows = _rearranged_source(parts[0])
+    if any(_rearranged_source(part) is not rows for part in parts) or rows.shape is None or len(rows.shape) != 3:
         return None
-    order = _order(graph, rows, parts)
+    order = _column_order(graph, rows, parts)
     if order is None:
         return None
     if np.array_equal(order, np.arange(len(order))):
@@ -48,26 +48,26 @@ def _ordered(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     return multiply(graph, node, found.source, weight, found.transposed, bias)
 
 
-def _moved_from(value: ir.Value) -> ir.Value:
+def _rearranged_source(value: ir.Value) -> ir.Value:
     """The value whose numbers `value` rearranges without changing any."""
     node = value.producer()
-    while node is not None and node.op_type in _MOVES and node.domain == "" and node.inputs[0] is not None:
+    while node is not None and node.op_type in _REARRANGING_OPS and node.domain == "" and node.inputs[0] is not None:
         value = node.inputs[0]
         node = value.producer()
     return value
 
 
-def _order(graph: ir.Graph, rows: ir.Value, parts: list[ir.Value]) -> Order | None:
+def _column_order(graph: ir.Graph, rows: ir.Value, parts: list[ir.Value]) -> Order | None:
     """For each column of the concatenated parts, its column in `rows` [B,S,W]; None if this is not a permutation of them all."""
     width = rows.shape[2] if rows.shape is not None else None
     if not isinstance(width, int):
         return None
     model = ir.Model(ir.convenience.extract(graph, [rows], parts), ir_version=10)
     numbers = np.arange(_BATCH * _TOKENS * width, dtype=np.float32).reshape(_BATCH, _TOKENS, width)
-    moved = ReferenceEvaluator(ir.to_proto(model)).run(None, {str(rows.name): numbers})
-    if any(part.shape[:2] != (_BATCH, _TOKENS) for part in moved):
+    rearranged = ReferenceEvaluator(ir.to_proto(model)).run(None, {str(rows.name): numbers})
+    if any(part.shape[:2] != (_BATCH, _TOKENS) for part in rearranged):
         return None
-    columns = np.concatenate(moved, axis=2).astype(np.int64) - numbers[:, :, :1].astype(np.int64)
+    columns = np.concatenate(rearranged, axis=2).astype(np.int64) - numbers[:, :, :1].astype(np.int64)
     order: Order = columns[0, 0]
-    complete = np.array_equal(np.sort(order), np.arange(width)) and (columns == order).all()
-    return order if complete else None
+    is_permutation = np.array_equal(np.sort(order), np.arange(width)) and (columns == order).all()
+    return order if is_permutation else None

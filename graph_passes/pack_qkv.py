@@ -22,15 +22,15 @@ class PackQKVPass(ir.passes.InPlacePass):
     """Declines where the three do not read the same rows, or another operator lies between a projection and the attention."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        return feed_side_by_side(model, _packed)
+        return feed_packed_rows(model, _packed_rows)
 
 
-def feed_side_by_side(model: ir.Model, rows_of: Callable[[ir.Graph, ir.Node], ir.Value | None]) -> ir.passes.PassResult:
-    """Replace query, key and value of each attention by the packed rows that `rows_of` returns; None leaves it unchanged."""
+def feed_packed_rows(model: ir.Model, pack: Callable[[ir.Graph, ir.Node], ir.Value | None]) -> ir.passes.PassResult:
+    """Replace query, key and value of each attention by the packed rows that `pack` returns; None leaves it unchanged."""
     changed = False
     for node in list(model.graph):
         if node.op_type == "GroupQueryAttention" and node.inputs[1] is not None:
-            rows = rows_of(model.graph, node)
+            rows = pack(model.graph, node)
             if rows is not None:
                 for index, value in enumerate((rows, None, None)):
                     node.replace_input_with(index, value)
@@ -40,10 +40,10 @@ def feed_side_by_side(model: ir.Model, rows_of: Callable[[ir.Graph, ir.Node], ir
     return ir.passes.PassResult(model, changed)
 
 
-def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
+def _packed_rows(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     """The rows of one product that replaces the three projections; None where they cannot be joined."""
     parts = [part for part in map(find_projection, node.inputs[:3]) if part is not None]
-    if len(parts) < 3 or not _alike(parts):
+    if len(parts) < 3 or not _can_be_joined(parts):
         return None
     transposed = parts[0].transposed
     weight = join_parameters(graph, [part.weight for part in parts], 0 if transposed else 1)
@@ -53,8 +53,8 @@ def _packed(graph: ir.Graph, node: ir.Node) -> ir.Value | None:
     return multiply(graph, node, parts[0].source, weight, transposed, bias)
 
 
-def _alike(parts: list[Projection]) -> bool:
+def _can_be_joined(parts: list[Projection]) -> bool:
     """Whether the projections read the same rows in the same way; only the query may have a factor."""
     query, *others = parts
-    same = [(part.transposed, part.bias is None) == (query.transposed, query.bias is None) for part in others]
-    return all(same) and all(part.source is query.source and part.factor == 1.0 for part in others)
+    same_form = [(part.transposed, part.bias is None) == (query.transposed, query.bias is None) for part in others]
+    return all(same_form) and all(part.source is query.source and part.factor == 1.0 for part in others)

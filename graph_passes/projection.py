@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, is_parameter, required
+from skipdecode.graph_passes.conventions import add_constant, is_parameter, required_input
 from skipdecode.graph_passes.mapped import release_pages
 
 
@@ -36,7 +36,7 @@ def find_projection(value: ir.Value | None) -> Projection | None:
             return None
         factor, node = float(number.numpy().item()), _sole_producer(node.inputs[0])
     if node is not None and node.op_type == "Add":
-        parts = _parts(node)
+        parts = _rows_and_bias(node)
         if parts is None:
             return None
         node, bias = _sole_producer(parts[0]), parts[1]
@@ -44,7 +44,7 @@ def find_projection(value: ir.Value | None) -> Projection | None:
     if node is None or found is None:
         return None
     weight, transposed = found
-    return Projection(source=required(node), weight=weight, transposed=transposed, bias=bias, factor=factor)
+    return Projection(source=required_input(node), weight=weight, transposed=transposed, bias=bias, factor=factor)
 
 
 def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
@@ -62,13 +62,13 @@ def matrix_parameter(node: ir.Node) -> tuple[ir.Value, bool] | None:
     return value, transposed
 
 
-def without_bias(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+def separate_bias(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     """The rows and the bias [N] whose sum is `value`; None if it is not such a sum, or has more than one reader."""
     add = _sole_producer(value)
-    return _parts(add) if add is not None and add.op_type == "Add" else None
+    return _rows_and_bias(add) if add is not None and add.op_type == "Add" else None
 
 
-def _parts(add: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+def _rows_and_bias(add: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     for rows, bias in (add.inputs, add.inputs[::-1]):
         if rows is not None and bias is not None and bias.is_initializer() and bias.const_value is not None:
             return (rows, bias) if len(bias.const_value.shape) == 1 else None
@@ -95,31 +95,31 @@ def join_parameters(graph: ir.Graph, values: list[ir.Value], axis: int) -> ir.Va
     tensors = [value.const_value for value in values if value.const_value is not None]
     sizes = list(tensors[0].shape.numpy())
     sizes[axis] = sum([tensor.shape.numpy()[axis] for tensor in tensors])
-    joined = partial(np.concatenate, axis=axis)
-    return _made_when_read(graph, f"{values[0].name}.packed", sizes, tensors, joined)
+    join = partial(np.concatenate, axis=axis)
+    return _lazy_parameter(graph, f"{values[0].name}.packed", sizes, tensors, join)
 
 
 def reorder_parameter(graph: ir.Graph, value: ir.Value, order: np.ndarray[tuple[int], np.dtype[np.int64]], axis: int) -> ir.Value:
     """A parameter with the rows (axis 0) or columns (axis 1) of `value` reordered: the i-th is `order[i]` of `value`."""
     assert value.const_value is not None
     tensor = value.const_value
-    return _made_when_read(
+    return _lazy_parameter(
         graph, f"{value.name}.ordered", list(tensor.shape.numpy()), [tensor], lambda arrays: np.take(arrays[0], order, axis)
     )
 
 
-def _made_when_read(
+def _lazy_parameter(
     graph: ir.Graph,
     name: str,
     sizes: list[int],
     tensors: list[ir.TensorProtocol],
-    make: Callable[[list[np.ndarray[Any, np.dtype[Any]]]], np.ndarray[Any, np.dtype[Any]]],
+    combine: Callable[[list[np.ndarray[Any, np.dtype[Any]]]], np.ndarray[Any, np.dtype[Any]]],
 ) -> ir.Value:
     """A parameter computed from `tensors` each time it is read; it holds no memory in between."""
 
-    def made() -> ir.TensorProtocol:
-        array = make([tensor.numpy() for tensor in tensors])
+    def compute() -> ir.TensorProtocol:
+        result = combine([tensor.numpy() for tensor in tensors])
         release_pages(*tensors)
-        return ir.tensor(array, name=name)
+        return ir.tensor(result, name=name)
 
-    return add_constant(graph, ir.LazyTensor(made, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name))
+    return add_constant(graph, ir.LazyTensor(compute, dtype=tensors[0].dtype, shape=ir.Shape(sizes), name=name))

@@ -42,22 +42,22 @@ class Quantization:
         """How embedding and head are quantised."""
         return replace(self, bits=self.outer_bits or self.bits, outer_bits=None)
 
-    def parts(self, weight: Floats) -> Parts:
+    def quantise(self, weight: Floats) -> Parts:
         """Quantise a matrix [N,K] to the operator's inputs. Rows that lie on levels already keep them."""
         kept = kept_levels(weight, self.bits, self.block_size)
         if kept is None or not kept.rows.all():
             rounded = METHODS[self.method](weight, self.bits, self.block_size)
             return rounded if kept is None else self._merged(rounded, kept)
-        return _packed(kept, self.bits)
+        return _parts_of_levels(kept, self.bits)
 
     def _merged(self, rounded: Parts, kept: Levels) -> Parts:
-        own = _packed(kept, self.bits)
-        if "zero_points" in own or "zero_points" in rounded:
-            own, rounded = self.with_zero_points(own), self.with_zero_points(rounded)
+        kept_parts = _parts_of_levels(kept, self.bits)
+        if "zero_points" in kept_parts or "zero_points" in rounded:
+            kept_parts, rounded = self.with_zero_points(kept_parts), self.with_zero_points(rounded)
         merged = {}
         for name, numbers in rounded.items():
-            by_row, theirs = (part.reshape(len(kept.rows), -1) for part in (numbers, own[name]))
-            merged[name] = np.where(kept.rows[:, None], theirs, by_row).reshape(numbers.shape)
+            rounded_numbers, kept_numbers = (part.reshape(len(kept.rows), -1) for part in (numbers, kept_parts[name]))
+            merged[name] = np.where(kept.rows[:, None], kept_numbers, rounded_numbers).reshape(numbers.shape)
         return merged
 
     def with_zero_points(self, parts: Parts) -> Parts:
@@ -72,11 +72,11 @@ def _round_to_nearest(weight: Floats, bits: int, block: int) -> Parts:
     Works on some rows at a time: the quantiser needs a transposed copy and handles at most 2**31 numbers (Gemma 4's per-layer
     inputs have more).
     """
-    guard = logging.NullHandler()  # without a handler, importing the quantiser sets the root logger to INFO
-    logging.getLogger().addHandler(guard)
+    null_handler = logging.NullHandler()  # without a handler, importing the quantiser sets the root logger to INFO
+    logging.getLogger().addHandler(null_handler)
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
-    logging.getLogger().removeHandler(guard)
+    logging.getLogger().removeHandler(null_handler)
     config = DefaultWeightOnlyQuantConfig(block_size=block, is_symmetric=True, accuracy_level=4, bits=bits)
     quantizer, packed, scales = DefaultWeightOnlyQuantizer(config), [], []
     for start in range(0, len(weight), _ROWS_AT_A_TIME):
@@ -96,14 +96,14 @@ def _k_quant(weight: Floats, bits: int, block: int) -> Parts:
         rows = np.ascontiguousarray(weight[start : start + _ROWS_AT_A_TIME])
         with np.errstate(invalid="ignore"):  # 0 / 0 in blocks of zeros: an embedding's padding tokens
             levels, scale, zero = quant_tensor_k_quant_cpu(rows, bits, block)
-        levels, scale, zero = _begun_at_zero(rows.reshape(-1, block), bits, levels.reshape(-1, block), scale, zero)
-        packed.append(_nibbles(levels.astype(np.uint8).reshape(-1, block), bits).reshape(len(rows), inputs // block, -1))
+        levels, scale, zero = _requantise_one_signed_blocks(rows.reshape(-1, block), bits, levels.reshape(-1, block), scale, zero)
+        packed.append(_pack_levels(levels.astype(np.uint8).reshape(-1, block), bits).reshape(len(rows), inputs // block, -1))
         scales.append(scale.astype(np.float32).reshape(-1))
-        zeros.append(_nibbles(zero.reshape(len(rows), inputs // block), bits))
+        zeros.append(_pack_levels(zero.reshape(len(rows), inputs // block), bits))
     return {"weight": np.concatenate(packed), "scales": np.concatenate(scales), "zero_points": np.concatenate(zeros)}
 
 
-def _begun_at_zero(blocks: Floats, bits: int, levels: Any, scale: Any, zero: Any) -> tuple[Any, Any, Any]:
+def _requantise_one_signed_blocks(blocks: Floats, bits: int, levels: Any, scale: Any, zero: Any) -> tuple[Any, Any, Any]:
     """Redo blocks whose numbers share a sign: round to nearest, with levels spanning 0 to the number of largest magnitude.
 
     The search starts their levels at the smallest number, which no zero point of the operator can express: 0.015 .. 0.02 came out
@@ -112,29 +112,29 @@ def _begun_at_zero(blocks: Floats, bits: int, levels: Any, scale: Any, zero: Any
     Args:
         blocks: B blocks of b numbers, [B,b]; `levels`, `scale` and `zero` are what the search found for them.
     """
-    one_sign, most = (blocks.min(1) > 0) | (blocks.max(1) < 0), (1 << bits) - 1
-    steps = np.abs(blocks[one_sign]).max(1, keepdims=True) / most
-    zeros = np.where(blocks[one_sign, :1] < 0, most, 0)
+    is_one_signed, highest = (blocks.min(1) > 0) | (blocks.max(1) < 0), (1 << bits) - 1
+    steps = np.abs(blocks[is_one_signed]).max(1, keepdims=True) / highest
+    zeros = np.where(blocks[is_one_signed, :1] < 0, highest, 0)
     levels, scale, zero = levels.copy(), scale.reshape(-1, 1).copy(), zero.reshape(-1, 1).copy()
-    levels[one_sign] = np.clip(np.rint(blocks[one_sign] / steps) + zeros, 0, most)
-    scale[one_sign], zero[one_sign] = steps, zeros
+    levels[is_one_signed] = np.clip(np.rint(blocks[is_one_signed] / steps) + zeros, 0, highest)
+    scale[is_one_signed], zero[is_one_signed] = steps, zeros
     return levels, scale, zero
 
 
 METHODS: dict[str, Callable[[Floats, int, int], Parts]] = {"rtn": _round_to_nearest, "k-quant": _k_quant}
 
 
-def _packed(kept: Levels, bits: int) -> Parts:
-    parts: Parts = {"weight": _nibbles(kept.levels, bits), "scales": kept.scales.reshape(-1)}
-    return parts if (kept.zeros == 1 << (bits - 1)).all() else parts | {"zero_points": _nibbles(kept.zeros, bits)}
+def _parts_of_levels(kept: Levels, bits: int) -> Parts:
+    parts: Parts = {"weight": _pack_levels(kept.levels, bits), "scales": kept.scales.reshape(-1)}
+    return parts if (kept.zeros == 1 << (bits - 1)).all() else parts | {"zero_points": _pack_levels(kept.zeros, bits)}
 
 
 def middle_zero_points(outputs: int, blocks: int, bits: int) -> Parts:
     """The operator's default zero points, the middle level, written out: [N, ceil(K / block * bits / 8)]."""
-    return {"zero_points": _nibbles(np.full((outputs, blocks), 1 << (bits - 1), np.uint8), bits)}
+    return {"zero_points": _pack_levels(np.full((outputs, blocks), 1 << (bits - 1), np.uint8), bits)}
 
 
-def _nibbles(levels: Bytes, bits: int) -> Bytes:
+def _pack_levels(levels: Bytes, bits: int) -> Bytes:
     """Pack 4-bit levels along the last axis, two per byte, the first in the low half; 8-bit levels stay as they are."""
     if bits == 8:
         return levels

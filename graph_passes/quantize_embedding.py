@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 class QuantizeEmbeddingPass(ir.passes.InPlacePass):
     """Declines tables whose width is not a multiple of the block size, and tables not indexed directly by `input_ids`."""
 
-    def __init__(self, how: Quantization) -> None:
+    def __init__(self, quantization: Quantization) -> None:
         super().__init__()
-        self.how = how
+        self.quantization = quantization
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if self._applies(node)]
@@ -35,7 +35,7 @@ class QuantizeEmbeddingPass(ir.passes.InPlacePass):
             self._replace(model.graph, node)
         if found:
             model.graph.opset_imports[MS_DOMAIN] = 1
-        logger.info("quantised %d embeddings to %d bits", len(found), self.how.bits)
+        logger.info("quantised %d embeddings to %d bits", len(found), self.quantization.bits)
         return ir.passes.PassResult(model, bool(found))
 
     def _applies(self, node: ir.Node) -> bool:
@@ -45,14 +45,21 @@ class QuantizeEmbeddingPass(ir.passes.InPlacePass):
         if not ids.is_graph_input() or ids.name != bindings.INPUT_IDS or table.const_value is None or not is_parameter(table):
             return False
         shape = table.const_value.shape
-        return node.attributes.get_int("axis", 0) == 0 and len(shape) == 2 and shape.numpy()[1] % self.how.block_size == 0
+        return (
+            node.attributes.get_int("axis", 0) == 0 and len(shape) == 2 and shape.numpy()[1] % self.quantization.block_size == 0
+        )
 
     def _replace(self, graph: ir.Graph, node: ir.Node) -> None:
         table, ids = node.inputs[0], node.inputs[1]
         assert table is not None and table.const_value is not None
-        parts = self.how.parts(np.asarray(table.const_value.numpy(), dtype=np.float32))
+        parts = self.quantization.quantise(np.asarray(table.const_value.numpy(), dtype=np.float32))
         data, scales, *zeros = register_parts(graph, str(table.name), _by_row(parts))
-        attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": self.how.bits, "block_size": self.how.block_size}
+        attributes = {
+            "gather_axis": 0,
+            "quantize_axis": 1,
+            "bits": self.quantization.bits,
+            "block_size": self.quantization.block_size,
+        }
         lookup = ir.node("GatherBlockQuantized", [data, ids, scales, *zeros], attributes, domain=MS_DOMAIN)
         ir.convenience.replace_nodes_and_values(graph, node, [node], [lookup], node.outputs, lookup.outputs)
         release_pages(table.const_value)

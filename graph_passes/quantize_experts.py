@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 class QuantizeExpertsPass(ir.passes.InPlacePass):
     """Applies to every mixture; widths must be multiples of the block size (`exporter.feasible` checks this)."""
 
-    def __init__(self, how: Quantization) -> None:
+    def __init__(self, quantization: Quantization) -> None:
         super().__init__()
-        self.how = how
+        self.quantization = quantization
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "MoE" and node.domain == MS_DOMAIN]
@@ -35,7 +35,7 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
             self._replace(model.graph, node)
         if found:
             RemoveUnusedNodesPass()(model)
-        logger.info("quantised %d mixtures of experts to %d bits", len(found), self.how.bits)
+        logger.info("quantised %d mixtures of experts to %d bits", len(found), self.quantization.bits)
         return ir.passes.PassResult(model, bool(found))
 
     def _replace(self, graph: ir.Graph, node: ir.Node) -> None:
@@ -46,13 +46,13 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         inputs = [rows, router, up_weight, up_scales, up_bias, down_weight, down_scales, down_bias]
         if up_zeros:
             inputs += [None, None, None, *up_zeros, *down_zeros]
-        form = {
-            "expert_weight_bits": self.how.bits,
-            "block_size": self.how.block_size,
+        how_quantised = {
+            "expert_weight_bits": self.quantization.bits,
+            "block_size": self.quantization.block_size,
             "accuracy_level": 4,
             "weights_prepacked": 0,
         }
-        quantised = ir.node("QMoE", inputs, {**node.attributes, **form}, domain=MS_DOMAIN)
+        quantised = ir.node("QMoE", inputs, {**node.attributes, **how_quantised}, domain=MS_DOMAIN)
         ir.convenience.replace_nodes_and_values(graph, node, [node], [quantised], node.outputs, quantised.outputs)
 
     def _parts(self, parameter: ir.Value) -> Parts:
@@ -60,9 +60,9 @@ class QuantizeExpertsPass(ir.passes.InPlacePass):
         tensor = parameter.const_value
         assert tensor is not None
         outputs = tensor.shape.numpy()[1]
-        each = [self.how.parts(np.asarray(matrix, dtype=np.float32)) for matrix in tensor.numpy()]
+        each = [self.quantization.quantise(np.asarray(matrix, dtype=np.float32)) for matrix in tensor.numpy()]
         release_pages(tensor)
         if any("zero_points" in parts for parts in each):
-            each = [self.how.with_zero_points(parts) for parts in each]
+            each = [self.quantization.with_zero_points(parts) for parts in each]
         stacked = {name: np.stack([parts[name].reshape(outputs, -1) for parts in each]) for name in each[0]}
         return stacked | {"scales": stacked["scales"].astype(tensor.dtype.numpy())}  # CUDA takes only the rows' dtype

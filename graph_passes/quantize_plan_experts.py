@@ -18,10 +18,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, constant, is_parameter
+from skipdecode.graph_passes.conventions import add_constant, int64_constant, is_parameter
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.quantization import Parts, Quantization
-from skipdecode.graph_passes.quantize_plan_weights import Array, levels_by_output, signed_pairs, what_is_missing
+from skipdecode.graph_passes.quantize_plan_weights import Array, as_int4, quantise_by_output, zero_point_corrections
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 class QuantizePlanExpertsPass(ir.passes.InPlacePass):
     """Applies to parameters [E,N,K] read by a Gather; in 4 bits declines those whose K is not a multiple of the block size."""
 
-    def __init__(self, how: Quantization) -> None:
+    def __init__(self, quantization: Quantization) -> None:
         super().__init__()
-        self.how = how
+        self.quantization = quantization
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [value for value in model.graph.initializers.values() if self._applies(value)]
         for value in found:
-            _replace(model.graph, value, self.how)
-        logger.info("quantised %d matrices of experts to %d bits", len(found), self.how.bits)
+            _replace(model.graph, value, self.quantization)
+        logger.info("quantised %d matrices of experts to %d bits", len(found), self.quantization.bits)
         return ir.passes.PassResult(model, bool(found))
 
     def _applies(self, value: ir.Value) -> bool:
@@ -45,46 +45,46 @@ class QuantizePlanExpertsPass(ir.passes.InPlacePass):
             return False
         inputs = value.const_value.shape.numpy()[2]
         looked_up = any(node.op_type == "Gather" for node in value.consumers())
-        return looked_up and (self.how.bits == 8 or inputs % self.how.block_size == 0)
+        return looked_up and (self.quantization.bits == 8 or inputs % self.quantization.block_size == 0)
 
 
-def _replace(graph: ir.Graph, parameter: ir.Value, how: Quantization) -> None:
+def _replace(graph: ir.Graph, parameter: ir.Value, quantization: Quantization) -> None:
     tensor, tape, name = parameter.const_value, Tape(), str(parameter.name)
     assert tensor is not None
     experts, outputs, inputs = sizes = tensor.shape.numpy()
 
-    def store(what: str, numbers: Array | ir.PackedTensor[Any]) -> ir.Value:
+    def store(suffix: str, numbers: Array | ir.PackedTensor[Any]) -> ir.Value:
         tensor = numbers if isinstance(numbers, ir.PackedTensor) else ir.tensor(numbers)
-        tensor.name = f"{name}.quantised.{what}"
+        tensor.name = f"{name}.quantised.{suffix}"
         stored = add_constant(graph, tensor)
         stored.meta.update(parameter.meta)
         return stored
 
     matrices = (np.asarray(matrix, dtype=np.float32) for matrix in tensor.numpy())
-    if how.bits == 4:
-        each = [how.parts(matrix) for matrix in matrices]
-        packed = np.concatenate([signed_pairs(parts).reshape(-1) for parts in each])
+    if quantization.bits == 4:
+        each = [quantization.quantise(matrix) for matrix in matrices]
+        packed = np.concatenate([as_int4(parts).reshape(-1) for parts in each])
         shape = ir.Shape([experts * outputs, inputs])
         levels = store("levels", ir.PackedTensor(packed, ir.DataType.INT4, shape=shape))
         scales = store("scales", np.concatenate([parts["scales"].reshape(outputs, -1) for parts in each]))
-        floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 1, "block_size": how.block_size})
+        floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 1, "block_size": quantization.block_size})
         if any("zero_points" in parts for parts in each):
-            missing = store("missing", np.concatenate([_missing(parts) for parts in each])[..., None])
-            blocks = tape.op("Reshape", [floats, constant(tape, experts * outputs, -1, how.block_size)])
-            floats = tape.op("Reshape", [tape.op("Add", [blocks, missing]), constant(tape, experts * outputs, inputs)])
+            corrections = store("missing", np.concatenate([_corrections_or_zeros(parts) for parts in each])[..., None])
+            blocks = tape.op("Reshape", [floats, int64_constant(tape, experts * outputs, -1, quantization.block_size)])
+            floats = tape.op("Reshape", [tape.op("Add", [blocks, corrections]), int64_constant(tape, experts * outputs, inputs)])
     else:
-        by_expert = [levels_by_output(matrix, ir.DataType.FLOAT) for matrix in matrices]
+        by_expert = [quantise_by_output(matrix, ir.DataType.FLOAT) for matrix in matrices]
         levels = store("levels", np.concatenate([levels for levels, _ in by_expert]))
         scales = store("scales", np.concatenate([scales for _, scales in by_expert]))
         floats = tape.op("DequantizeLinear", [levels, scales], {"axis": 0})
     release_pages(tensor)
-    narrow = tape.op("Reshape", [tape.op("Cast", [floats], {"to": tensor.dtype}), constant(tape, *sizes)])
+    narrow = tape.op("Reshape", [tape.op("Cast", [floats], {"to": tensor.dtype}), int64_constant(tape, *sizes)])
     narrow.shape, narrow.type = ir.Shape(sizes), ir.TensorType(tensor.dtype)
     graph.insert_before(next(iter(graph)), tape.nodes)
     ir.convenience.replace_all_uses_with(parameter, narrow)
     del graph.initializers[name]
 
 
-def _missing(parts: Parts) -> Array:
-    """`what_is_missing`, or zeros where there are no zero points."""
-    return what_is_missing(parts) if "zero_points" in parts else np.zeros(parts["weight"].shape[:2], np.float32)
+def _corrections_or_zeros(parts: Parts) -> Array:
+    """`zero_point_corrections`, or zeros where there are no zero points."""
+    return zero_point_corrections(parts) if "zero_points" in parts else np.zeros(parts["weight"].shape[:2], np.float32)

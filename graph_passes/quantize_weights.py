@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, optional
+from skipdecode.graph_passes.conventions import MS_DOMAIN, add_constant, optional_input
 from skipdecode.graph_passes.kept_levels import Floats
 from skipdecode.graph_passes.mapped import release_pages
 from skipdecode.graph_passes.projection import matrix_parameter
@@ -35,24 +35,24 @@ class QuantizeWeightsPass(ir.passes.InPlacePass):
     A mixture's router is a thousandth of its layer, and its error changes which experts compute.
     """
 
-    def __init__(self, how: Quantization) -> None:
+    def __init__(self, quantization: Quantization) -> None:
         super().__init__()
-        self.how = how
+        self.quantization = quantization
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0
-        for node, parameter, transposed in quantisable(model.graph, self.how.block_size):
-            _replace(model.graph, node, parameter, transposed, self.how)
+        for node, parameter, transposed in quantisable_products(model.graph, self.quantization.block_size):
+            _replace(model.graph, node, parameter, transposed, self.quantization)
             release_pages(parameter.const_value)
             count += 1
         if count:
             model.graph.opset_imports[MS_DOMAIN] = 1
             RemoveUnusedNodesPass()(model)
-        logger.info("quantised %d matrices to %d bits", count, self.how.bits)
+        logger.info("quantised %d matrices to %d bits", count, self.quantization.bits)
         return ir.passes.PassResult(model, bool(count))
 
 
-def quantisable(graph: ir.Graph, multiple: int) -> Iterator[tuple[ir.Node, ir.Value, bool]]:
+def quantisable_products(graph: ir.Graph, multiple: int) -> Iterator[tuple[ir.Node, ir.Value, bool]]:
     """Yield each product, except routers, by a parameter that no other product reads, with its `matrix_parameter`.
 
     The caller may replace a product before it asks for the next.
@@ -82,8 +82,8 @@ def is_router(node: ir.Node) -> bool:
 def _is_shared(parameter: ir.Value) -> bool:
     """Whether several products read it, as they do Gemma 3n's stream router: four rows, read before and after each layer."""
     readers = [use.node for use in parameter.uses()]
-    turned = [reader for reader in readers if reader.op_type == "Transpose"]
-    return len(readers) - len(turned) + sum(len(reader.outputs[0].uses()) for reader in turned) > 1
+    transposes = [reader for reader in readers if reader.op_type == "Transpose"]
+    return len(readers) - len(transposes) + sum(len(reader.outputs[0].uses()) for reader in transposes) > 1
 
 
 def _num_inputs(parameter: ir.Value, transposed: bool) -> int:
@@ -99,30 +99,36 @@ def as_rows(parameter: ir.Value, transposed: bool) -> Floats:
     return np.asarray(data if transposed else data.T, dtype=np.float32)
 
 
-def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, how: Quantization) -> None:
+def _replace(graph: ir.Graph, node: ir.Node, parameter: ir.Value, transposed: bool, quantization: Quantization) -> None:
     weight = as_rows(parameter, transposed)
-    parts = how.parts(weight)
+    parts = quantization.quantise(weight)
     outputs, inputs = weight.shape
     assert parameter.const_value is not None
     parts["scales"] = parts["scales"].astype(parameter.const_value.dtype.numpy())  # must be the dtype of the rows
     registered = register_parts(graph, str(parameter.name), parts)
     for part in registered:
-        part.meta.update(parameter.meta)  # READ_SHARE of an expert's matrix
+        part.meta.update(parameter.meta)  # READ_FRACTION of an expert's matrix
     values: list[ir.Value | None] = [*registered]
-    bias, last = _bias(node, outputs)
+    bias, sum_node = _find_bias(node, outputs)
     if bias is not None:
         values += [None] * (4 - len(values)) + [bias]
-    attributes = {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block_size, "accuracy_level": 4}
+    attributes = {
+        "K": inputs,
+        "N": outputs,
+        "bits": quantization.bits,
+        "block_size": quantization.block_size,
+        "accuracy_level": 4,
+    }
     quantised = ir.node("MatMulNBits", [node.inputs[0], *values], attributes, domain=MS_DOMAIN)
-    graph.insert_before(last, quantised)
-    take_over(last.outputs[0], quantised.outputs[0])
-    graph.remove({node, last}, safe=True)
+    graph.insert_before(sum_node, quantised)
+    take_over(sum_node.outputs[0], quantised.outputs[0])
+    graph.remove({node, sum_node}, safe=True)
 
 
-def _bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
+def _find_bias(node: ir.Node, outputs: int) -> tuple[ir.Value | None, ir.Node]:
     """The product's bias, its own or that of an Add that is its only reader, and the node that yields the sum."""
     if node.op_type == "Gemm":
-        return optional(node, 2), node
+        return optional_input(node, 2), node
     readers = list(node.outputs[0].consumers())
     if len(readers) == 1 and readers[0].op_type == "Add" and not node.outputs[0].is_graph_output():
         other = next((value for value in readers[0].inputs if value is not node.outputs[0]), None)

@@ -10,32 +10,32 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import integers, optional
+from skipdecode.graph_passes.conventions import int64_constant_node, optional_input
 
 
 class ReplaceMaximumPass(ir.passes.InPlacePass):
     """Declines maxima over other axes."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [node for node in model.graph if node.op_type in ("ReduceMax", "ArgMax") and _of_rows(node)]
+        found = [node for node in model.graph if node.op_type in ("ReduceMax", "ArgMax") and _is_over_last_axis(node)]
         for node in found:
-            _take_first(model.graph, node)
+            _replace_by_top_k(model.graph, node)
         return ir.passes.PassResult(model, bool(found))
 
 
-def _of_rows(node: ir.Node) -> bool:
-    source, axes = node.inputs[0], optional(node, 1)
+def _is_over_last_axis(node: ir.Node) -> bool:
+    source, axes = node.inputs[0], optional_input(node, 1)
     if source is None or source.shape is None:
         return False
     if node.op_type == "ArgMax":
-        of = [node.attributes.get_int("axis", default=0)]
+        reduced_axes = [node.attributes.get_int("axis", default=0)]
     else:
-        of = axes.const_value.numpy().tolist() if axes is not None and axes.const_value is not None else []
-    return of in ([-1], [len(source.shape) - 1])
+        reduced_axes = axes.const_value.numpy().tolist() if axes is not None and axes.const_value is not None else []
+    return reduced_axes in ([-1], [len(source.shape) - 1])
 
 
-def _take_first(graph: ir.Graph, node: ir.Node) -> None:
-    one, last = integers(1), integers(-1)
+def _replace_by_top_k(graph: ir.Graph, node: ir.Node) -> None:
+    one, last = int64_constant_node(1), int64_constant_node(-1)
     top = ir.node("TopK", [node.inputs[0], one.outputs[0]], {"axis": -1}, num_outputs=2)
     nodes, made = [one, top], top.outputs[0 if node.op_type == "ReduceMax" else 1]
     if not node.attributes.get_int("keepdims", default=1):

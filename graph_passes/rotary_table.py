@@ -24,12 +24,14 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
     """
     nodes = [value.producer() for value in rotated]
     first = nodes[0]
-    if first is None or any(node is None or node.op_type != "RotaryEmbedding" or not _same(node, first) for node in nodes):
+    if first is None or any(
+        node is None or node.op_type != "RotaryEmbedding" or not _rotate_alike(node, first) for node in nodes
+    ):
         return None
-    (cos, factor), (sin, other) = (_unscaled(first.inputs[index]) for index in (1, 2))
+    (cos, cos_factor), (sin, sin_factor) = (_table_and_factor(first.inputs[index]) for index in (1, 2))
     if cos is None or sin is None or (cos.op_type, sin.op_type) != ("Cos", "Sin") or cos.inputs[0] is not sin.inputs[0]:
         return None
-    angles = producer(cos.inputs[0]) if factor == other else None
+    angles = producer(cos.inputs[0]) if cos_factor == sin_factor else None
     frequencies = next((v for v in angles.inputs if v is not None and v.const_value is not None), None) if angles else None
     if frequencies is None or angles is None or angles.op_type != "Mul":
         return None
@@ -37,34 +39,34 @@ def rotary_table(graph: ir.Graph, rotated: list[ir.Value], max_length: int) -> l
     values = frequencies.const_value.numpy().astype(np.float32).reshape(1, -1)
     if values.shape[1] % 8 or static_dim(rotated[0], 3) % 16:  # limits of the operator
         return None
-    steps = np.arange(max_length, dtype=np.float32)[:, None] * values
+    angles_by_position = np.arange(max_length, dtype=np.float32)[:, None] * values
     tables, kind = [], rotated[0].dtype or ir.DataType.FLOAT
-    for title, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
+    for prefix, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
         # layers of one graph may have different frequencies (Gemma 3)
-        name = f"{title}_{zlib.crc32(np.append(values, np.float32(factor)).tobytes()):08x}"
+        name = f"{prefix}_{zlib.crc32(np.append(values, np.float32(cos_factor)).tobytes()):08x}"
         if name not in graph.initializers:
-            table = function(steps) * np.float32(factor)
+            table = function(angles_by_position) * np.float32(cos_factor)
             add_constant(graph, ir.Tensor(table.astype(kind.numpy()), dtype=kind, name=name))  # must be the query's dtype
         tables.append(graph.initializers[name])
     return tables
 
 
-def _same(one: ir.Node, other: ir.Node) -> bool:
+def _rotate_alike(one: ir.Node, other: ir.Node) -> bool:
     """Whether two rotary embeddings turn the same pairs of a head's numbers by the same angles."""
     settings = [[node.attributes.get_int(name, 0) for name in ("interleaved", "rotary_embedding_dim")] for node in (one, other)]
-    tables = all(_same_table(one.inputs[index], other.inputs[index]) for index in (1, 2))
+    tables = all(_is_same_table(one.inputs[index], other.inputs[index]) for index in (1, 2))
     return tables and one.inputs[3:] == other.inputs[3:] and settings[0] == settings[1]
 
 
-def _same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
+def _is_same_table(one: ir.Value | None, other: ir.Value | None) -> bool:
     """Whether two values are the same cosines or sines. Narrow graphs compute them once per reader, from the same angles."""
-    (made, factor), (its, its_factor) = _unscaled(one), _unscaled(other)
-    if made is None or its is None:
+    (table, factor), (other_table, other_factor) = _table_and_factor(one), _table_and_factor(other)
+    if table is None or other_table is None:
         return one is other
-    return (made.op_type, [*made.inputs], factor) == (its.op_type, [*its.inputs], its_factor)
+    return (table.op_type, [*table.inputs], factor) == (other_table.op_type, [*other_table.inputs], other_factor)
 
 
-def _unscaled(value: ir.Value | None) -> tuple[ir.Node | None, float]:
+def _table_and_factor(value: ir.Value | None) -> tuple[ir.Node | None, float]:
     """The node that produces `value`, looking through casts (narrow graphs compute tables in fp32), and the factor (yarn's)."""
     node, factor = producer(value), 1.0
     while node is not None and node.op_type in ("Cast", "Mul"):

@@ -17,7 +17,7 @@ from onnx_ir.tape import Tape
 from onnxscript.rewriter.pattern import MatchResult, RewriteRuleClassBase
 
 from skipdecode.graph_passes.apply_rules import apply_rules
-from skipdecode.graph_passes.conventions import constant, static_dim
+from skipdecode.graph_passes.conventions import int64_constant, static_dim
 
 
 class ScanChannelsPass(ir.passes.InPlacePass):
@@ -68,11 +68,11 @@ def _one_token(rates: ir.Value, size: int, channels: int) -> ir.Graph:
         ir.Value(name=f"token_{name}", shape=ir.Shape(["B", *shape]), type=numbers) for name, shape in shapes.items()
     )
     tape = Tape()
-    across, along = constant(tape, 1), constant(tape, 2)
-    kept = tape.op("Mul", [tape.op("Exp", [tape.op("Mul", [tape.op("Unsqueeze", [step, across]), rates])]), state])
-    added = tape.op("Mul", [tape.op("Unsqueeze", [key, along]), tape.op("Unsqueeze", [value, across])])
+    axis_1, axis_2 = int64_constant(tape, 1), int64_constant(tape, 2)
+    kept = tape.op("Mul", [tape.op("Exp", [tape.op("Mul", [tape.op("Unsqueeze", [step, axis_1]), rates])]), state])
+    added = tape.op("Mul", [tape.op("Unsqueeze", [key, axis_2]), tape.op("Unsqueeze", [value, axis_1])])
     present = tape.op("Add", [kept, added])
-    out = tape.op("Squeeze", [tape.op("MatMul", [tape.op("Unsqueeze", [query, across]), present]), across])
+    out = tape.op("Squeeze", [tape.op("MatMul", [tape.op("Unsqueeze", [query, axis_1]), present]), axis_1])
     for result, shape in ((present, (size, channels)), (out, (channels,))):
         result.shape, result.type = ir.Shape(["B", *shape]), numbers
     for index, made in enumerate(output for node in tape.nodes for output in node.outputs):

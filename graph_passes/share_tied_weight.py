@@ -30,13 +30,13 @@ class ShareTiedWeightPass(ir.passes.InPlacePass):
         assert weight.const_value is not None
         vocabulary, width = weight.const_value.shape.numpy()
         shape = ir.Shape([bindings.tied_rows(vocabulary), width])
-        given = ir.Value(name=bindings.TIED_WEIGHT, shape=shape, type=weight.type)
-        graph.inputs.append(given)
-        ir.convenience.replace_all_uses_with(weight, given)
-        for turn in [node for node in given.consumers() if node.op_type == "Transpose"]:
-            for node in list(turn.outputs[0].consumers()):
-                _multiply(graph, node, given, vocabulary)
-            graph.remove(turn, safe=True)
+        tied_input = ir.Value(name=bindings.TIED_WEIGHT, shape=shape, type=weight.type)
+        graph.inputs.append(tied_input)
+        ir.convenience.replace_all_uses_with(weight, tied_input)
+        for transpose in [node for node in tied_input.consumers() if node.op_type == "Transpose"]:
+            for node in list(transpose.outputs[0].consumers()):
+                _multiply(graph, node, tied_input, vocabulary)
+            graph.remove(transpose, safe=True)
         return ir.passes.PassResult(model, True)
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import integers, optional
+from skipdecode.graph_passes.conventions import int64_constant_node, optional_input
 from skipdecode.graph_passes.take_over import take_over
 
 
@@ -20,15 +20,15 @@ class SliceUnevenSplitsPass(ir.passes.InPlacePass):
     """Declines Splits into equal parts, for which the provider needs no table."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        uneven = [(node, sizes) for node in model.graph if (sizes := _unlike_sizes(node))]
+        uneven = [(node, sizes) for node in model.graph if (sizes := _uneven_sizes(node))]
         for node, sizes in uneven:
             _slice(model.graph, node, sizes)
         return ir.passes.PassResult(model, bool(uneven))
 
 
-def _unlike_sizes(node: ir.Node) -> list[int]:
+def _uneven_sizes(node: ir.Node) -> list[int]:
     """The sizes of the parts; empty where they are equal or the node is not such a Split."""
-    given = optional(node, 1) if node.op_type == "Split" else None
+    given = optional_input(node, 1) if node.op_type == "Split" else None
     if given is None:
         return []
     sizes = given.const_value
@@ -40,7 +40,7 @@ def _unlike_sizes(node: ir.Node) -> list[int]:
 def _slice(graph: ir.Graph, node: ir.Node, sizes: list[int]) -> None:
     axis = node.attributes.get_int("axis", default=0)
     for part, (start, end) in zip(node.outputs, pairwise(accumulate(sizes, initial=0)), strict=True):
-        bounds = [integers(bound) for bound in (start, end, axis)]
+        bounds = [int64_constant_node(bound) for bound in (start, end, axis)]
         slice_ = ir.node("Slice", [node.inputs[0], *(bound.outputs[0] for bound in bounds)])
         graph.insert_before(node, [*bounds, slice_])
         take_over(part, slice_.outputs[0])

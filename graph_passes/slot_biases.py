@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.tape import Tape
 
 from skipdecode import bindings
-from skipdecode.graph_passes.conventions import NARROW, inputs_by_name, producer, required, uncast
+from skipdecode.graph_passes.conventions import NARROW, inputs_by_name, producer, required_input, uncast
 
 _LAST_SLOTS = "last_slots"
 
@@ -34,9 +34,9 @@ def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Valu
     """
     slopes = _slopes(bias)
     name = f"alibi_{zlib.crc32(slopes.tobytes()):08x}"
-    known = _known(graph, name)
-    if known is not None:
-        return known
+    existing = _find_value(graph, name)
+    if existing is not None:
+        return existing
     tape = Tape()
     slope, slots, first, axes = (
         tape.op("Constant", [], {"value": ir.tensor(each)})
@@ -44,30 +44,30 @@ def slot_biases(graph: ir.Graph, before: ir.Node, bias: ir.Value, total: ir.Valu
     )
     position = tape.op("Cast", [tape.op("Unsqueeze", [_positions(graph), axes])], {"to": ir.DataType.FLOAT})
     distance = tape.op("Sub", [tape.op("Slice", [slots, first, total, first]), position])
-    made = ir.Value(name=name, type=bias.type)
+    result = ir.Value(name=name, type=bias.type)
     if bias.dtype in NARROW:
-        tape.op("Cast", [tape.op("Mul", [slope, distance])], {"to": bias.dtype}, output=made)
+        tape.op("Cast", [tape.op("Mul", [slope, distance])], {"to": bias.dtype}, output=result)
     else:
-        tape.op("Mul", [slope, distance], output=made)
+        tape.op("Mul", [slope, distance], output=result)
     graph.insert_before(before, tape.nodes)
-    return made
+    return result
 
 
 def last_slots(graph: ir.Graph, before: ir.Node) -> ir.Value:
     """The operator's `seqlens_k` where it has biases, int32 [B]: each row's last position, padding included."""
-    known = _known(graph, _LAST_SLOTS)
-    if known is not None:
-        return known
+    existing = _find_value(graph, _LAST_SLOTS)
+    if existing is not None:
+        return existing
     tape = Tape()
     last = tape.op("Constant", [], {"value": ir.tensor(np.array(-1, np.int64))})
     position = tape.op("Gather", [_positions(graph), last], {"axis": 1})
-    made = ir.Value(name=_LAST_SLOTS, shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT32))
-    tape.op("Cast", [position], {"to": ir.DataType.INT32}, output=made)
+    result = ir.Value(name=_LAST_SLOTS, shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT32))
+    tape.op("Cast", [position], {"to": ir.DataType.INT32}, output=result)
     graph.insert_before(before, tape.nodes)
-    return made
+    return result
 
 
-def _known(graph: ir.Graph, name: str) -> ir.Value | None:
+def _find_value(graph: ir.Graph, name: str) -> ir.Value | None:
     """The value of this name, if a node of the graph produces it already."""
     return next((node.outputs[0] for node in graph if node.outputs[0].name == name), None)
 
@@ -79,15 +79,15 @@ def _positions(graph: ir.Graph) -> ir.Value:
 
 def _slopes(bias: ir.Value) -> np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]]:
     """The constant slopes in `bias`, [1,NH,1,1]."""
-    product = _made_by(bias, "Mul")
-    slopes, ways = product.inputs
+    product = _producer_of_type(bias, "Mul")
+    slopes, distances = product.inputs
     assert slopes is not None and slopes.const_value is not None, "slopes that are not constant"
-    _made_by(required(_made_by(ways, "Sub")), "Range")
+    _producer_of_type(required_input(_producer_of_type(distances, "Sub")), "Range")
     numbers: np.ndarray[tuple[int, int, int, int], np.dtype[np.float32]] = slopes.const_value.numpy().reshape(1, -1, 1, 1)
     return numbers
 
 
-def _made_by(value: ir.Value | None, op_type: str) -> ir.Node:
+def _producer_of_type(value: ir.Value | None, op_type: str) -> ir.Node:
     """The node that produces `value`, looking through casts; it must be an `op_type`."""
     node = producer(uncast(value))
     assert node is not None and node.op_type == op_type, f"{value and value.name} is not made by {op_type}"

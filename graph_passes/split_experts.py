@@ -21,10 +21,10 @@ import numpy as np
 import onnx_ir as ir
 
 from skipdecode.graph_passes.apply_rules import apply_rules
-from skipdecode.graph_passes.conventions import rule_constant, static_dim
+from skipdecode.graph_passes.conventions import int64_constant_in_rule, static_dim
 from skipdecode.graph_passes.lower_experts import GeluExperts
 from skipdecode.graph_passes.mapped import release_pages
-from skipdecode.graph_passes.write_out_experts import READ_SHARE
+from skipdecode.graph_passes.write_out_experts import READ_FRACTION
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -40,28 +40,28 @@ class _ByExpert(GeluExperts):
     def rewrite(
         self, op: Any, x: ir.Value, zeros: ir.Value, chosen: ir.Value, weights: ir.Value, gate_up: ir.Value, down: ir.Value
     ) -> Any:
-        every = rule_constant(op, -1)
-        choices = op.Reshape(chosen, every)  # [T*K]
+        flat_shape = int64_constant_in_rule(op, -1)
+        choices = op.Reshape(chosen, flat_shape)  # [T*K]
         _, order = op.TopK(choices, op.Shape(choices), axis=0, largest=0, _outputs=2)
-        tokens = op.Div(order, rule_constant(op, static_dim(chosen, 1)))
+        tokens = op.Div(order, int64_constant_in_rule(op, static_dim(chosen, 1)))
         counts = op.ScatterElements(
             op.Constant(value=ir.tensor(np.zeros(static_dim(gate_up, 0), np.int64))), choices,
-            op.Expand(rule_constant(op, 1), op.Shape(choices)), axis=0, reduction="add",
+            op.Expand(int64_constant_in_rule(op, 1), op.Shape(choices)), axis=0, reduction="add",
         )  # fmt: skip
         both = self._products(op, op.Gather(x, tokens), counts, gate_up, chosen)
         gate, up = op.Split(both, axis=1, num_outputs=2, _outputs=2)
         made = self._products(op, op.Mul(self.activated(op, gate), up), counts, down, chosen)
-        last = rule_constant(op, 1)
-        weighed = op.Mul(made, op.Unsqueeze(op.Gather(op.Reshape(weights, every), order), last))
-        nothing = op.Expand(op.Constant(value=ir.tensor(np.zeros(1, np.float32))), op.Shape(x))
-        return op.ScatterND(nothing, op.Unsqueeze(tokens, last), weighed, reduction="add")
+        last = int64_constant_in_rule(op, 1)
+        weighed = op.Mul(made, op.Unsqueeze(op.Gather(op.Reshape(weights, flat_shape), order), last))
+        zero_rows = op.Expand(op.Constant(value=ir.tensor(np.zeros(1, np.float32))), op.Shape(x))
+        return op.ScatterND(zero_rows, op.Unsqueeze(tokens, last), weighed, reduction="add")
 
     def _products(self, op: Any, rows: ir.Value, counts: ir.Value, parameter: ir.Value, chosen: ir.Value) -> ir.Value:
         """Multiply rows [T*K,K'], sorted by expert with `counts` [E] rows each, by their expert's matrix: [T*K,N]."""
         experts, outputs, inputs = (static_dim(parameter, axis) for axis in range(3))
         parts = op.Split(rows, counts, axis=0, _outputs=experts)
         assert parameter.const_value is not None
-        read, products = _one_by_one(parameter.const_value), []
+        read, products = _matrix_reader(parameter.const_value), []
         for expert, part in enumerate(parts):
             name = f"{parameter.name}.{expert}"
             tensor = ir.LazyTensor(
@@ -69,12 +69,12 @@ class _ByExpert(GeluExperts):
                 dtype=parameter.const_value.dtype, shape=ir.Shape([outputs, inputs]), name=name,
             )  # fmt: skip
             matrix = op.initializer(tensor)
-            matrix.meta[READ_SHARE] = static_dim(chosen, 1) / experts
+            matrix.meta[READ_FRACTION] = static_dim(chosen, 1) / experts
             products.append(op.MatMul(part, op.Transpose(matrix, perm=[1, 0])))
         return op.Concat(*products, axis=0)  # type: ignore[no-any-return]
 
 
-def _one_by_one(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
+def _matrix_reader(tensor: ir.TensorProtocol) -> Callable[[int], Array]:
     """Return a reader of the matrices of a tensor [E,N,K], to be read in order. A lazily cast tensor is evaluated only once."""
     held: Array | None = None
 

@@ -14,24 +14,24 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import NORMS, by_ones, required, scales_numbers
+from skipdecode.graph_passes.conventions import NORMS, norm_with_unit_scale, required_input, scales_last_axis_only
 
 
 class SplitNormScalesPass(ir.passes.InPlacePass):
     """Declines norms whose weights are [D]. Runs after the passes that fuse norms."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = [node for node in model.graph if node.op_type in NORMS and not scales_numbers(node)]
+        found = [node for node in model.graph if node.op_type in NORMS and not scales_last_axis_only(node)]
         for node in found:
-            _take_weights_out(model.graph, node)
+            _move_weights_behind(model.graph, node)
         return ir.passes.PassResult(model, bool(found))
 
 
-def _take_weights_out(graph: ir.Graph, norm: ir.Node) -> None:
-    rows, made = required(norm), norm.outputs[0]
+def _move_weights_behind(graph: ir.Graph, norm: ir.Node) -> None:
+    rows, made = required_input(norm), norm.outputs[0]
     assert norm.attributes.get_int("axis", -1) in (-1, len(rows.shape or ()) - 1)
     tape = Tape()
-    value = by_ones(tape, norm, rows)
+    value = norm_with_unit_scale(tape, norm, rows)
     for kind, weights in zip(("Mul", "Add"), norm.inputs[1:], strict=False):
         if weights is not None:
             value.shape, value.type = made.shape, made.type

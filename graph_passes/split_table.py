@@ -12,22 +12,24 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import add_constant, constant, required
+from skipdecode.graph_passes.conventions import add_constant, int64_constant, required_input
 
 
 class SplitTablePass(ir.passes.InPlacePass):
-    """Declines tables of at most `most` numbers, and initializers that are not looked up by rows.
+    """Declines tables of at most `max_elements` numbers, and initializers that are not looked up by rows.
 
     Args:
-        most: the most numbers that a part may have.
+        max_elements: the most numbers that a part may have.
     """
 
-    def __init__(self, *, most: int) -> None:
+    def __init__(self, *, max_elements: int) -> None:
         super().__init__()
-        self.most = most
+        self.max_elements = max_elements
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        large = [value for value in model.graph.initializers.values() if _numbers(value) > self.most and _is_table(value)]
+        large = [
+            value for value in model.graph.initializers.values() if _num_elements(value) > self.max_elements and _is_table(value)
+        ]
         for table in large:
             self._split(model.graph, table)
         return ir.passes.PassResult(model, bool(large))
@@ -36,17 +38,17 @@ class SplitTablePass(ir.passes.InPlacePass):
         tensor = table.const_value
         assert tensor is not None
         count, width = tensor.shape.numpy()
-        parts = -(-count * width // self.most)
-        rows = min(-(-count // parts), self.most // width)
-        found = {first: _part(graph, tensor, first, min(rows, count - first)) for first in range(0, count, rows)}
+        parts = -(-count * width // self.max_elements)
+        rows = min(-(-count // parts), self.max_elements // width)
+        parts_by_first_row = {first: _part(graph, tensor, first, min(rows, count - first)) for first in range(0, count, rows)}
         for node in list(table.consumers()):
             tape = Tape()
-            chosen = _look_up(tape, required(node, 1), found, rows)
+            chosen = _look_up(tape, required_input(node, 1), parts_by_first_row, rows)
             ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [chosen])
         del graph.initializers[str(table.name)]
 
 
-def _numbers(value: ir.Value) -> int:
+def _num_elements(value: ir.Value) -> int:
     return value.const_value.size if value.const_value is not None else 0
 
 
@@ -79,6 +81,6 @@ def _look_up(tape: Tape, ids: ir.Value, parts: dict[int, ir.Value], rows: int) -
     for first in [*parts][1:]:
         inside = tape.op("Max", [tape.op("Sub", [ids, number(first)]), number(0)])
         own = tape.op("Gather", [parts[first], tape.op("Min", [inside, number(rows - 1)])])
-        below = tape.op("Unsqueeze", [tape.op("Less", [ids, number(first)]), constant(tape, -1)])
+        below = tape.op("Unsqueeze", [tape.op("Less", [ids, number(first)]), int64_constant(tape, -1)])
         found = tape.op("Where", [below, found, own])
     return found

@@ -24,22 +24,22 @@ def instantiate(template: ir.Model, layer: int, keys_of: int | None, prefix: str
     model = template.clone()
     for value in [*model.graph.inputs, *model.graph.outputs]:
         if value.name not in (*_SHARED_INPUTS, bindings.HIDDEN_OUT, LAYER_INDEX):
-            read = str(value.name).startswith(bindings.PRESENT) and value.is_graph_input()
-            value.name = bindings.of_layer(str(value.name), keys_of if read and keys_of is not None else layer)
+            of_other_layer = str(value.name).startswith(bindings.PRESENT) and value.is_graph_input()
+            value.name = bindings.of_layer(str(value.name), keys_of if of_other_layer and keys_of is not None else layer)
     for value in list(model.graph.initializers.values()):
         if is_parameter(value) and str(value.name).startswith("layer."):
             value.name = prefix + str(value.name).removeprefix("layer.")
-    _tell_index(model.graph, layer)
+    _bind_layer_index(model.graph, layer)
     model.graph.name = f"layer_{layer:03d}"
     return model
 
 
-def _tell_index(graph: ir.Graph, layer: int) -> None:
-    asked = inputs_by_name(graph).get(LAYER_INDEX)
-    if asked is not None:
-        graph.inputs.remove(asked)
-        asked.const_value = ir.tensor(np.array([layer], dtype=np.int64), name=LAYER_INDEX)
-        graph.register_initializer(asked)
+def _bind_layer_index(graph: ir.Graph, layer: int) -> None:
+    index_input = inputs_by_name(graph).get(LAYER_INDEX)
+    if index_input is not None:
+        graph.inputs.remove(index_input)
+        index_input.const_value = ir.tensor(np.array([layer], dtype=np.int64), name=LAYER_INDEX)
+        graph.register_initializer(index_input)
 
 
 def stitch(models: Sequence[ir.Model], *, name: str) -> ir.Model:
@@ -90,16 +90,16 @@ def _claim_names(model: ir.Model) -> None:
 
 def _merge_inputs(graph: ir.Graph, part: ir.Graph, inputs: dict[str, ir.Value], hidden: ir.Value | None) -> None:
     written = {value.name: value for value in graph.outputs}
-    own = []
+    new = []
     for value in part.inputs:
         name = str(value.name)
         known = hidden if name == bindings.HIDDEN and hidden is not None else inputs.get(name) or written.get(name)
         if known is None:
-            own.append(value)
+            new.append(value)
         else:
             ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
     part.inputs.clear()
-    for value in own:
+    for value in new:
         inputs[str(value.name)] = value
         graph.inputs.append(value)
 
@@ -108,7 +108,7 @@ def _merge_initializers(graph: ir.Graph, part: ir.Graph) -> None:
     for name, value in list(part.initializers.items()):
         del part.initializers[name]
         known = graph.initializers.get(name)
-        if known is not None and _same(known, value):
+        if known is not None and _is_same_tensor(known, value):
             ir.convenience.replace_all_uses_with(value, known)
             continue
         if known is not None:
@@ -116,7 +116,7 @@ def _merge_initializers(graph: ir.Graph, part: ir.Graph) -> None:
         graph.register_initializer(value)
 
 
-def _same(one: ir.Value, other: ir.Value) -> bool:
+def _is_same_tensor(one: ir.Value, other: ir.Value) -> bool:
     """Whether two initializers of the same name are the same tensor; the checkpoint's weights (external) are, by their name."""
     first, second = one.const_value, other.const_value
     if first is None or second is None or isinstance(first, ir.ExternalTensor):

@@ -13,11 +13,12 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import constant, producer, required, static_dim
+from skipdecode.graph_passes.conventions import int64_constant, producer, required_input, static_dim
 
 # query heads for which TensorRT-RTX 1.7.1 has a kernel: 1, 2 and 3 do not build, whatever the head size and number of key heads
-LEAST_HEADS = 4
-_MOST = 24576  # slots + head size that the single-token kernel takes: 8 more do not build, whatever the heads and the GPU
+MIN_HEADS = 4
+# the most that TensorRT-RTX 1.7.1's single-token kernel takes: 8 more do not build, whatever the heads and the GPU
+_MAX_SLOTS_PLUS_HEAD_SIZE = 24576
 
 
 class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
@@ -33,44 +34,46 @@ class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
         self.slots = slots
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        long = [node for node in model.graph if node.op_type == "Attention" and is_long(node, self.slots)]
-        found = [(node, count) for node in long if (count := heads_as_tokens(node)) > 1]
+        long = [node for node in model.graph if node.op_type == "Attention" and exceeds_single_token_kernel(node, self.slots)]
+        found = [(node, count) for node in long if (count := num_heads_to_merge(node)) > 1]
         for node, count in found:
-            _rewrite(model.graph, node, count)
+            _merge_heads(model.graph, node, count)
         return ir.passes.PassResult(model, bool(found))
 
 
-def is_long(node: ir.Node, slots: int) -> bool:
+def exceeds_single_token_kernel(node: ir.Node, slots: int) -> bool:
     """Whether a step has one token per head and more slots than the single-token kernel takes."""
-    return slots + static_dim(required(node), 3) > _MOST and not _has_heads_as_tokens(node)
+    return slots + static_dim(required_input(node), 3) > _MAX_SLOTS_PLUS_HEAD_SIZE and not _is_already_merged(node)
 
 
-def _has_heads_as_tokens(node: ir.Node) -> bool:
-    masks = producer(required(node, 3))
+def _is_already_merged(node: ir.Node) -> bool:
+    masks = producer(required_input(node, 3))
     return masks is not None and masks.op_type == "Concat" and len(masks.inputs) > 1 and len({*masks.inputs}) == 1
 
 
-def heads_as_tokens(node: ir.Node) -> int:
+def num_heads_to_merge(node: ir.Node) -> int:
     """How many heads that share keys become tokens of one head; 1 if none do."""
-    if static_dim(required(node, 3), 1) != 1:  # heads have masks of their own
+    if static_dim(required_input(node, 3), 1) != 1:  # heads have masks of their own
         return 1
-    heads, kv_heads = (static_dim(required(node, index), 1) for index in range(2))
+    heads, kv_heads = (static_dim(required_input(node, index), 1) for index in range(2))
     group = heads // kv_heads
-    return max(count for count in range(1, group + 1) if group % count == 0 and (count == 1 or heads // count >= LEAST_HEADS))
+    return max(count for count in range(1, group + 1) if group % count == 0 and (count == 1 or heads // count >= MIN_HEADS))
 
 
-def _rewrite(graph: ir.Graph, node: ir.Node, count: int) -> None:
-    tape, query, mask = Tape(), required(node), required(node, 3)
+def _merge_heads(graph: ir.Graph, node: ir.Node, count: int) -> None:
+    tape, query, mask = Tape(), required_input(node), required_input(node, 3)
     heads, size = (static_dim(query, axis) for axis in (1, 3))
-    tokens = tape.op("Reshape", [query, constant(tape, 0, heads // count, -1, size)], output=_more_tokens(query, heads // count))
-    masks = tape.op("Concat", [mask] * count, {"axis": 2}, output=_more_tokens(mask, 1))
-    attended = _more_tokens(node.outputs[0], heads // count)
+    tokens = tape.op(
+        "Reshape", [query, int64_constant(tape, 0, heads // count, -1, size)], output=_value_like(query, heads // count)
+    )
+    masks = tape.op("Concat", [mask] * count, {"axis": 2}, output=_value_like(mask, 1))
+    attended = _value_like(node.outputs[0], heads // count)
     rows = tape.op("Attention", [tokens, *node.inputs[1:3], masks], node.attributes, output=attended)
-    made = tape.op("Reshape", [rows, constant(tape, 0, heads, -1, static_dim(required(node, 2), 3))])
+    made = tape.op("Reshape", [rows, int64_constant(tape, 0, heads, -1, static_dim(required_input(node, 2), 3))])
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [made])
 
 
-def _more_tokens(like: ir.Value, heads: int) -> ir.Value:
+def _value_like(like: ir.Value, heads: int) -> ir.Value:
     """A new value like `like` [B,N,S,X], but with `heads` heads and more tokens: [B,heads,?,X]."""
     assert like.shape is not None
     return ir.Value(shape=ir.Shape([like.shape[0], heads, None, like.shape[3]]), type=like.type)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from skipdecode.graph_passes.conventions import NARROW, cast
+from skipdecode.graph_passes.conventions import NARROW, cast_node
 
 
 class WidenLogitsPass(ir.passes.InPlacePass):
@@ -16,7 +16,7 @@ class WidenLogitsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         narrow = [value for value in model.graph.outputs if value.dtype in NARROW]
         for value in narrow:
-            widened = cast(value, ir.DataType.FLOAT)
+            widened = cast_node(value, ir.DataType.FLOAT)
             model.graph.append(widened)
             wide = widened.outputs[0]
             wide.name, value.name = value.name, f"{value.name}.narrow"

@@ -12,10 +12,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from skipdecode.bindings import PAST
-from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast, producer
+from skipdecode.graph_passes.conventions import NARROW, WITH_STATES, cast_node, producer
 
-_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # these delimit the part of a layer that is widened
-_TURNS = ("Squeeze", "Transpose")  # bring a Mamba's state to its stored layout
+_DELIMITING_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")  # these delimit the part of a layer that is widened
+_LAYOUT_OPS = ("Squeeze", "Transpose")  # bring a Mamba's state to its stored layout
 
 
 class WidenStatesPass(ir.passes.InPlacePass):
@@ -25,8 +25,8 @@ class WidenStatesPass(ir.passes.InPlacePass):
         states = [node for node in model.graph if node.op_type in WITH_STATES and node.outputs[0].dtype in NARROW]
         wide = {*states}
         for node in states:
-            _add_between(node, wide)
-            _add_after(node.outputs[1], wide)
+            _mark_before(node, wide)
+            _mark_after(node.outputs[1], wide)
         for node in [node for node in model.graph if node in wide]:
             _widen(model.graph, node, wide)
         return ir.passes.PassResult(model, bool(states))
@@ -37,23 +37,23 @@ class WidenStatesPass(ir.passes.InPlacePass):
                 raise ir.passes.PostconditionError(f"{node.name} computes in a narrow type")
 
 
-def _add_after(state: ir.Value, wide: set[ir.Node]) -> None:
+def _mark_after(state: ir.Value, wide: set[ir.Node]) -> None:
     """Add to `wide` the nodes between an operator's state and the graph output."""
     for reader, _ in state.uses():
-        if reader.op_type in _TURNS:
+        if reader.op_type in _LAYOUT_OPS:
             wide.add(reader)
-            _add_after(reader.outputs[0], wide)
+            _mark_after(reader.outputs[0], wide)
 
 
-def _add_between(node: ir.Node, wide: set[ir.Node]) -> bool:
+def _mark_before(node: ir.Node, wide: set[ir.Node]) -> bool:
     """Add to `wide` the nodes on paths from a state, or an operator with one, to `node`; return whether there are any."""
     found = False
     for value in node.inputs:
         found |= value is not None and _is_state(value)
         before = producer(value)
-        if before is None or before.op_type in _PRODUCTS:
+        if before is None or before.op_type in _DELIMITING_PRODUCTS:
             continue
-        if before in wide or _add_between(before, wide):
+        if before in wide or _mark_before(before, wide):
             wide.add(before)
             found = True
     return found
@@ -71,7 +71,7 @@ def _widen(graph: ir.Graph, node: ir.Node, wide: set[ir.Node]) -> None:
         if _is_state(value):
             value.type = ir.TensorType(ir.DataType.FLOAT)
         else:
-            widened = cast(value, ir.DataType.FLOAT)
+            widened = cast_node(value, ir.DataType.FLOAT)
             graph.insert_before(node, widened)
             node.replace_input_with(index, widened.outputs[0])
     if node.op_type == "Cast" and ir.DataType(node.attributes["to"].as_int()) in NARROW:
@@ -94,6 +94,6 @@ def _make_wide(graph: ir.Graph, node: ir.Node, value: ir.Value, wide: set[ir.Nod
             graph.remove(reader, safe=True)
             continue
         if narrowed is None:
-            narrowed = cast(value, narrow)
+            narrowed = cast_node(value, narrow)
             graph.insert_after(node, narrowed)
         reader.replace_input_with(index, narrowed.outputs[0])

@@ -20,12 +20,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import constant, required, static_dim
+from skipdecode.graph_passes.conventions import int64_constant, required_input, static_dim
 from skipdecode.graph_passes.take_over import take_over
-from skipdecode.graph_passes.turn_queries_into_tokens import LEAST_HEADS, heads_as_tokens, is_long
+from skipdecode.graph_passes.turn_queries_into_tokens import MIN_HEADS, exceeds_single_token_kernel, num_heads_to_merge
 
-_HEAD_SIZES = range(16, 257)  # those that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
-_ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
+_SUPPORTED_HEAD_SIZES = range(16, 257)  # those that TensorRT-RTX 1.7.1 has fused attention for: 8, 264 and more do not build
+_SUPPORTED_ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
 
 
 class WriteOutAttentionPass(ir.passes.InPlacePass):
@@ -40,46 +40,46 @@ class WriteOutAttentionPass(ir.passes.InPlacePass):
         self.slots = slots
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = without_kernel(model.graph, self.slots)
+        found = attention_without_kernel(model.graph, self.slots)
         for node in found:
             _WrittenOut(model.graph, node).write()
         return ir.passes.PassResult(model, bool(found))
 
 
-def without_kernel(graph: ir.Graph, slots: int) -> list[ir.Node]:
+def attention_without_kernel(graph: ir.Graph, slots: int) -> list[ir.Node]:
     """The attention nodes without a kernel for KV buffers of `slots` slots. The graph's own slots may still be dynamic."""
-    served: set[ir.Value | None] = set()
+    served_keys: set[ir.Value | None] = set()
     found = []
     for node in (node for node in graph if node.op_type == "Attention"):
-        if _has_kernel(node, slots) and node.inputs[1] not in served:
-            served.add(node.inputs[1])
+        if _has_kernel(node, slots) and node.inputs[1] not in served_keys:
+            served_keys.add(node.inputs[1])
         else:
             found.append(node)
     return found
 
 
 def _has_kernel(node: ir.Node, slots: int) -> bool:
-    plain = len(node.outputs) == 1 and not node.attributes.get_float("softcap", 0.0)
-    heads, size = (static_dim(required(node), axis) for axis in (1, 3))
-    sizes = size in _HEAD_SIZES and heads >= LEAST_HEADS
-    return plain and sizes and (not is_long(node, slots) or heads_as_tokens(node) > 1)
+    is_plain = len(node.outputs) == 1 and not node.attributes.get_float("softcap", 0.0)
+    heads, size = (static_dim(required_input(node), axis) for axis in (1, 3))
+    has_supported_sizes = size in _SUPPORTED_HEAD_SIZES and heads >= MIN_HEADS
+    return is_plain and has_supported_sizes and (not exceeds_single_token_kernel(node, slots) or num_heads_to_merge(node) > 1)
 
 
 class _WrittenOut:
     """Writes out one attention: query [B,NH,S,D], keys and values [B,KVH,C,D]."""
 
     def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
-        assert {*node.attributes} <= _ATTRIBUTES, f"attention with {[*node.attributes]}"
+        assert {*node.attributes} <= _SUPPORTED_ATTRIBUTES, f"attention with {[*node.attributes]}"
         self._graph, self._node, self._tape = graph, node, Tape()
-        self._query, self._keys, self._values, self._mask = (required(node, index) for index in range(4))
+        self._query, self._keys, self._values, self._mask = (required_input(node, index) for index in range(4))
         self._heads, self._kv_heads = static_dim(self._query, 1), static_dim(self._keys, 1)
 
     def write(self) -> None:
         scores, kind = self._scores(), self._query.dtype
         assert kind is not None
         shares = self._cast(self._tape.op("Softmax", [scores], {"axis": -1}), kind)
-        rows = self._tape.op("MatMul", [self._by_key(shares, static_dim(self._keys, 2)), self._values])
-        made = {0: self._by_query(rows, static_dim(self._query, 3))}
+        rows = self._tape.op("MatMul", [self._group_by_kv_head(shares, static_dim(self._keys, 2)), self._values])
+        made = {0: self._split_by_query_head(rows, static_dim(self._query, 3))}
         if len(self._node.outputs) > 1:
             assert self._node.attributes["qk_matmul_output_mode"].as_int() == 2, "scores that are not those of the softmax"
             made[3] = self._cast(scores, kind)
@@ -93,29 +93,29 @@ class _WrittenOut:
         op = self._tape.op
         scale, cap = self._node.attributes["scale"].as_float(), self._node.attributes.get_float("softcap", 0.0)
         assert self._query.dtype is not None
-        scaled = op("Mul", [self._query, self._number(scale, self._query.dtype)])
-        turned = op("Transpose", [self._keys], {"perm": [0, 1, 3, 2]})
-        products = op("MatMul", [self._by_key(scaled, static_dim(self._query, 3)), turned])
-        scores = self._cast(self._by_query(products, static_dim(self._keys, 2)), ir.DataType.FLOAT)
+        scaled = op("Mul", [self._query, self._constant(scale, self._query.dtype)])
+        transposed_keys = op("Transpose", [self._keys], {"perm": [0, 1, 3, 2]})
+        products = op("MatMul", [self._group_by_kv_head(scaled, static_dim(self._query, 3)), transposed_keys])
+        scores = self._cast(self._split_by_query_head(products, static_dim(self._keys, 2)), ir.DataType.FLOAT)
         if cap:
-            most = self._number(cap, ir.DataType.FLOAT)
-            scores = op("Mul", [op("Tanh", [op("Div", [scores, most])]), most])
+            limit = self._constant(cap, ir.DataType.FLOAT)
+            scores = op("Mul", [op("Tanh", [op("Div", [scores, limit])]), limit])
         if self._mask.dtype == ir.DataType.BOOL:
-            return op("Where", [self._mask, scores, self._number(-np.inf, ir.DataType.FLOAT)])
+            return op("Where", [self._mask, scores, self._constant(-np.inf, ir.DataType.FLOAT)])
         return op("Add", [scores, self._cast(self._mask, ir.DataType.FLOAT)])
 
-    def _by_key(self, value: ir.Value, size: int) -> ir.Value:
+    def _group_by_kv_head(self, value: ir.Value, size: int) -> ir.Value:
         """[B,NH,S,size] -> [B,KVH,NH/KVH*S,size]."""
         return self._reshaped(value, self._kv_heads, size)
 
-    def _by_query(self, value: ir.Value, size: int) -> ir.Value:
+    def _split_by_query_head(self, value: ir.Value, size: int) -> ir.Value:
         """[B,KVH,NH/KVH*S,size] -> [B,NH,S,size]."""
         return self._reshaped(value, self._heads, size)
 
     def _reshaped(self, value: ir.Value, heads: int, size: int) -> ir.Value:
-        return self._tape.op("Reshape", [value, constant(self._tape, 0, heads, -1, size)])
+        return self._tape.op("Reshape", [value, int64_constant(self._tape, 0, heads, -1, size)])
 
-    def _number(self, number: float, dtype: ir.DataType) -> ir.Value:
+    def _constant(self, number: float, dtype: ir.DataType) -> ir.Value:
         return self._tape.op("Constant", [], {"value": ir.tensor(np.array(number, dtype.numpy()))})
 
     def _cast(self, value: ir.Value, to: ir.DataType) -> ir.Value:

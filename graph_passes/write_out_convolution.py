@@ -11,7 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, constant, required, static_dim
+from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, int64_constant, required_input, static_dim
 
 _SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
 
@@ -29,7 +29,7 @@ class WriteOutConvolutionPass(ir.passes.InPlacePass):
 
 
 def _write_out(graph: ir.Graph, node: ir.Node) -> None:
-    inputs, weight, bias, past = required(node), required(node, 1), node.inputs[2], required(node, 3)
+    inputs, weight, bias, past = required_input(node), required_input(node, 1), node.inputs[2], required_input(node, 3)
     activation = node.attributes.get_string("activation", "none")
     assert activation in ("none", *_SILU), f"activation {activation}"
     tape = Tape()
@@ -37,5 +37,5 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     out = tape.op("Conv", [joined, weight, *([bias] if bias is not None else [])], {"group": static_dim(weight, 0)})
     if activation in _SILU:
         out = tape.op("Mul", [out, tape.op("Sigmoid", [out])])
-    present = tape.op("Slice", [joined, *(constant(tape, bound) for bound in (-static_dim(past, 2), TO_THE_END, 2))])
+    present = tape.op("Slice", [joined, *(int64_constant(tape, bound) for bound in (-static_dim(past, 2), TO_THE_END, 2))])
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])

@@ -25,7 +25,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, constant, required, static_dim
+from skipdecode.graph_passes.conventions import OPSET, TO_THE_END, int64_constant, required_input, static_dim
 
 _RULES = ("gated", "gated_delta")
 
@@ -34,91 +34,91 @@ class WriteOutLinearAttentionPass(ir.passes.InPlacePass):
     """Applies to every LinearAttention with as many query as KV heads, by the rules `gated` and `gated_delta`.
 
     Args:
-        most_tokens: the most tokens that a pass may have; a longer pass would give wrong results.
+        max_tokens: the most tokens that a pass may have; a longer pass would give wrong results.
     """
 
-    def __init__(self, *, most_tokens: int) -> None:
+    def __init__(self, *, max_tokens: int) -> None:
         super().__init__()
-        self.most_tokens = most_tokens
+        self.max_tokens = max_tokens
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "LinearAttention"]
         for node in found:
-            _write_out(model.graph, node, self.most_tokens)
+            _write_out(model.graph, node, self.max_tokens)
         if found:
             model.graph.opset_imports[""] = OPSET
         return ir.passes.PassResult(model, bool(found))
 
 
-def _write_out(graph: ir.Graph, node: ir.Node, most_tokens: int) -> None:
+def _write_out(graph: ir.Graph, node: ir.Node, max_tokens: int) -> None:
     heads, rule = node.attributes["kv_num_heads"].as_int(), node.attributes["update_rule"].as_string()
     assert rule in _RULES and node.attributes["q_num_heads"].as_int() == heads, f"{rule} with {node.attributes}"
-    tape, past = Tape(), required(node, 3)
-    query, key, value = (_by_head(tape, required(node, index), heads) for index in range(3))
-    gate = _by_head(tape, required(node, 4), heads)
-    places = _places(tape, query)
-    decays = _decays(tape, gate, places)
-    since = tape.op("Exp", [tape.op("CumSum", [gate, constant(tape, 2)])])
+    tape, past = Tape(), required_input(node, 3)
+    query, key, value = (_split_heads(tape, required_input(node, index), heads) for index in range(3))
+    gate = _split_heads(tape, required_input(node, 4), heads)
+    token_indices = _token_indices(tape, query)
+    decays = _decays(tape, gate, token_indices)
+    decays_from_start = tape.op("Exp", [tape.op("CumSum", [gate, int64_constant(tape, 2)])])
     if rule == "gated_delta":
-        beta = _by_head(tape, required(node, 5), heads)
-        known = _product(tape, tape.op("Mul", [key, since]), past)
-        missing = tape.op("Mul", [tape.op("Sub", [value, known]), beta])
+        beta = _split_heads(tape, required_input(node, 5), heads)
+        recalled = _product(tape, tape.op("Mul", [key, decays_from_start]), past)
+        changes = tape.op("Mul", [tape.op("Sub", [value, recalled]), beta])
         overlaps = tape.op("Mul", [tape.op("Mul", [_product(tape, key, _transposed(tape, key)), decays]), beta])
-        value = _product(tape, _inverse(tape, overlaps, places, most_tokens), missing)
+        value = _product(tape, _inverse(tape, overlaps, token_indices, max_tokens), changes)
     scores = tape.op("Mul", [_product(tape, query, _transposed(tape, key)), decays])
-    out = tape.op("Add", [_product(tape, tape.op("Mul", [query, since]), past), _product(tape, scores, value)])
-    out = tape.op("Mul", [out, _number(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
-    out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), constant(tape, 0, 0, -1)])
-    left = tape.op("Mul", [key, _transposed(tape, _part(tape, decays, -1, TO_THE_END))])
-    kept = tape.op("Mul", [past, _part(tape, since, -1, TO_THE_END)])
-    present = tape.op("Add", [kept, _product(tape, _transposed(tape, left), value)])
+    out = tape.op("Add", [_product(tape, tape.op("Mul", [query, decays_from_start]), past), _product(tape, scores, value)])
+    out = tape.op("Mul", [out, _float_constant(tape, node.attributes.get_float("scale", 0.0) or static_dim(past, 2) ** -0.5)])
+    out = tape.op("Reshape", [tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}), int64_constant(tape, 0, 0, -1)])
+    decayed_keys = tape.op("Mul", [key, _transposed(tape, _slice_tokens(tape, decays, -1, TO_THE_END))])
+    decayed_past = tape.op("Mul", [past, _slice_tokens(tape, decays_from_start, -1, TO_THE_END)])
+    present = tape.op("Add", [decayed_past, _product(tape, _transposed(tape, decayed_keys), value)])
     ir.convenience.replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [out, present])
 
 
-def _decays(tape: Tape, gate: ir.Value, places: tuple[ir.Value, ir.Value]) -> ir.Value:
+def _decays(tape: Tape, gate: ir.Value, token_indices: tuple[ir.Value, ir.Value]) -> ir.Value:
     """The decays of gates g [B,H,S,1]: e^(g_(i+1) + .. + g_t), 0 for i > t; [B,H,S,S]."""
-    later = _where(tape, tape.op("Greater", [*places]), gate)
+    later = _zero_outside(tape, tape.op("Greater", [*token_indices]), gate)
     # the first token's row is zeros and left out, so that a single token leaves nothing to sum
-    sums = tape.op("CumSum", [_part(tape, later, 1, TO_THE_END), constant(tape, 2)])
-    sums = tape.op("Concat", [_part(tape, later, 0, 1), sums], {"axis": 2})
-    return _where(tape, tape.op("GreaterOrEqual", [*places]), tape.op("Exp", [sums]))
+    sums = tape.op("CumSum", [_slice_tokens(tape, later, 1, TO_THE_END), int64_constant(tape, 2)])
+    sums = tape.op("Concat", [_slice_tokens(tape, later, 0, 1), sums], {"axis": 2})
+    return _zero_outside(tape, tape.op("GreaterOrEqual", [*token_indices]), tape.op("Exp", [sums]))
 
 
-def _inverse(tape: Tape, overlaps: ir.Value, places: tuple[ir.Value, ir.Value], most_tokens: int) -> ir.Value:
+def _inverse(tape: Tape, overlaps: ir.Value, token_indices: tuple[ir.Value, ir.Value], max_tokens: int) -> ir.Value:
     """The inverse of 1 + A [B,H,S,S], where A is `overlaps` below its diagonal."""
-    row, column = places
-    strict = _where(tape, tape.op("Greater", [row, column]), overlaps)
-    one = _where(tape, tape.op("Equal", [row, column]), _number(tape, 1.0))
-    size, together = 2, _together(tape, places, 2)
-    inverse = tape.op("Sub", [one, _where(tape, together, strict)])
-    while size < most_tokens:
-        size, before = 2 * size, together
-        together = _together(tape, places, size)
-        between = _where(tape, tape.op("Xor", [together, before]), strict)
-        inverse = tape.op("Sub", [inverse, _product(tape, inverse, _product(tape, between, inverse))])
+    row, column = token_indices
+    below_diagonal = _zero_outside(tape, tape.op("Greater", [row, column]), overlaps)
+    identity = _zero_outside(tape, tape.op("Equal", [row, column]), _float_constant(tape, 1.0))
+    size, same_block = 2, _in_same_block(tape, token_indices, 2)
+    inverse = tape.op("Sub", [identity, _zero_outside(tape, same_block, below_diagonal)])
+    while size < max_tokens:
+        size, same_half = 2 * size, same_block
+        same_block = _in_same_block(tape, token_indices, size)
+        across_halves = _zero_outside(tape, tape.op("Xor", [same_block, same_half]), below_diagonal)
+        inverse = tape.op("Sub", [inverse, _product(tape, inverse, _product(tape, across_halves, inverse))])
     return inverse
 
 
-def _places(tape: Tape, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _token_indices(tape: Tape, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The tokens' indices within the pass, as [S,1] and [1,S], for rows [B,H,S,D]."""
     count = tape.op("Squeeze", [tape.op("Shape", [rows], {"start": 2, "end": 3})])
-    places = tape.op("Range", [_scalar(tape, 0), count, _scalar(tape, 1)])
-    return tape.op("Unsqueeze", [places, constant(tape, 1)]), tape.op("Unsqueeze", [places, constant(tape, 0)])
+    indices = tape.op("Range", [_int64_scalar(tape, 0), count, _int64_scalar(tape, 1)])
+    return tape.op("Unsqueeze", [indices, int64_constant(tape, 1)]), tape.op("Unsqueeze", [indices, int64_constant(tape, 0)])
 
 
-def _together(tape: Tape, places: tuple[ir.Value, ir.Value], size: int) -> ir.Value:
+def _in_same_block(tape: Tape, token_indices: tuple[ir.Value, ir.Value], size: int) -> ir.Value:
     """Which pairs of tokens are in the same block of `size` tokens, bool [S,S]."""
-    return tape.op("Equal", [tape.op("Div", [place, constant(tape, size)]) for place in places])
+    return tape.op("Equal", [tape.op("Div", [indices, int64_constant(tape, size)]) for indices in token_indices])
 
 
-def _by_head(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
+def _split_heads(tape: Tape, rows: ir.Value, heads: int) -> ir.Value:
     """[B,S,H*D] to [B,H,S,D]."""
-    return tape.op("Transpose", [tape.op("Reshape", [rows, constant(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
+    return tape.op("Transpose", [tape.op("Reshape", [rows, int64_constant(tape, 0, 0, heads, -1)])], {"perm": [0, 2, 1, 3]})
 
 
-def _part(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:
+def _slice_tokens(tape: Tape, rows: ir.Value, start: int, end: int) -> ir.Value:
     """The tokens from `start` to `end` of rows [B,H,S,D]."""
-    return tape.op("Slice", [rows, *(constant(tape, bound) for bound in (start, end, 2))])
+    return tape.op("Slice", [rows, *(int64_constant(tape, bound) for bound in (start, end, 2))])
 
 
 def _product(tape: Tape, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -129,14 +129,14 @@ def _transposed(tape: Tape, matrices: ir.Value) -> ir.Value:
     return tape.op("Transpose", [matrices], {"perm": [0, 1, 3, 2]})
 
 
-def _where(tape: Tape, mask: ir.Value, numbers: ir.Value) -> ir.Value:
+def _zero_outside(tape: Tape, mask: ir.Value, numbers: ir.Value) -> ir.Value:
     """The numbers, and 0 where the mask is false."""
-    return tape.op("Where", [mask, numbers, _number(tape, 0.0)])
+    return tape.op("Where", [mask, numbers, _float_constant(tape, 0.0)])
 
 
-def _number(tape: Tape, number: float) -> ir.Value:
+def _float_constant(tape: Tape, number: float) -> ir.Value:
     return tape.op("Constant", [], {"value_float": number})
 
 
-def _scalar(tape: Tape, number: int) -> ir.Value:
+def _int64_scalar(tape: Tape, number: int) -> ir.Value:
     return tape.op("Constant", [], {"value_int": number})

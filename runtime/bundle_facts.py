@@ -72,7 +72,7 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None) -> i
     if target is not None and target.fixed_kv_buffer:
         slots = fixed_slots(slots, plan_slots(manifest, target))
     float_bytes = target.float_bytes if target else 4
-    return sum(state_bytes(manifest.model.kept(layer), count, float_bytes) for layer, count in enumerate(slots) if count)
+    return sum(state_bytes(manifest.model.layer_group(layer), count, float_bytes) for layer, count in enumerate(slots) if count)
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:

@@ -13,10 +13,10 @@ def cache_folder(purpose: str) -> Path:
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # the system does not know the user, as in some containers
-        caches = Path(_of_this_process().name)
+        caches = Path(_temporary_folder().name)
     return caches / "skipdecode" / purpose
 
 
 @functools.cache
-def _of_this_process() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="skipdecode-")  # a folder of a fixed name could be another user's

@@ -23,9 +23,9 @@ def cpu_quota() -> float | None:
 
 def free_memory() -> int | None:
     """Bytes that may still be allocated, including file pages that the kernel would drop to make room; None: no limit."""
-    left = [_left(folder, "memory.max", "memory.current", "") for folder in _groups("")]
-    left += [_left(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_") for folder in _groups("memory")]
-    return min((count for count in left if count is not None), default=None)
+    free = [_free_bytes(folder, "memory.max", "memory.current", "") for folder in _groups("")]
+    free += [_free_bytes(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_") for folder in _groups("memory")]
+    return min((count for count in free if count is not None), default=None)
 
 
 def _groups(controller: str) -> Iterator[Path]:
@@ -48,13 +48,13 @@ def _quota(quota: str = "max", period: str = "0") -> float | None:
     return None if quota == "max" or int(quota) < 0 or not int(period) else int(quota) / int(period)
 
 
-def _left(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
-    most, used = _words(folder / limit), _words(folder / usage)
-    if not used or most in ([], ["max"]):
+def _free_bytes(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
+    limit, used = _words(folder / limit_file), _words(folder / usage_file)
+    if not used or limit in ([], ["max"]):
         return None
     counts = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if line)
     files = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return max(0, int(most[0]) - int(used[0]) + files)
+    return max(0, int(limit[0]) - int(used[0]) + files)
 
 
 def _words(file: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from skipdecode.control_group import cpu_quota
 
 # those by which MLAS, ONNX Runtime's matrix library, chooses its kernels
-_KERNELS = (
+_KERNEL_FEATURES = (
     "avx",
     "avx2",
     "fma",
@@ -42,4 +42,4 @@ def cpu_features() -> tuple[str, ...]:
     except OSError:
         return ()
     flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
-    return tuple(name for name in _KERNELS if name in flags)
+    return tuple(name for name in _KERNEL_FEATURES if name in flags)

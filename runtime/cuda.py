@@ -16,12 +16,12 @@ from skipdecode.device import Block, Call, HostArray
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.turn_around import KERNEL, THREADS, SkdTurnaround, TurnAround, ptx
 
-_NOTHING = b".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
-_ASK_FOR_LESS = "send fewer rows, shorter prompts, or export with a smaller --max-length"
+_EMPTY_KERNEL = b".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
+_MEMORY_REMEDY = "send fewer rows, shorter prompts, or export with a smaller --max-length"
 
 logger = logging.getLogger(__name__)
 
-_spare: list[_Objects] = []  # left by devices that no longer exist
+_spare_objects: list[_DriverObjects] = []  # left by devices that no longer exist
 
 
 class CudaDevice:
@@ -37,13 +37,13 @@ class CudaDevice:
         self._driver, self._device = driver, device = _first_gpu()
         self._context = _checked(driver, driver.cuDevicePrimaryCtxRetain(device))
         try:
-            self._objects = _spare.pop()
+            self._objects = _spare_objects.pop()
         except IndexError:
-            self._objects = _Objects(stream=self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        weakref.finalize(self, _spare.append, self._objects)
+            self._objects = _DriverObjects(stream=self._call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        weakref.finalize(self, _spare_objects.append, self._objects)
         self._stream = self._objects.stream
         self.stream = int(self._stream)
-        self.capturing = self._settled = False
+        self.capturing = self._second_context_touched = False
         self._event_flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         host_pages = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
         self._reads_host_pages = bool(self._call(driver.cuDeviceGetAttribute, host_pages, device))
@@ -65,9 +65,9 @@ class CudaDevice:
         except CapacityError as error:
             free, _ = self._call(driver.cuMemGetInfo)
             what = f"the GPU has no {nbytes >> 20} MiB left for a buffer ({free >> 20} MiB are free)"
-            raise CapacityError(what, _ASK_FOR_LESS) from error
-        block = Block(pointer=int(pointer), nbytes=nbytes, keeper=_Owned())
-        weakref.finalize(block.keeper, _free, driver, self._context, driver.cuMemFree, pointer)
+            raise CapacityError(what, _MEMORY_REMEDY) from error
+        block = Block(pointer=int(pointer), nbytes=nbytes, owner=_FinalizerTarget())
+        weakref.finalize(block.owner, _free, driver, self._context, driver.cuMemFree, pointer)
         self.clear(block.pointer, nbytes)
         return block
 
@@ -114,19 +114,19 @@ class CudaDevice:
         if nbytes:
             self._call(self._driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)
 
-    def captured(self, calls: Call) -> Call:
-        """As `Device.captured`: a CUDA graph.
+    def capture(self, calls: Call) -> Call:
+        """As `Device.capture`: a CUDA graph.
 
         Raises:
             TargetError: `calls` did nothing, or something that cannot be captured or replayed.
             CapacityError: there is no memory for the graph.
         """
         driver = self._driver
-        if not self._settled:
-            self._settle()
-        graph = self._recorded(calls)
+        if not self._second_context_touched:
+            self._touch_second_context()
+        graph = self._record_graph(calls)
         try:
-            self._check_repeats(graph)
+            self._check_repeatable(graph)
             executable = self._call(driver.cuGraphInstantiate, graph, 0)
         finally:
             self._call(driver.cuGraphDestroy, graph)
@@ -138,18 +138,18 @@ class CudaDevice:
         weakref.finalize(replay, _free, driver, self._context, driver.cuGraphExecDestroy, executable)
         return replay
 
-    def _settle(self) -> None:
+    def _touch_second_context(self) -> None:
         """Run a kernel in a second context of this process, once, after the engines' kernels have run.
 
         From then on the GPU takes 0.35 us less between two kernels (H100, H200; why is not known), as it does after another
         process has used it. This takes 0.2 s and makes a step of OPT-1.3B 1.07x as fast, one of OPT-6.7B 1.04x.
         """
-        self._settled = True
+        self._second_context_touched = True
         driver = self._driver
         try:
             context = _checked(driver, driver.cuCtxCreate(None, 0, self._device))
             try:
-                module = _checked(driver, driver.cuModuleLoadData(_NOTHING))
+                module = _checked(driver, driver.cuModuleLoadData(_EMPTY_KERNEL))
                 kernel = _checked(driver, driver.cuModuleGetFunction(module, b"nothing"))
                 _checked(driver, driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
                 _checked(driver, driver.cuCtxSynchronize())
@@ -159,7 +159,7 @@ class CudaDevice:
         except (CapacityError, TargetError) as error:
             logger.info("steps are not made quicker by a second context: %s", error)
 
-    def _recorded(self, calls: Call) -> Any:
+    def _record_graph(self, calls: Call) -> Any:
         """Record what `calls` does as a graph. The stream leaves capture mode whatever `calls` raises."""
         driver = self._driver
         self._call(driver.cuStreamBeginCapture, self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -174,7 +174,7 @@ class CudaDevice:
             self.capturing = False
         return self._call(driver.cuStreamEndCapture, self._stream)
 
-    def _check_repeats(self, graph: Any) -> None:
+    def _check_repeatable(self, graph: Any) -> None:
         """Refuse a graph that needs what the host had while it was recorded: nothing keeps it, and a replay would not notice."""
         driver, call, kinds = self._driver, self._call, self._driver.CUgraphNodeType
         _, count = call(driver.cuGraphGetNodes, graph)
@@ -184,15 +184,16 @@ class CudaDevice:
             kind = call(driver.cuGraphNodeGetType, node)
             if kind == kinds.CU_GRAPH_NODE_TYPE_HOST:
                 raise TargetError("a step's graph has a call of the host in it")
-            if kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY and not self._is_of_device(call(driver.cuGraphMemcpyNodeGetParams, node)):
+            is_copy = kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY
+            if is_copy and not self._reads_device_memory(call(driver.cuGraphMemcpyNodeGetParams, node)):
                 raise TargetError("a step's graph has a copy of what lies on the host in it")
 
-    def _is_of_device(self, copy: Any) -> bool:
-        kinds, names = self._driver.CUmemorytype, self._driver.CUpointer_attribute
+    def _reads_device_memory(self, copy: Any) -> bool:
+        kinds, attributes = self._driver.CUmemorytype, self._driver.CUpointer_attribute
         if copy.srcMemoryType == kinds.CU_MEMORYTYPE_HOST:
             return False
         # the address decides, not the type in the copy: under unified addressing pinned memory may pass for the device's
-        kind = self._call(self._driver.cuPointerGetAttribute, names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, copy.srcDevice)
+        kind = self._call(self._driver.cuPointerGetAttribute, attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, copy.srcDevice)
         return bool(kind == kinds.CU_MEMORYTYPE_DEVICE)
 
     def turn_around(self) -> TurnAround:
@@ -261,18 +262,18 @@ def _capability(driver: Any, device: Any) -> str:
 def _checked(driver: Any, answer: tuple[Any, ...]) -> Any:
     code, *values = answer
     if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-        raise CapacityError("CUDA has no memory left for its own use", _ASK_FOR_LESS)
+        raise CapacityError("CUDA has no memory left for its own use", _MEMORY_REMEDY)
     if code == driver.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
         raise TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one")
     if code != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(code)
-        said = text.decode() if isinstance(text, bytes) else code.name
-        raise TargetError(f"CUDA says: {said} ({code.name})", "check nvidia-smi, and start again")
+        reason = text.decode() if isinstance(text, bytes) else code.name
+        raise TargetError(f"CUDA says: {reason} ({code.name})", "check nvidia-smi, and start again")
     return values[0] if len(values) == 1 else tuple(values)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Objects:
+class _DriverObjects:
     """Driver objects that one device leaves to the next. A stream is never destroyed: its engines may outlive the device."""
 
     stream: Any
@@ -280,7 +281,7 @@ class _Objects:
     turn_around: Any = None  # the kernel, once it is loaded
 
 
-class _Owned:
+class _FinalizerTarget:
     """An object for a finalizer to watch."""
 
     __slots__ = ("__weakref__",)

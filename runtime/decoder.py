@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode.device import Call
 from skipdecode.engines import Engines, bind_segment
 from skipdecode.errors import CapacityError
@@ -18,7 +18,7 @@ from skipdecode.prefill import PREFILL_CHUNK, Prefill
 from skipdecode.schedule import Anchor, Schedule
 
 # a limit, because ragged rows under an absolute anchor keep producing new combinations of layer counts
-MOST_ROUTES = 256
+MAX_ROUTES = 256
 
 
 # eq=False: a route is identified by object, because `DeviceLoop` keeps one graph per route for as long as it is kept here
@@ -42,7 +42,7 @@ class Decoder:
         prefill_chunk: prompt tokens per pass.
 
     Attributes:
-        logits: [B,V] float32 on the host, those of the next tokens; after `keep` only the remaining rows'.
+        logits: [B,V] float32 on the host, those of the next tokens; after `keep_rows` only the remaining rows'.
         bound: the arrays that engines are bound to, by their names in `bindings`: ids [B,1], positions [B,1], `seqlens_k` [B],
             `last` [B] and logits [B,V].
     """
@@ -62,30 +62,30 @@ class Decoder:
         self._engines, self._model = engines, model
         self.slots = self.slots_for(max(prompt_lengths), new)
         self.kv = KVBuffer(model, rows, self.slots, memory)
-        self._step, self._by_step = 0, schedule.anchor is Anchor.GENERATED
-        self._first = 0  # rows before it were dropped by `keep`
+        self._step, self._rows_share_position = 0, schedule.anchor is Anchor.GENERATED
+        self._first_row = 0  # rows before it were dropped by `keep_rows`
         self._least_counts = [schedule.least_count(segment.layers[0]) for segment in engines.segments]
         self._ids: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._positions: IntArray = np.zeros((rows, 1), dtype=np.int64)
         self._seqlens_k = np.zeros(rows, dtype=np.int32)
         self._totals = np.zeros(rows, dtype=np.int32)
         # a step writes through these: each numpy call costs 20 us after an engine has evicted the CPU's caches
-        told = (self._ids, self._positions, self._seqlens_k, self._totals, self.kv.lengths)
-        self._views = [array.reshape(-1).data for array in told]
-        self._room = max(self.slots)
-        self._most_totals = [np.array([self.slots[segment.layers[0]]], dtype=np.int32) for segment in engines.segments]
+        step_arrays = (self._ids, self._positions, self._seqlens_k, self._totals, self.kv.lengths)
+        self._views = [array.reshape(-1).data for array in step_arrays]
+        self._capacity = max(self.slots)
+        self._max_totals = [np.array([self.slots[segment.layers[0]]], dtype=np.int32) for segment in engines.segments]
         self._hidden = memory.floats((rows, 1, model.hidden_size))
         self.bound: dict[str, Array] = {}
         self._sends: list[Call] = []
         for name, array in (
-            (names.INPUT_IDS, self._ids), (names.POSITION_IDS, self._positions), (names.SEQLENS_K, self._seqlens_k),
+            (bindings.INPUT_IDS, self._ids), (bindings.POSITION_IDS, self._positions), (bindings.SEQLENS_K, self._seqlens_k),
         ):  # fmt: skip
             self.bound[name], send = memory.twin(array)
             self._sends += [send] if send is not None else []
-        self.bound[names.LAST], _ = memory.twin(np.zeros(rows, dtype=np.int64))
+        self.bound[bindings.LAST], _ = memory.twin(np.zeros(rows, dtype=np.int64))
         self.logits: FloatArray
         self._receive: Call | None
-        self.logits, self.bound[names.LOGITS], self._receive = memory.result((rows, model.vocab_size), np.float32)
+        self.logits, self.bound[bindings.LOGITS], self._receive = memory.result((rows, model.vocab_size), np.float32)
         self._embed, self._head = self._bind_embed_and_head()
         self._prefill = Prefill(engines, model, schedule, self.kv, prefill_chunk, self.bound)
         self._climbs: dict[tuple[int, int], Call] = {}
@@ -140,9 +140,9 @@ class Decoder:
         """
         route = self.route()
         ids, positions, seqlens_k, totals, lengths = self._views
-        if lengths[self._first] >= self._room:  # the longest row
-            raise CapacityError(f"the KV buffer's {self._room} slots are full", "make the decoder for more steps")
-        for row, token in enumerate(tokens, self._first):
+        if lengths[self._first_row] >= self._capacity:  # the longest row
+            raise CapacityError(f"the KV buffer's {self._capacity} slots are full", "make the decoder for more steps")
+        for row, token in enumerate(tokens, self._first_row):
             position = lengths[row]
             ids[row], positions[row], seqlens_k[row] = token, position, position
             totals[row] = lengths[row] = position + 1
@@ -155,7 +155,7 @@ class Decoder:
             self._receive()
         return route.deepest
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep only some rows, moving them to the last places of the batch. Host engines only.
 
         Args:
@@ -163,10 +163,10 @@ class Decoder:
         """
         first = len(self._ids) - len(rows)
         for place, row in reversed([*zip(range(first, len(self._ids)), rows, strict=True)]):  # so that none is overwritten unread
-            if self._first + row != place:
-                self.kv.move(self._first + row, place)
-        self.logits = self.logits[first - self._first :]
-        self._first = first
+            if self._first_row + row != place:
+                self.kv.move(self._first_row + row, place)
+        self.logits = self.logits[first - self._first_row :]
+        self._first_row = first
         self._embed, self._head = self._bind_embed_and_head()
         self._routes.clear()
 
@@ -191,35 +191,35 @@ class Decoder:
 
     def route(self) -> Route:
         """The next step's route, built once per combination of layer counts, because building it took half the loop's time."""
-        if self._by_step:
+        if self._rows_share_position:
             count = self.schedule.layers_at(self._step)
-            return self._routes.get(count) or self._new_route(count, np.full(len(self._ids) - self._first, count))
-        counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths[self._first :].tolist()])
+            return self._routes.get(count) or self._new_route(count, np.full(len(self._ids) - self._first_row, count))
+        counts = np.array([self.schedule.layers_at(length) for length in self.kv.lengths[self._first_row :].tolist()])
         key = counts.tobytes()
-        known = self._routes.pop(key, None)
-        if known is None:
+        route = self._routes.pop(key, None)
+        if route is None:
             return self._new_route(key, counts)
-        self._routes[key] = known  # now the last one to be dropped
-        return known
+        self._routes[key] = route  # now the last one to be dropped
+        return route
 
     def _new_route(self, key: int | bytes, counts: IntArray) -> Route:
         """Build and keep a route; `counts` [B] are the layers that each row computes in this step, in ascending order."""
-        starts = (self._first + np.searchsorted(counts, self._least_counts)).tolist()
+        starts = (self._first_row + np.searchsorted(counts, self._least_counts)).tolist()
         climbs = [self._climb(index, start) for index, start in enumerate(starts) if start < len(self._ids)]
-        if len(self._routes) == MOST_ROUTES:
+        if len(self._routes) == MAX_ROUTES:
             del self._routes[next(iter(self._routes))]
         self._routes[key] = Route(calls=(self._embed, *climbs, self._head), deepest=int(counts[-1]))
         return self._routes[key]
 
     def _bind_embed_and_head(self) -> tuple[Call, Call]:
         """Bind embedding and head to the present rows."""
-        rows = slice(self._first, None)
+        rows = slice(self._first_row, None)
         ids, positions, last, logits = (
-            self.bound[name][rows] for name in (names.INPUT_IDS, names.POSITION_IDS, names.LAST, names.LOGITS)
+            self.bound[name][rows] for name in (bindings.INPUT_IDS, bindings.POSITION_IDS, bindings.LAST, bindings.LOGITS)
         )
         hidden = self._hidden[rows]
-        embed = self._engines.embed.bind({names.INPUT_IDS: ids, names.POSITION_IDS: positions}, {names.HIDDEN: hidden})
-        return embed, self._engines.head.bind({names.HIDDEN: hidden, names.LAST: last}, {names.LOGITS: logits})
+        embed = self._engines.embed.bind({bindings.INPUT_IDS: ids, bindings.POSITION_IDS: positions}, {bindings.HIDDEN: hidden})
+        return embed, self._engines.head.bind({bindings.HIDDEN: hidden, bindings.LAST: last}, {bindings.LOGITS: logits})
 
     def _climb(self, index: int, start: int) -> Call:
         """Segment `index` on rows `start ..`, bound when first needed."""
@@ -227,14 +227,14 @@ class Decoder:
             segment = self._engines.segments[index]
             hidden = self._hidden[start:]
             # the longest row's valid slots, read on the host; a captured step keeps the recorded value, so that is the largest
-            total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._most_totals[index]
+            total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._max_totals[index]
             inputs: dict[str, Array] = {
-                names.HIDDEN: hidden,
-                names.POSITION_IDS: self.bound[names.POSITION_IDS][start:],
-                names.SEQLENS_K: self.bound[names.SEQLENS_K][start:],
-                names.TOTAL_SEQUENCE_LENGTH: total,
-                **self.kv.read(segment.layers, slice(start, None)),
+                bindings.HIDDEN: hidden,
+                bindings.POSITION_IDS: self.bound[bindings.POSITION_IDS][start:],
+                bindings.SEQLENS_K: self.bound[bindings.SEQLENS_K][start:],
+                bindings.TOTAL_SEQUENCE_LENGTH: total,
+                **self.kv.source_arrays(segment.layers, slice(start, None)),
             }
-            states = [self.kv.rows(layer, slice(start, None)) for layer in segment.layers]
+            states = [self.kv.layer_arrays(layer, slice(start, None)) for layer in segment.layers]
             self._climbs[index, start] = bind_segment(segment.engine, inputs, hidden, states)
         return self._climbs[index, start]

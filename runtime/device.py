@@ -23,7 +23,7 @@ class Block:
 
     pointer: int  # a multiple of ALIGNMENT
     nbytes: int
-    keeper: Any
+    owner: Any
 
 
 class Device(Protocol):
@@ -31,7 +31,7 @@ class Device(Protocol):
 
     name: str  # as ONNX Runtime calls it
     stream: int  # a cudaStream_t; 0 where there is none
-    capturing: bool  # whether `captured` is recording
+    capturing: bool  # whether `capture` is recording
 
     def enter(self) -> None:
         """Make this the device that libraries use on this thread."""
@@ -65,7 +65,7 @@ class Device(Protocol):
     def clear(self, pointer: int, nbytes: int) -> None:
         """Write `nbytes` of zeros."""
 
-    def captured(self, calls: Call) -> Call:
+    def capture(self, calls: Call) -> Call:
         """Record the work that `calls` enqueues without doing it; the returned call does all of it, any number of times.
 
         The caller keeps the memory that `calls` refers to alive.
@@ -83,7 +83,7 @@ class HostDevice:
     def allocate(self, nbytes: int) -> Block:
         """As `Device.allocate`."""
         memory = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
-        return Block(pointer=memory.ctypes.data + -memory.ctypes.data % ALIGNMENT, nbytes=nbytes, keeper=memory)
+        return Block(pointer=memory.ctypes.data + -memory.ctypes.data % ALIGNMENT, nbytes=nbytes, owner=memory)
 
     def send(self, pointer: int, array: HostArray) -> None:
         """As `Device.send`."""
@@ -110,6 +110,6 @@ class HostDevice:
         """As `Device.clear`."""
         ctypes.memset(pointer, 0, nbytes)
 
-    def captured(self, calls: Call) -> Call:
-        """As `Device.captured`."""
+    def capture(self, calls: Call) -> Call:
+        """As `Device.capture`."""
         return calls

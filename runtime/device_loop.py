@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode.decoder import Decoder, Route
 from skipdecode.device import Call, HostArray
 from skipdecode.errors import CapacityError
@@ -24,7 +24,7 @@ from skipdecode.memory import DeviceArray, DeviceMemory, IntArray
 from skipdecode.sampling import Sampling
 from skipdecode.turn_around import SkdSampling, SkdTurnaround, TurnAround
 
-AHEAD = 4  # steps enqueued while the host waits for the tokens of the one before them
+STEPS_AHEAD = 4  # steps enqueued while the host waits for the tokens of the one before them
 _NO_TOKEN = -1
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class DeviceLoop:
     def __init__(self, decoder: Decoder, turn_around: TurnAround, *, stop_count: int, max_steps: int, graphs: bool) -> None:
         assert isinstance(decoder.memory, DeviceMemory)
         self.decoder, self.max_steps = decoder, max_steps
-        self._turn_around, self._capture, self._device = turn_around, graphs, decoder.memory.device
+        self._turn_around, self._may_capture, self._device = turn_around, graphs, decoder.memory.device
         rows = len(decoder.kv.lengths)
         self._row_ids: IntArray = np.zeros(rows, dtype=np.int64)
         self._stop_ids: IntArray = np.zeros(stop_count, dtype=np.int64)
@@ -57,11 +57,12 @@ class DeviceLoop:
         self._tokens = self._device.mirror((max_steps, rows), np.int64)
         self._state = SkdTurnaround(
             rows=rows, vocabulary=decoder.logits.shape[1], kept_steps=max_steps, stop_count=stop_count,
-            logits=_pointer(decoder, names.LOGITS), sampling=sampling.pointer, row_ids=row_ids.pointer, stop_ids=stop_ids.pointer,
-            steps=steps.pointer, input_ids=_pointer(decoder, names.INPUT_IDS), seqlens_k=_pointer(decoder, names.SEQLENS_K),
-            position_ids=_pointer(decoder, names.POSITION_IDS), finished=finished.pointer, tokens=self._tokens.ctypes.data,
+            logits=_pointer(decoder, bindings.LOGITS), sampling=sampling.pointer, row_ids=row_ids.pointer,
+            stop_ids=stop_ids.pointer, steps=steps.pointer, input_ids=_pointer(decoder, bindings.INPUT_IDS),
+            seqlens_k=_pointer(decoder, bindings.SEQLENS_K), position_ids=_pointer(decoder, bindings.POSITION_IDS),
+            finished=finished.pointer, tokens=self._tokens.ctypes.data,
         )  # fmt: skip
-        self._taken: WeakSet[Route] = WeakSet()
+        self._routes_run: WeakSet[Route] = WeakSet()
         self._graphs: WeakKeyDictionary[Route, Call] = WeakKeyDictionary()
         self._generations = 0  # how many have begun
 
@@ -83,13 +84,13 @@ class DeviceLoop:
         """
         self.begin(prompts, sampling, row_ids, stop_ids)
         generation = self._generations
-        under_way: deque[tuple[int | None, Call]] = deque([(None, self._device.mark())])
+        pending: deque[tuple[int | None, Call]] = deque([(None, self._device.mark())])
         for step in range(new):
             if generation != self._generations:
                 raise CapacityError("another generation has begun on the same buffers", "end one before the next, or load twice")
-            while len(under_way) <= AHEAD and step + len(under_way) < new:
-                under_way.append((self.step(), self._device.mark()))
-            layers, wait = under_way.popleft()
+            while len(pending) <= STEPS_AHEAD and step + len(pending) < new:
+                pending.append((self.step(), self._device.mark()))
+            layers, wait = pending.popleft()
             wait()
             yield self._tokens[step].tolist(), layers
 
@@ -109,12 +110,12 @@ class DeviceLoop:
         """Enqueue the next step on the device's stream; returns how many layers its deepest row computes."""
         route = self.decoder.route()
         graph = self._graphs.get(route)
-        if graph is None and self._capture and route in self._taken:
+        if graph is None and self._may_capture and route in self._routes_run:
             # not the first time, when engines allocate memory and choose kernels: a capture does not allow that
-            graph = self._captured(route)
+            graph = self._capture_route(route)
         if graph is None:
             self._run(route.calls)
-            self._taken.add(route)
+            self._routes_run.add(route)
         else:
             graph()
         self.decoder.advance()
@@ -136,13 +137,13 @@ class DeviceLoop:
         """Wait for everything enqueued on the device's stream."""
         self._device.mark()()
 
-    def _captured(self, route: Route) -> Call | None:
+    def _capture_route(self, route: Route) -> Call | None:
         """Capture the route as a graph; None if that failed, after which no other capture is tried."""
         calls = route.calls  # not `route` itself: a graph that referred to it would keep its own weak key alive
         try:
-            self._graphs[route] = self._device.captured(lambda: self._run(calls))
+            self._graphs[route] = self._device.capture(lambda: self._run(calls))
         except Exception as error:  # a capture runs nothing: whatever broke it, the same calls can still be made
-            self._capture = False
+            self._may_capture = False
             logger.warning("decode steps go on without CUDA graphs: %s", error)
         return self._graphs.get(route)
 

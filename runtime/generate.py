@@ -30,7 +30,7 @@ from skipdecode.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = "give a text or a list of whole numbers, or a list of these"
+_PROMPT_REMEDY = "give a text or a list of whole numbers, or a list of these"
 
 
 class Generator:
@@ -154,17 +154,17 @@ class Generator:
             CapacityError, ScheduleError, TargetError: as `generate`, raised while iterating; CapacityError also when another
                 generation has taken over the buffers on a device.
         """
-        chosen = self._schedule(schedule)
+        resolved = self._resolve_schedule(schedule)
         new = check_rows(rows, max_new_tokens, self.manifest)
         stop_ids = () if ignore_eos else self.manifest.model.eos_token_ids
         try:
-            for places, found, layers in self._tokens(rows, new, sampling, chosen, stop_ids):
-                newest: list[int | None] = [None] * len(rows)
-                for place, token in zip(places, found, strict=True):
-                    if rows[place].finish_reason is None:
-                        newest[place] = token
-                        _append(rows[place], token, stop_ids, new)
-                yield Step(tuple(newest), layers)
+            for row_numbers, tokens, layers in self._tokens(rows, new, sampling, resolved, stop_ids):
+                token_ids: list[int | None] = [None] * len(rows)
+                for number, token in zip(row_numbers, tokens, strict=True):
+                    if rows[number].finish_reason is None:
+                        token_ids[number] = token
+                        _append(rows[number], token, stop_ids, new)
+                yield Step(tuple(token_ids), layers)
                 if all(row.finish_reason is not None for row in rows):
                     return
         finally:  # also when the caller abandons the stream early
@@ -175,24 +175,24 @@ class Generator:
     ) -> Iterator[tuple[list[int], list[int], int | None]]:
         """The tokens of each step as `host_tokens` yields them, from the loop on the host or on the device."""
         order = np.array(sorted(range(len(rows)), key=lambda row: -len(rows[row].prompt_ids)))  # as Decoder wants them
-        places = order.tolist()
-        prompts = [rows[place].prompt_ids for place in places]
+        row_numbers = order.tolist()
+        prompts = [rows[number].prompt_ids for number in row_numbers]
         lengths = [len(prompt) for prompt in prompts]
         if self.engines.turn_around is None or self._trace is not None:  # a trace has to wait for each step
             return host_tokens(self.decoder(lengths, new, schedule), prompts, rows, new, sampling, order, self._trace)
-        steps = self._loop(lengths, new, schedule).tokens(prompts, new, sampling, order, stop_ids)
-        return ((places, tokens, layers) for tokens, layers in steps)
+        steps = self._reused_or_new_loop(lengths, new, schedule).tokens(prompts, new, sampling, order, stop_ids)
+        return ((row_numbers, tokens, layers) for tokens, layers in steps)
 
-    def _loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
+    def _reused_or_new_loop(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule) -> DeviceLoop:
         """The previous loop with its buffers and graphs if it has room for this generation, else a new one."""
-        kept, rows, longest = self._kept_loop, len(prompt_lengths), max(prompt_lengths)
-        if kept is not None and (len(kept.decoder.kv.lengths), kept.decoder.schedule) == (rows, schedule):
-            fits = have_room(kept.decoder.slots, kept.decoder.slots_for(longest, new))
-            if fits and new <= kept.max_steps:
-                return kept
-        if kept is not None:
-            kept.wait()  # for steps that were enqueued before all rows had ended
-        kept = self._kept_loop = None  # release its memory before allocating more
+        loop, rows, longest = self._kept_loop, len(prompt_lengths), max(prompt_lengths)
+        if loop is not None and (len(loop.decoder.kv.lengths), loop.decoder.schedule) == (rows, schedule):
+            fits = have_room(loop.decoder.slots, loop.decoder.slots_for(longest, new))
+            if fits and new <= loop.max_steps:
+                return loop
+        if loop is not None:
+            loop.wait()  # for steps that were enqueued before all rows had ended
+        loop = self._kept_loop = None  # release its memory before allocating more
         self._kept_loop = self.device_loop(prompt_lengths, new, schedule)
         return self._kept_loop
 
@@ -206,8 +206,8 @@ class Generator:
 
     def decoder(self, prompt_lengths: Sequence[int], new: int, schedule: Schedule | None = None) -> Decoder:
         """A decoder on this bundle's engines, to run step by step; arguments as in `Decoder`. `schedule` None: the bundle's."""
-        chosen = self._schedule(schedule)
-        return Decoder(self.engines, self.manifest.model, chosen, prompt_lengths, new, self._prefill_chunk)
+        resolved = self._resolve_schedule(schedule)
+        return Decoder(self.engines, self.manifest.model, resolved, prompt_lengths, new, self._prefill_chunk)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of each prompt.
@@ -216,25 +216,25 @@ class Generator:
             CapacityError: a prompt is neither text nor token ids, or is text and the bundle has no tokenizer.
         """
         try:
-            one = isinstance(prompts, (str, bytes)) or (len(prompts) and _is_number(prompts[0]))
-            several: list[Any] = [prompts] if one else list(prompts)
+            is_single = isinstance(prompts, (str, bytes)) or (len(prompts) and _is_number(prompts[0]))
+            prompt_list: list[Any] = [prompts] if is_single else list(prompts)
         except (TypeError, KeyError) as error:
-            raise CapacityError(f"{reprlib.repr(prompts)} is no prompt", _PROMPT) from error
-        return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(several)]
+            raise CapacityError(f"{reprlib.repr(prompts)} is no prompt", _PROMPT_REMEDY) from error
+        return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(prompt_list)]
 
     def _encode(self, prompt: Any, where: str) -> list[int]:
         if isinstance(prompt, bytes):  # iterates as numbers, which are not ids
-            raise _neither(prompt, where)
+            raise _prompt_error(prompt, where)
         if not isinstance(prompt, str):
             try:
                 return [index(token) for token in prompt]
             except TypeError as error:
-                raise _neither(prompt, where) from error
+                raise _prompt_error(prompt, where) from error
         if self.tokenizer is None:
             raise CapacityError("the bundle has no tokenizer", "give token ids", where=str(self.path))
         return self.tokenizer.encode(prompt)
 
-    def _schedule(self, schedule: Schedule | str | None) -> Schedule:
+    def _resolve_schedule(self, schedule: Schedule | str | None) -> Schedule:
         if schedule is None:
             return self.manifest.schedule
         if isinstance(schedule, Schedule):
@@ -289,8 +289,8 @@ def load(
     )  # fmt: skip
 
 
-def _neither(prompt: Any, where: str) -> CapacityError:
-    return CapacityError(f"{reprlib.repr(prompt)} is neither text nor token ids", _PROMPT, where=where)
+def _prompt_error(prompt: Any, where: str) -> CapacityError:
+    return CapacityError(f"{reprlib.repr(prompt)} is neither text nor token ids", _PROMPT_REMEDY, where=where)
 
 
 def _is_number(value: Any) -> bool:

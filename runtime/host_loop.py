@@ -30,18 +30,19 @@ def host_tokens(
         new: tokens per row.
         order: [B] int64, the user's row numbers in the decoder's order, longest prompt first.
     """
-    places = order.tolist()
+    row_numbers = order.tolist()
     traced(trace, "prefill", decoder.prefill)(prompts)
     decode_step = traced(trace, "decode step", decoder.decode_step, result="layers")
     choose = traced(trace, "choose tokens", choose_tokens)
     tokens = choose(decoder.logits, sampling, order, 0).tolist()
-    yield places, tokens, None
+    yield row_numbers, tokens, None
     for step in range(1, new):
-        if len(places) > 1 and isinstance(decoder.memory, HostMemory):
-            going = [index for index, place in enumerate(places) if rows[place].finish_reason is None]
-            if 2 * len(going) <= len(places):
-                decoder.keep(going)
-                places, tokens, order = [places[i] for i in going], [tokens[i] for i in going], order[going]
+        if len(row_numbers) > 1 and isinstance(decoder.memory, HostMemory):
+            unfinished = [index for index, number in enumerate(row_numbers) if rows[number].finish_reason is None]
+            if 2 * len(unfinished) <= len(row_numbers):
+                decoder.keep_rows(unfinished)
+                order, tokens = order[unfinished], [tokens[i] for i in unfinished]
+                row_numbers = order.tolist()
         layers = decode_step(tokens)
         tokens = choose(decoder.logits, sampling, order, step).tolist()
-        yield places, tokens, layers
+        yield row_numbers, tokens, layers

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode.device import ALIGNMENT
 from skipdecode.manifest import Manifest, Target
 from skipdecode.memory import Array, DeviceMemory, IntArray, Memory
-from skipdecode.model import Keys, Model, StateLayers, kept, key_sizes
+from skipdecode.model import KeyValueSizes, LayerGroup, Model, key_sizes, layer_group
 from skipdecode.schedule import Anchor, Schedule
 
 # TensorRT-RTX 1.7.1 cannot build a plan of two or more layers whose longest pass over a prompt has 64 tokens or fewer, and a pass
 # has no more tokens than its KV buffer has slots
-LEAST_SLOTS = 128
+MIN_SLOTS = 128
 STATE_BYTES = 4  # per number in a state: fp32 on every target, because each step's rounding would stay in it
 
 
@@ -37,7 +37,7 @@ def slots_per_layer(schedule: Schedule, prompt: int, new: int) -> tuple[int, ...
 
 
 def static_slots(
-    schedule: Schedule, max_length: int, groups: Sequence[StateLayers], keys: Keys, float_bytes: int
+    schedule: Schedule, max_length: int, groups: Sequence[LayerGroup], keys: KeyValueSizes, float_bytes: int
 ) -> tuple[int, ...]:
     """Slots of the keys that each layer reads, enough for any run of at most `max_length` tokens: what plans are built for.
 
@@ -50,21 +50,21 @@ def static_slots(
         float_bytes: bytes of a number in keys and values.
 
     Returns:
-        At least LEAST_SLOTS each.
+        At least MIN_SLOTS each.
     """
     absolute = schedule.anchor is Anchor.ABSOLUTE
     needed = slots_per_layer(schedule, 0, max_length) if absolute else (max_length,) * schedule.num_layers
     # a common divisor of the bytes of one slot's keys, KVH x D numbers, over all layers
     slot_bytes = math.gcd(*(each.num_heads * each.head_size for each in key_sizes(groups, keys))) * float_bytes
     step = ALIGNMENT // math.gcd(ALIGNMENT, slot_bytes)
-    sources = (kept(groups, keys, layer).keys_of for layer in range(schedule.num_layers))
-    read = [needed[layer if source is None else source] for layer, source in enumerate(sources)]
-    return tuple(-(-max(slots or max_length, LEAST_SLOTS) // step) * step for slots in read)
+    sources = (layer_group(groups, keys, layer).keys_of for layer in range(schedule.num_layers))
+    slots_read = [needed[layer if source is None else source] for layer, source in enumerate(sources)]
+    return tuple(-(-max(slots or max_length, MIN_SLOTS) // step) * step for slots in slots_read)
 
 
 def fixed_slots(needed: Sequence[int], fixed: Sequence[int]) -> tuple[int, ...]:
     """Slots per layer for buffers of a `fixed` size: none if none are `needed`, else all."""
-    return tuple(most if count else 0 for count, most in zip(needed, fixed, strict=True))
+    return tuple(size if count else 0 for count, size in zip(needed, fixed, strict=True))
 
 
 def have_room(slots: Sequence[int], needed: Sequence[int]) -> bool:
@@ -78,38 +78,40 @@ def plan_slots(manifest: Manifest, target: Target) -> tuple[int, ...]:
     return static_slots(manifest.schedule, manifest.limits.max_length, model.state_layers, model.keys, target.float_bytes)
 
 
-def key_state(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
+def key_shapes(model: Model, layer: int, slots: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the keys and values that `layer` keeps for a row with `slots` slots, by the names of its engine's inputs.
 
     Their dtype is the engines' float type.
     """
-    keys = model.kept(layer).keys
+    keys = model.layer_group(layer).keys
     if keys is None:
         return {}
     shape = (keys.num_heads, slots, keys.head_size)
-    return {names.of_layer(name, layer): shape for name in (names.PAST_KEY, names.PAST_VALUE)}
+    return {bindings.of_layer(name, layer): shape for name in (bindings.PAST_KEY, bindings.PAST_VALUE)}
 
 
-def constant_state(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the states that `layer` keeps for a row, named as in `key_state`; fp32, zeros before the row's first token."""
-    return {names.of_layer(names.past(state.name), layer): state.shape for state in model.kept(layer).states}
+def state_shapes(model: Model, layer: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the states that `layer` keeps for a row, named as in `key_shapes`; fp32, zeros before the row's first token."""
+    return {bindings.of_layer(bindings.past(state.name), layer): state.shape for state in model.layer_group(layer).states}
 
 
 def keys_read(model: Model, layers: Sequence[int]) -> tuple[tuple[int, str], ...]:
     """The keys and values that `layers` read from other layers: (layer, name of its array) pairs."""
-    sources = {source for layer in layers if (source := model.kept(layer).keys_of) is not None} - {*layers}
+    sources = {source for layer in layers if (source := model.layer_group(layer).keys_of) is not None} - {*layers}
     return tuple(
-        (source, names.of_layer(name, source)) for source in sorted(sources) for name in (names.PAST_KEY, names.PAST_VALUE)
+        (source, bindings.of_layer(name, source))
+        for source in sorted(sources)
+        for name in (bindings.PAST_KEY, bindings.PAST_VALUE)
     )
 
 
-def state_bytes(group: StateLayers, slots: int, float_bytes: int) -> int:
+def state_bytes(group: LayerGroup, slots: int, float_bytes: int) -> int:
     """Bytes that a layer of `group` keeps for a row with `slots` slots; a number in keys and values takes `float_bytes`."""
     keys = 2 * group.keys.num_heads * slots * group.keys.head_size if group.keys else 0
     return keys * float_bytes + sum(math.prod(state.shape) for state in group.states) * STATE_BYTES
 
 
-def _numbers(shapes: Sequence[dict[str, tuple[int, ...]]]) -> int:
+def _count_numbers(shapes: Sequence[dict[str, tuple[int, ...]]]) -> int:
     return sum(math.prod(shape) for of_layer in shapes for shape in of_layer.values())
 
 
@@ -123,33 +125,33 @@ class KVBuffer:
         slots: C of each layer; 0: the layer gets neither keys and values nor states.
 
     Attributes:
-        layers: per layer the arrays [B, ...] of `key_state`, in the memory's float type, and of `constant_state`, in fp32; none
+        layers: per layer the arrays [B, ...] of `key_shapes`, in the memory's float type, and of `state_shapes`, in fp32; none
             for a layer with 0 slots.
         lengths: [B] int64, valid tokens of each row; on the host.
     """
 
     def __init__(self, model: Model, rows: int, slots: tuple[int, ...], memory: Memory) -> None:
         self._model, self._memory = model, memory
-        self._has = [count > 0 for count in slots]
-        states = [constant_state(model, layer) if count else {} for layer, count in enumerate(slots)]
-        keys = [key_state(model, layer, count) if count else {} for layer, count in enumerate(slots)]
-        self._key_block, self._keys = _divided(memory.floats, rows, keys)
-        self._state_block, self._states = _divided(memory.wide_floats, rows, states)
-        self.layers: list[dict[str, Any]] = [one | other for one, other in zip(self._keys, self._states, strict=True)]
+        self._slots = slots
+        states = [state_shapes(model, layer) if count else {} for layer, count in enumerate(slots)]
+        keys = [key_shapes(model, layer, count) if count else {} for layer, count in enumerate(slots)]
+        self._key_block, self._keys = _allocate_layers(memory.floats, rows, keys)
+        self._state_block, self._states = _allocate_layers(memory.wide_floats, rows, states)
+        self.layers: list[dict[str, Any]] = [keys | states for keys, states in zip(self._keys, self._states, strict=True)]
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
-    def has(self, layer: int) -> bool:
+    def has_slots(self, layer: int) -> bool:
         """Whether `layer` has slots."""
-        return self._has[layer]
+        return self._slots[layer] > 0
 
-    def rows(self, layer: int, rows: slice) -> dict[str, Any]:
+    def layer_arrays(self, layer: int, rows: slice) -> dict[str, Any]:
         """A layer's arrays for some rows: contiguous views of the buffer."""
-        assert self.has(layer), f"no decode step computes layer {layer}"
+        assert self.has_slots(layer), f"no decode step computes layer {layer}"
         return {name: array[rows] for name, array in self.layers[layer].items()}
 
-    def read(self, layers: Sequence[int], rows: slice) -> dict[str, Array]:
+    def source_arrays(self, layers: Sequence[int], rows: slice) -> dict[str, Array]:
         """The keys and values that `layers` read from other layers, new tokens' included, by the names of the engine's inputs."""
-        return {names.present(name): self.layers[source][name][rows] for source, name in keys_read(self._model, layers)}
+        return {bindings.present(name): self.layers[source][name][rows] for source, name in keys_read(self._model, layers)}
 
     def move(self, row: int, place: int) -> None:
         """Move `row` to `place`, overwriting the row that was there. Host memory only."""
@@ -173,11 +175,11 @@ class KVBuffer:
             self._memory.clear(self._key_block)
 
 
-def _divided(
+def _allocate_layers(
     allocate: Callable[[tuple[int, ...]], Any], rows: int, shapes: Sequence[dict[str, tuple[int, ...]]]
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Make one allocation and divide it into each layer's arrays [rows, ...] of the given shapes."""
-    block = allocate((rows * _numbers(shapes),))
+    block = allocate((rows * _count_numbers(shapes),))
     layers: list[dict[str, Any]] = []
     end = 0  # counted in numbers, not bytes
     for of_layer in shapes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from skipdecode.errors import BundleError, SkipDecodeError
-from skipdecode.model import Model, check_sources, sizes_hold, sources_hold, states_hold
+from skipdecode.model import Model, check_sources, has_valid_sizes, has_valid_sources, has_valid_states
 from skipdecode.schedule import Schedule, active_layers
 from skipdecode.strict_json import MalformedError, decode
 
@@ -115,11 +115,11 @@ class Manifest:
             (len({v.num_layers for v in self.variants}) == len(self.variants), "variants", "are not distinct"),
             (all(t.weights in WEIGHTS for t in self.targets), "targets", f"have weights that are none of {', '.join(WEIGHTS)}"),
             (all(len(t.segments) == len(self.segments) for t in self.targets), "targets", "lack an engine for a segment"),
-            (all(map(_weights_hold, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
-            (sizes_hold(self.model), "model", "has sizes that are not positive numbers below 2**63"),
-            (states_hold(self.model), "model.state_layers", "have layers out of range or twice, or parts without a size"),
-            (sources_hold(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
-            (_limits_hold(self.limits), "limits", "are not positive numbers below 2**63"),
+            (all(map(_has_valid_weight_bytes, self.targets)), "targets", "do not say how many bytes of weights each engine has"),
+            (has_valid_sizes(self.model), "model", "has sizes that are not positive numbers below 2**63"),
+            (has_valid_states(self.model), "model.state_layers", "have layers out of range or twice, or parts without a size"),
+            (has_valid_sources(self.model), "model.state_layers", "read keys of layers that have none, or are above"),
+            (_are_valid_limits(self.limits), "limits", "are not positive numbers below 2**63"),
         )  # fmt: skip
         for holds, where, what in checks:
             if not holds:
@@ -166,7 +166,7 @@ def read(bundle: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BundleError("there is no bundle.json here", "name the folder that skip-export wrote", where=str(bundle)) from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"cannot be read ({error})", "export the model again", where=str(path)) from error
     version = data.get("format_version") if isinstance(data, dict) else None
@@ -199,10 +199,10 @@ def one_bundle(bundle: Path) -> Iterator[None]:
         yield
     except Exception as error:
         if _identity(bundle) != before:
-            raise _replaced(bundle) from error
+            raise _replaced_error(bundle) from error
         raise
     if _identity(bundle) != before:
-        raise _replaced(bundle)
+        raise _replaced_error(bundle)
 
 
 def file_identity(path: Path) -> tuple[int, ...]:
@@ -211,8 +211,8 @@ def file_identity(path: Path) -> tuple[int, ...]:
     Raises:
         OSError: there is no such file.
     """
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _identity(bundle: Path) -> tuple[int, ...] | None:
@@ -223,7 +223,7 @@ def _identity(bundle: Path) -> tuple[int, ...] | None:
         return None
 
 
-def _replaced(bundle: Path) -> BundleError:
+def _replaced_error(bundle: Path) -> BundleError:
     return BundleError("was replaced while it was loaded", "load it again", where=str(bundle))
 
 
@@ -248,10 +248,10 @@ def check_hashes(manifest: Manifest, bundle: Path) -> None:
     """
     for file in manifest.files:
         try:
-            found = describe_file(bundle, file.path)
+            current = describe_file(bundle, file.path)
         except OSError as error:
-            raise _unreadable(bundle / file.path, error) from error
-        if found.sha256 != file.sha256:
+            raise _unreadable_error(bundle / file.path, error) from error
+        if current.sha256 != file.sha256:
             raise BundleError(
                 "its contents are not what the manifest says", "export the model again", where=str(bundle / file.path)
             )
@@ -264,21 +264,21 @@ def _check_size(bundle: Path, file: File) -> None:
         if size is not None and not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:  # a name too long, a folder that may not be entered
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     if size is None:
         raise BundleError("is missing", "export the model again", where=str(path))
     if size != file.size:
         raise BundleError(f"has {size} bytes, not {file.size}", "export the model again", where=str(path))
 
 
-def _unreadable(path: Path, error: OSError) -> BundleError:
+def _unreadable_error(path: Path, error: OSError) -> BundleError:
     return BundleError(f"cannot be read ({error.strerror})", "check its name and permissions", where=str(path))
 
 
-def _weights_hold(target: Target) -> bool:
+def _has_valid_weight_bytes(target: Target) -> bool:
     sizes = (*target.segment_weight_bytes, target.head_weight_bytes)
     return len(sizes) == len(target.segments) + 1 and all(0 < size < 2**63 for size in sizes)
 
 
-def _limits_hold(limits: Limits) -> bool:
+def _are_valid_limits(limits: Limits) -> bool:
     return all(0 < number < 2**63 for number in dataclasses.astuple(limits))

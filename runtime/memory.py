@@ -53,7 +53,7 @@ class DeviceArray:
         assert math.prod(whole) == math.prod(self.shape), f"{self.shape} is not {shape}"
         return self._like(self.pointer, whole)
 
-    def moved(self, block: Block) -> DeviceArray:
+    def with_block(self, block: Block) -> DeviceArray:
         """An array of the same shape and type in `block`. Contents are not copied."""
         return replace(self, owner=block, pointer=block.pointer)
 
@@ -94,7 +94,7 @@ class HostMemory:
         """Write zeros to an array made by `floats` or `wide_floats`, or to a part of one."""
         array[...] = 0
 
-    def chosen(self, rows: Any, positions: IntArray) -> Any:
+    def gather_positions(self, rows: Any, positions: IntArray) -> Any:
         """Copy one position of each row of `rows` [B,S,H] to a new array [B,1,H]."""
         return rows[np.arange(len(positions)), positions][:, None]
 
@@ -145,13 +145,13 @@ class DeviceMemory:
         """As `HostMemory.clear`."""
         self.device.clear(array.pointer, array.nbytes)
 
-    def chosen(self, rows: DeviceArray, positions: IntArray) -> DeviceArray:
-        """As `HostMemory.chosen`."""
-        made = self.floats((rows.shape[0], 1, rows.shape[2]))
+    def gather_positions(self, rows: DeviceArray, positions: IntArray) -> DeviceArray:
+        """As `HostMemory.gather_positions`."""
+        gathered = self.floats((rows.shape[0], 1, rows.shape[2]))
         for row, position in enumerate(positions.tolist()):
             source = rows[row : row + 1].reshape(*rows.shape[1:])[position : position + 1]
-            self.device.copy(made[row : row + 1].pointer, source.pointer, source.nbytes)
-        return made
+            self.device.copy(gathered[row : row + 1].pointer, source.pointer, source.nbytes)
+        return gathered
 
     def to_host(self, array: DeviceArray) -> HostArray:
         """As `HostMemory.to_host`."""
@@ -180,6 +180,6 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> HostArray:
     try:
         return np.zeros(shape, dtype)
     except (MemoryError, ValueError) as error:  # ValueError: larger than the address space
-        wanted = math.prod(shape) * np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         remedy = "send fewer rows or shorter prompts, or ask for fewer tokens"
-        raise CapacityError(f"no memory is left for {-(-wanted >> 20)} MiB", remedy) from error
+        raise CapacityError(f"no memory is left for {-(-nbytes >> 20)} MiB", remedy) from error

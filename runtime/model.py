@@ -12,7 +12,7 @@ from skipdecode.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class KeyValueSizes:
     """Sizes of a layer's keys, and of its values too."""
 
     num_heads: int  # KVH
@@ -28,11 +28,11 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateLayers:
+class LayerGroup:
     """A group of layers that keep the same for a row: keys and values of their own or none, and recurrent states."""
 
     layers: tuple[int, ...]  # ascending
-    keys: Keys | None  # None: these layers have no keys of their own
+    keys: KeyValueSizes | None  # None: these layers have no keys of their own
     keys_of: int | None  # a lower layer, computed at every position, whose keys and values these layers read
     states: tuple[State, ...]
 
@@ -42,13 +42,13 @@ class StateLayers:
         return self.keys is not None or bool(self.states)
 
 
-def kept(groups: Sequence[StateLayers], keys: Keys, layer: int) -> StateLayers:
+def layer_group(groups: Sequence[LayerGroup], keys: KeyValueSizes, layer: int) -> LayerGroup:
     """The group that `layer` belongs to; if it is in none, a group of its own with `keys` and nothing else."""
     own = next((group for group in groups if layer in group.layers), None)
-    return own or StateLayers(layers=(layer,), keys=keys, keys_of=None, states=())
+    return own or LayerGroup(layers=(layer,), keys=keys, keys_of=None, states=())
 
 
-def key_sizes(groups: Sequence[StateLayers], keys: Keys) -> set[Keys]:
+def key_sizes(groups: Sequence[LayerGroup], keys: KeyValueSizes) -> set[KeyValueSizes]:
     """The distinct key sizes of all layers that have keys; `keys` are those of layers in no group."""
     return {each for each in (keys, *(group.keys for group in groups)) if each is not None and each.num_heads}
 
@@ -83,17 +83,17 @@ class Model:
     head_size: int  # D, likewise
     vocab_size: int  # V
     num_parameters: int  # tied weights once
-    state_layers: tuple[StateLayers, ...]  # all other layers keep keys and values of the sizes above, and nothing else
+    state_layers: tuple[LayerGroup, ...]  # all other layers keep keys and values of the sizes above, and nothing else
     eos_token_ids: tuple[int, ...]  # empty: no token ends a row
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> KeyValueSizes:
         """Key sizes of a layer in none of `state_layers`."""
-        return Keys(num_heads=self.num_kv_heads, head_size=self.head_size)
+        return KeyValueSizes(num_heads=self.num_kv_heads, head_size=self.head_size)
 
-    def kept(self, layer: int) -> StateLayers:
+    def layer_group(self, layer: int) -> LayerGroup:
         """What `layer` keeps for a row."""
-        return kept(self.state_layers, self.keys, layer)
+        return layer_group(self.state_layers, self.keys, layer)
 
     @property
     def key_sources(self) -> frozenset[int]:
@@ -101,18 +101,18 @@ class Model:
         return frozenset(group.keys_of for group in self.state_layers if group.keys_of is not None)
 
 
-def sizes_hold(model: Model) -> bool:
+def has_valid_sizes(model: Model) -> bool:
     """Whether every size is positive and below 2**63, so that dividing by it or multiplying it is safe.
 
     Head counts and head size may all be 0 if no layer has keys of its own.
     """
     heads = (model.num_heads, model.num_kv_heads, model.head_size)
-    without = not any(heads) and sum(len(group.layers) for group in model.state_layers if not group.keys) == model.num_layers
+    has_no_keys = not any(heads) and sum(len(group.layers) for group in model.state_layers if not group.keys) == model.num_layers
     others = (model.num_layers, model.hidden_size, model.vocab_size, model.num_parameters)
-    return all(0 < size < 2**63 for size in (others if without else (*others, *heads)))
+    return all(0 < size < 2**63 for size in (others if has_no_keys else (*others, *heads)))
 
 
-def states_hold(model: Model) -> bool:
+def has_valid_states(model: Model) -> bool:
     """Whether `state_layers` is well formed.
 
     Each layer exists and is named at most once, groups are ascending, and each array has positive sizes and a name of its own.
@@ -121,10 +121,10 @@ def states_hold(model: Model) -> bool:
     rising = all(
         before < after for group in model.state_layers for before, after in pairwise((-1, *group.layers, model.num_layers))
     )
-    return rising and len({*layers}) == len(layers) and all(map(_kept_once, model.state_layers))
+    return rising and len({*layers}) == len(layers) and all(map(_has_valid_arrays, model.state_layers))
 
 
-def _kept_once(group: StateLayers) -> bool:
+def _has_valid_arrays(group: LayerGroup) -> bool:
     names = [*(("key", "value") if group.keys else ()), *(state.name for state in group.states)]
     sizes = [size for state in group.states for size in state.shape]
     sizes += dataclasses.astuple(group.keys) if group.keys else ()
@@ -132,9 +132,10 @@ def _kept_once(group: StateLayers) -> bool:
     return len({*names}) == len(names) and shaped and all(0 < size < 2**31 for size in sizes)
 
 
-def sources_hold(model: Model) -> bool:
+def has_valid_sources(model: Model) -> bool:
     """Whether every layer whose keys others read lies below its readers and has keys of its own."""
     readers = [(group, group.keys_of) for group in model.state_layers if group.keys_of is not None]
     return all(
-        group.keys is None and 0 <= source < min(group.layers, default=0) and model.kept(source).keys for group, source in readers
+        group.keys is None and 0 <= source < min(group.layers, default=0) and model.layer_group(source).keys
+        for group, source in readers
     )

@@ -33,12 +33,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.do_sample:
             return
-        for name, kind, holds, remedy in _RANGES:
-            given = getattr(self, name)
-            value = _converted(given, kind)  # numpy's narrow numbers would overflow below
-            if value is None or not holds(value):
-                raise CapacityError(f"{_told(given)} is out of range", remedy, where=f"--{name.replace('_', '-')}")
-            object.__setattr__(self, name, value)
+        for name, kind, is_valid, remedy in _RANGES:
+            value = getattr(self, name)
+            number = _as_number(value, kind)  # numpy's narrow numbers would overflow below
+            if number is None or not is_valid(number):
+                raise CapacityError(f"{_short_text(value)} is out of range", remedy, where=f"--{name.replace('_', '-')}")
+            object.__setattr__(self, name, number)
 
 
 # checked after conversion to a Python int or float, in which a tiny positive fraction may have become 0.0
@@ -50,20 +50,20 @@ _RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
 )
 
 
-def _told(given: Any) -> str:
+def _short_text(value: Any) -> str:
     """The given value as text, cut to 40 characters."""
     try:
-        return str(given)[:40]
+        return str(value)[:40]
     except ValueError:  # Python converts at most 4300 digits to text
-        return f"a number of {given.bit_length()} bits"
+        return f"a number of {value.bit_length()} bits"
 
 
-def _converted(given: Any, kind: type[float]) -> float | None:
-    """`given` as a Python int or float; None if it is not an integer or a real number, or too large for a float."""
-    if not isinstance(given, Integral if kind is int else Real):
+def _as_number(value: Any, kind: type[float]) -> float | None:
+    """`value` as a Python int or float; None if it is not an integer or a real number, or too large for a float."""
+    if not isinstance(value, Integral if kind is int else Real):
         return None
     try:
-        return kind(given)
+        return kind(value)
     except OverflowError:
         return None
 
@@ -107,11 +107,11 @@ def _choose(logits: FloatArray, sampling: Sampling, draw: float) -> int:
 def _likeliest(logits: FloatArray, bins: IntArray, count: int) -> IntArray:
     """Ids of the `count` likeliest tokens, ascending; of equally likely ones the lower ids."""
     cut = int(np.searchsorted(np.bincount(bins).cumsum(), count))
-    surely = np.flatnonzero(bins < cut)
-    return np.sort(np.concatenate([surely, _sorted(logits, bins, cut)[: count - len(surely)]]))
+    above = np.flatnonzero(bins < cut)
+    return np.sort(np.concatenate([above, _sorted_bin(logits, bins, cut)[: count - len(above)]]))
 
 
-def _sorted(logits: FloatArray, bins: IntArray, which: int) -> IntArray:
+def _sorted_bin(logits: FloatArray, bins: IntArray, which: int) -> IntArray:
     """Indices of the tokens in bin `which`, likeliest first; of equally likely ones the lower index first."""
     members = np.flatnonzero(bins == which)
     return members[np.argsort(-logits[members], kind="stable")]
@@ -124,24 +124,24 @@ def _draw(logits: FloatArray, bins: IntArray, top: np.float32, sampling: Samplin
         mass -= float(top)
         mass /= sampling.temperature  # near 0, all but the likeliest become -inf
         np.exp(mass, out=mass)
-    after = np.bincount(bins, weights=mass).cumsum()  # the cumulative mass at each bin's end
-    order: dict[int, IntArray] = {}  # of the bins sorted so far
+    mass_at_end = np.bincount(bins, weights=mass).cumsum()  # the cumulative mass at each bin's end
+    sorted_bins: dict[int, IntArray] = {}  # those sorted so far
 
-    def passing(limit: float) -> tuple[int, float]:
+    def first_beyond(limit: float) -> tuple[int, float]:
         """The first token, likeliest first, at which the cumulative mass exceeds `limit`, and that mass."""
-        which = int(np.searchsorted(after, limit, side="right"))
-        if which not in order:
-            order[which] = _sorted(logits, bins, which)
-        members = order[which]
-        running = (after[which - 1] if which else 0.0) + mass[members].cumsum()
-        place = min(int(np.searchsorted(running, limit, side="right")), len(members) - 1)
+        which = int(np.searchsorted(mass_at_end, limit, side="right"))
+        if which not in sorted_bins:
+            sorted_bins[which] = _sorted_bin(logits, bins, which)
+        members = sorted_bins[which]
+        cumulative = (mass_at_end[which - 1] if which else 0.0) + mass[members].cumsum()
+        place = min(int(np.searchsorted(cumulative, limit, side="right")), len(members) - 1)
         # both sum the same numbers in different orders, and rounding must not lift the mass above the bin's end
-        return int(members[place]), float(min(running[place], after[which]))
+        return int(members[place]), float(min(cumulative[place], mass_at_end[which]))
 
-    kept = float(after[-1])
+    kept_mass = float(mass_at_end[-1])
     if sampling.top_p < 1:
-        _, kept = passing(float(np.nextafter(sampling.top_p * kept, 0)))  # reaching top_p is enough
-    token, _ = passing(min(draw * kept, float(np.nextafter(kept, 0))))
+        _, kept_mass = first_beyond(float(np.nextafter(sampling.top_p * kept_mass, 0)))  # reaching top_p is enough
+    token, _ = first_beyond(min(draw * kept_mass, float(np.nextafter(kept_mass, 0))))
     return token
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Anchor, Schedule, full_depth, least_layers
 
-_BY_SPEEDUP = ("linear", "power", "step")
+_SPEEDUP_SCHEDULES = ("linear", "power", "step")
 SCHEDULES = ("linear", "full", "power", "step", "table:FILE")
 DEFAULT_SPEEDUP = 2.0
 DEFAULT_SPAN = 128
-_MOST_POSITIONS = 2**20  # longest span, beyond any model's length
-_STEP_STAIRS = 4
+_MAX_SPAN = 2**20  # longest span, beyond any model's length
+_DEFAULT_STAIRS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ def build_schedule(request: ScheduleRequest, num_layers: int) -> Schedule:
     _check_depth(request, num_layers)
     kind, _, table = request.name.partition(":")
     if kind in ("table", "full"):
-        said = full_depth(num_layers) if kind == "full" else _from_table(Path(table), request, num_layers)
-        return _limit_variants(said, request.max_variants)
+        schedule = full_depth(num_layers) if kind == "full" else _from_table(Path(table), request, num_layers)
+        return _limit_variants(schedule, request.max_variants)
     span = request.span or DEFAULT_SPAN
-    lower, upper = _ends(request, span, num_layers)
+    lower, upper = _layer_range(request, span, num_layers)
     if kind == "linear":
         counts = _linear(span, lower, upper)
     elif kind == "step":
@@ -71,7 +71,7 @@ def check_schedule_request(request: ScheduleRequest) -> None:
         ScheduleError: an unknown name, a missing table file, `min_layers` above `max_layers`, or a number out of its range.
     """
     kind, _, table = request.name.partition(":")
-    if not (kind == "table" and table) and request.name not in ("full", *_BY_SPEEDUP):
+    if not (kind == "table" and table) and request.name not in ("full", *_SPEEDUP_SCHEDULES):
         raise ScheduleError(f"unknown schedule {request.name!r}", f"choose one of {', '.join(SCHEDULES)}")
     if table and not os.path.exists(table):  # only looked up: a pipe can be read just once
         raise ScheduleError("cannot be read (no such file)", "name a JSON file", where=f"table {table}")
@@ -81,38 +81,39 @@ def check_schedule_request(request: ScheduleRequest) -> None:
     for option, number in (("--span", request.span), ("--max-variants", request.max_variants)):
         if number is not None and number < 1:
             raise ScheduleError(f"{option} {number} is not a positive count", f"choose {option} 1 or more")
-    if request.span is not None and request.span > _MOST_POSITIONS:
-        raise ScheduleError(f"--span {request.span} is longer than any row", f"choose --span {_MOST_POSITIONS} or less")
+    if request.span is not None and request.span > _MAX_SPAN:
+        raise ScheduleError(f"--span {request.span} is longer than any row", f"choose --span {_MAX_SPAN} or less")
     if request.alpha is not None and (request.name != "power" or not 0 < request.alpha <= 1):
         raise ScheduleError(f"--alpha {request.alpha}", "give a decay in (0, 1], and only with --schedule power")
 
 
-def disagreements(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
+def unmet_requests(request: ScheduleRequest, schedule: Schedule) -> Iterator[str]:
     """Yield a message for each thing that was requested but is different in `schedule`.
 
     A table, full depth and --alpha fix every layer count, --max-variants and the stairs of `step` round it, and warm-up layers
     bound the default speedup.
     """
     least = least_layers(schedule.num_layers, schedule.warmup_layers)
-    silent = {request.speedup, request.max_layers, request.min_layers, request.alpha} == {None}
-    if silent and request.name in _BY_SPEEDUP and least > schedule.num_layers / DEFAULT_SPEEDUP + 0.5:
+    is_default = {request.speedup, request.max_layers, request.min_layers, request.alpha} == {None}
+    if is_default and request.name in _SPEEDUP_SCHEDULES and least > schedule.num_layers / DEFAULT_SPEEDUP + 0.5:
         yield (
             f"of {schedule.num_layers} layers at least {least} are computed, so that the default of {DEFAULT_SPEEDUP:g}x cannot "
             f"be reached: it is {schedule.num_layers / schedule.mean_layers:.2f}x"
         )
     speedup, rounding = request.speedup, 0.5  # layers
     fixed = request.alpha is not None or request.name.partition(":")[0] in ("table", "full")
-    floor = request.name == "power" and not fixed and request.max_variants is None  # a decay need not come down to min_layers
+    # a decay need not come down to min_layers
+    may_end_higher = request.name == "power" and not fixed and request.max_variants is None
     checks = (
         ("--speedup", speedup, speedup and abs(schedule.num_layers / speedup - schedule.mean_layers) <= rounding),
         ("--max-layers", request.max_layers, request.max_layers == schedule.layers[0]),
-        ("--min-layers", request.min_layers, floor or request.min_layers == schedule.layers[-1]),
+        ("--min-layers", request.min_layers, may_end_higher or request.min_layers == schedule.layers[-1]),
     )
-    happens = "changes nothing" if fixed else "is not met"
-    for option, value, holds in checks:
-        if value is not None and not holds:
+    outcome = "changes nothing" if fixed else "is not met"
+    for option, value, is_met in checks:
+        if value is not None and not is_met:
             yield (
-                f"{option} {value:g} {happens}: the {schedule.name} schedule has {schedule.layers[0]} -> {schedule.layers[-1]} "
+                f"{option} {value:g} {outcome}: the {schedule.name} schedule has {schedule.layers[0]} -> {schedule.layers[-1]} "
                 f"layers over {schedule.span} positions, {schedule.num_layers / schedule.mean_layers:.2f}x fewer"
             )
 
@@ -133,14 +134,14 @@ def _check_depth(request: ScheduleRequest, num_layers: int) -> None:
             )
 
 
-def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, int]:
+def _layer_range(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, int]:
     """(min, max): what was given, else a 1:3 range around the mean that the speedup asks for."""
     least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
     if request.alpha is not None or (request.speedup is None and (lower, upper) != (None, None)):
         upper = num_layers if upper is None else upper
         half = num_layers / max(1.0, request.speedup or DEFAULT_SPEEDUP) / 2
         return min(upper, max(least, round(half))) if lower is None else lower, upper
-    mean = _mean(request, span, num_layers)
+    mean = _target_mean(request, span, num_layers)
     if request.name == "power":
         upper = num_layers if upper is None else upper
         if lower is None:
@@ -157,18 +158,18 @@ def _ends(request: ScheduleRequest, span: int, num_layers: int) -> tuple[int, in
     return lower, max(lower, min(num_layers, round(2 * mean - lower))) if upper is None else upper
 
 
-def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
+def _target_mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
     """The mean layer count that the speedup asks for; for the default speedup, the nearest that can be reached.
 
     Raises:
         ScheduleError: the model's depth, or the ends that were given, do not allow the requested speedup.
     """
     speedup = DEFAULT_SPEEDUP if request.speedup is None else request.speedup
-    low, high = _reach(request, span, num_layers)
+    low, high = _mean_range(request, span, num_layers)
     reachable = speedup >= 1 and low - 0.5 <= num_layers / speedup <= high + 0.5  # half a layer is rounding
-    if reachable or request.speedup is None:  # the default was not asked for: take the nearest, which `disagreements` reports
+    if reachable or request.speedup is None:  # the default was not asked for: take the nearest, which `unmet_requests` reports
         return min(max(num_layers / speedup, low), high)
-    nearest = _floor(num_layers / low) if speedup > num_layers / low else -_floor(-num_layers / high)
+    nearest = _round_down(num_layers / low) if speedup > num_layers / low else -_round_down(-num_layers / high)
     least = least_layers(num_layers, request.warmup_layers)
     ends = "" if (request.max_layers, request.min_layers) == (None, None) else ", with the given ends"
     raise ScheduleError(
@@ -177,7 +178,7 @@ def _mean(request: ScheduleRequest, span: int, num_layers: int) -> float:
     )
 
 
-def _reach(request: ScheduleRequest, span: int, num_layers: int) -> tuple[float, float]:
+def _mean_range(request: ScheduleRequest, span: int, num_layers: int) -> tuple[float, float]:
     """The smallest and the largest mean layer count that the given ends allow."""
     least, lower, upper = least_layers(num_layers, request.warmup_layers), request.min_layers, request.max_layers
     if request.name == "power":
@@ -196,7 +197,7 @@ def _reach(request: ScheduleRequest, span: int, num_layers: int) -> tuple[float,
     return least, num_layers
 
 
-def _floor(value: float) -> float:
+def _round_down(value: float) -> float:
     """Round down to two decimals."""
     return math.floor(value * 100) / 100
 
@@ -206,7 +207,7 @@ def _linear(span: int, lower: int, upper: int) -> list[int]:
 
 
 def _step(request: ScheduleRequest, span: int, lower: int, upper: int) -> list[int]:
-    stairs = max(1, min(request.max_variants or _STEP_STAIRS, span))
+    stairs = max(1, min(request.max_variants or _DEFAULT_STAIRS, span))
     if stairs == 1:
         return [request.max_layers or request.min_layers or round((upper + lower) / 2)] * span
     levels = [round(upper - (upper - lower) * i / (stairs - 1)) for i in range(stairs)]
@@ -221,7 +222,7 @@ def _power(request: ScheduleRequest, span: int, lower: int, upper: int, num_laye
         return counts(request.alpha)
     if request.speedup is None and (request.max_layers is not None or request.min_layers is not None):
         return counts((lower / upper) ** (1 / max(1, span - 1)))
-    mean = _mean(request, span, num_layers)
+    mean = _target_mean(request, span, num_layers)
     return counts(_bisect(lambda alpha: sum(counts(alpha)) / span - mean))
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode.cache_folder import cache_folder
 from skipdecode.cpu import cpu_features, usable_cores
 from skipdecode.cuda import CudaDevice, gpu_at_hand
 from skipdecode.device import Device
-from skipdecode.engines import Engine, Engines, Segment, Sharing, tensorrt
+from skipdecode.engines import Engine, Engines, Segment, SharingEngine, tensorrt
 from skipdecode.engines.contract import embed_contract, head_contract, segment_contract
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.engines.ort import OrtEngine, check_library, prepare_cuda, use_threads
@@ -76,8 +76,8 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         )  # fmt: skip
     use_threads(threads)
     with loading(bundle):
-        engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace))
-        return _load(manifest, bundle, target, HostMemory(), engine, threads=usable_cores())
+        load_engine = _checking_loader(manifest, bundle, target, lambda path: OrtEngine(path, trace))
+        return _load(manifest, bundle, target, HostMemory(), load_engine, threads=usable_cores())
 
 
 def load_device_engines(
@@ -93,15 +93,15 @@ def load_device_engines(
         BundleError: an engine cannot be loaded.
         CapacityError: memory does not hold them all.
     """
-    engine = _checked(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
-    loaded = _load_on_device(manifest, bundle, target, device, engine, threads=usable_cores())
+    load_engine = _checking_loader(manifest, bundle, target, lambda path: OrtEngine(path, trace, device=device))
+    loaded = _load_on_device(manifest, bundle, target, device, load_engine, threads=usable_cores())
     return dataclasses.replace(loaded, turn_around=turn_around)
 
 
-def _checked(
-    manifest: Manifest, bundle: Path, target: Target, engine: Callable[[Path], OrtEngine]
+def _checking_loader(
+    manifest: Manifest, bundle: Path, target: Target, load_engine: Callable[[Path], OrtEngine]
 ) -> Callable[[Path], OrtEngine]:
-    """`engine`, extended to compare each file's inputs and outputs with what the manifest calls for."""
+    """`load_engine`, extended to compare each file's inputs and outputs with what the manifest calls for."""
     model, floats = manifest.model, "float32" if target.float_bytes == 4 else manifest.dtype
     contracts = {
         bundle / target.embed: embed_contract(model, floats),
@@ -112,40 +112,40 @@ def _checked(
         },
     }
 
-    def checked(path: Path) -> OrtEngine:
-        loaded = engine(path)
-        contracts[path].check(loaded, path)
-        return loaded
+    def load_checked(path: Path) -> OrtEngine:
+        engine = load_engine(path)
+        contracts[path].check(engine, path)
+        return engine
 
-    return checked
+    return load_checked
 
 
 def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace | None) -> Engines:
-    found = tensorrt.library(target.name).__version__
+    installed = tensorrt.library(target.name).__version__
     built_for = [] if target.machine == PORTABLE else target.machine.split()
-    if found != target.library_version:
-        message = f"the plans were built by {target.name} {target.library_version}, installed is {found}"
-        raise TargetError(message, _rebuild(target, built_for), where=str(bundle))
+    if installed != target.library_version:
+        message = f"the plans were built by {target.name} {target.library_version}, installed is {installed}"
+        raise TargetError(message, _rebuild_remedy(target, built_for), where=str(bundle))
     device = CudaDevice()
-    served = device.capability in built_for if built_for else int(device.capability.removeprefix("sm")) >= 80
-    if not served:
-        unless = "" if target.name == "tensorrt" else ", or cuda where that is unknown"
+    is_served = device.capability in built_for if built_for else int(device.capability.removeprefix("sm")) >= 80
+    if not is_served:
+        alternative = "" if target.name == "tensorrt" else ", or cuda where that is unknown"
         message = f"the plans are for {target.machine}, this GPU is {device.capability}"
-        raise TargetError(message, _rebuild(target, [device.capability]) + unless, where=str(bundle))
-    kernels = KernelCache(_kernels_of(bundle, gpu_at_hand().name))
+        raise TargetError(message, _rebuild_remedy(target, [device.capability]) + alternative, where=str(bundle))
+    kernels = KernelCache(_kernel_file(bundle, gpu_at_hand().name))
     shared = tensorrt.PlanRuntime(target.name, device, kernels)
     run = device.turn_around()
     engines = plan_engines(manifest, bundle, target, device, run, lambda path: tensorrt.TensorRTEngine(path, shared, trace))
-    return dataclasses.replace(engines, after_run=kernels.keep)
+    return dataclasses.replace(engines, after_run=kernels.save)
 
 
-def _rebuild(target: Target, capabilities: Sequence[str]) -> str:
+def _rebuild_remedy(target: Target, capabilities: Sequence[str]) -> str:
     """The remedy: how to export again. `tensorrt` builds for the GPU at hand and takes no capability by name."""
-    named = f":{','.join(capabilities)}" if capabilities and target.name != "tensorrt" else ""
-    return f"export the model again with --target {target.name}{named} --force"
+    suffix = f":{','.join(capabilities)}" if capabilities and target.name != "tensorrt" else ""
+    return f"export the model again with --target {target.name}{suffix} --force"
 
 
-def _kernels_of(bundle: Path, gpu: str) -> Path:
+def _kernel_file(bundle: Path, gpu: str) -> Path:
     """The file for kernels compiled from the bundle's plans for one kind of GPU; machines with other GPUs may share a home."""
     identity = hashlib.sha256((bundle / MANIFEST).read_bytes() + gpu.encode()).hexdigest()[:24]
     return cache_folder("kernels") / f"{identity}.bin"
@@ -153,47 +153,47 @@ def _kernels_of(bundle: Path, gpu: str) -> Path:
 
 def plan_engines(
     manifest: Manifest, bundle: Path, target: Target, device: Device, turn_around: TurnAround | None,
-    engine: Callable[[Path], Engine],
+    load_engine: Callable[[Path], Engine],
 ) -> Engines:  # fmt: skip
     """Load plans: engines with a fixed number of KV buffer slots that take one row per pass over a prompt.
 
     Args:
-        engine: loads one of the target's files.
+        load_engine: loads one of the target's files.
     """
-    loaded = _load_on_device(manifest, bundle, target, device, engine, threads=1)
+    loaded = _load_on_device(manifest, bundle, target, device, load_engine, threads=1)
     slots = plan_slots(manifest, target)
-    return dataclasses.replace(loaded, slots=slots, most_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around)
+    return dataclasses.replace(loaded, slots=slots, max_prompt_tokens=PREFILL_CHUNK, turn_around=turn_around)
 
 
 def _load_on_device(
-    manifest: Manifest, bundle: Path, target: Target, device: Device, engine: Callable[[Path], Engine], *, threads: int
+    manifest: Manifest, bundle: Path, target: Target, device: Device, load_engine: Callable[[Path], Engine], *, threads: int
 ) -> Engines:
     """As `_load`, with the weight that embedding and head share, if any, once on the device."""
     memory = DeviceMemory(device, manifest.dtype)
-    loaded = _load(manifest, bundle, target, memory, engine, threads=threads)
+    loaded = _load(manifest, bundle, target, memory, load_engine, threads=threads)
     if target.tied_weight is None:
         return loaded
-    rows = names.tied_rows(manifest.model.vocab_size)
+    rows = bindings.tied_rows(manifest.model.vocab_size)
     try:
         stored = np.memmap(bundle / target.tied_weight, dtype=np.uint16, mode="r").reshape(rows, -1)
     except ValueError as error:
         raise BundleError("has no whole rows", "export the model again", where=str(bundle / target.tied_weight)) from error
     weight = memory.floats(stored.shape)
     memory.device.send(weight.pointer, stored)
-    shared = {names.TIED_WEIGHT: weight}
-    embed, head = (Sharing(engine=each, weights=shared) for each in (loaded.embed, loaded.head))
+    shared = {bindings.TIED_WEIGHT: weight}
+    embed, head = (SharingEngine(engine=each, weights=shared) for each in (loaded.embed, loaded.head))
     return dataclasses.replace(loaded, embed=embed, head=head)
 
 
 def _load(
-    manifest: Manifest, bundle: Path, target: Target, memory: Memory, engine: Callable[[Path], Engine], *, threads: int
+    manifest: Manifest, bundle: Path, target: Target, memory: Memory, load_engine: Callable[[Path], Engine], *, threads: int
 ) -> Engines:
-    """Load each of a target's files with `engine`."""
+    """Load each of a target's files with `load_engine`."""
     paths = [bundle / path for path in (target.embed, *target.segments, target.head)]
     try:
         with ThreadPoolExecutor(threads) as pool:  # ONNX Runtime packs quantised weights to compare them
-            embed, *segments, head = pool.map(engine, paths)
+            embed, *segment_engines, head = pool.map(load_engine, paths)
     except MemoryError as error:
         raise CapacityError("does not fit in memory", "free some memory", where=str(bundle)) from error
-    climbed = tuple(Segment(*pair) for pair in zip(manifest.segments, segments, strict=True))
-    return Engines(embed=embed, segments=climbed, head=head, memory=memory)
+    segments = tuple(Segment(*pair) for pair in zip(manifest.segments, segment_engines, strict=True))
+    return Engines(embed=embed, segments=segments, head=head, memory=memory)

@@ -75,21 +75,21 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # those of the last emitted piece, and those after it
-        self._given = 0  # how many of them belong to that piece
+        self._emitted_count = 0  # how many of them belong to that piece
 
     def put(self, token: int) -> str:
         """Take the next id; returns the text that it completes, or an empty string."""
         self._ids.append(token)
-        piece = self._rest()
+        piece = self._pending_text()
         if not piece or piece.endswith(_INCOMPLETE):
             return ""
-        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
+        self._ids, self._emitted_count = self._ids[self._emitted_count :], len(self._ids) - self._emitted_count
         return piece
 
     def end(self) -> str:
         """The text that was still waiting for the rest of a character's bytes."""
-        piece, self._given = self._rest(), len(self._ids)
+        piece, self._emitted_count = self._pending_text(), len(self._ids)
         return piece
 
-    def _rest(self) -> str:
-        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._given])) :]
+    def _pending_text(self) -> str:
+        return self._tokenizer.decode(self._ids)[len(self._tokenizer.decode(self._ids[: self._emitted_count])) :]

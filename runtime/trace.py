@@ -49,7 +49,7 @@ class Trace:
         self._sessions.append(session)
 
     @contextmanager
-    def span(self, name: str, kind: str) -> Iterator[dict[str, Any]]:
+    def record(self, name: str, kind: str) -> Iterator[dict[str, Any]]:
         """Record the time spent inside this block; what is put into the dict that it yields is recorded with it."""
         facts: dict[str, Any] = {}
         began = time.time_ns()
@@ -100,10 +100,10 @@ def traced(
         return call
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with trace.span(name, kind) as facts:
-            given = call(*args, **kwargs)
+        with trace.record(name, kind) as facts:
+            returned = call(*args, **kwargs)
             if result is not None:
-                facts[result] = given
-        return given
+                facts[result] = returned
+        return returned
 
     return run

@@ -14,14 +14,14 @@ from pathlib import Path
 from skipdecode.sampling import Sampling
 
 KERNEL, THREADS = "skd_turnaround_kernel", 1024  # as turnaround.cu and turnaround.h have them
-_MOST = 2**31 - 1  # largest C int; no vocabulary is larger
+_MAX_INT = 2**31 - 1  # largest C int; no vocabulary is larger
 
 
 def ptx() -> bytes:
     """The kernel as PTX, for compute capability 7.5 and all later ones."""
-    found = find_spec("skipdecode.plugins.turnaround")  # only data: no code of plugins is imported
-    assert found is not None and found.origin is not None
-    return Path(found.origin).with_name("turnaround.ptx").read_bytes()
+    spec = find_spec("skipdecode.plugins.turnaround")  # only data: no code of plugins is imported
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).with_name("turnaround.ptx").read_bytes()
 
 
 class SkdSampling(ctypes.Structure):
@@ -36,11 +36,11 @@ class SkdSampling(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, how: Sampling) -> SkdSampling:
-        """`how` in C; all zeros if it is greedy."""
-        if not how.do_sample:
+    def of(cls, sampling: Sampling) -> SkdSampling:
+        """`sampling` in C; all zeros if it is greedy."""
+        if not sampling.do_sample:
             return cls()
-        return cls(True, min(how.top_k, _MOST), how.temperature, how.top_p, how.seed)
+        return cls(True, min(sampling.top_k, _MAX_INT), sampling.temperature, sampling.top_p, sampling.seed)
 
 
 class SkdTurnaround(ctypes.Structure):

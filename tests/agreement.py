@@ -14,7 +14,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.generate import Generator
 from skipdecode.graph_passes.quantization import Quantization
-from skipdecode.graph_passes.quantize_plan_weights import levels_by_output
+from skipdecode.graph_passes.quantize_plan_weights import quantise_by_output
 from skipdecode.memory import DeviceMemory
 
 
@@ -81,11 +81,11 @@ def on_levels(model: Any, quantize: str) -> Any:
 def _rounded(weight: Any, quantize: str, of_scales: ir.DataType) -> Any:
     """A matrix [N,K] as its levels and scales give it."""
     if quantize == "int4":
-        parts = Quantization(bits=4).parts(weight.numpy())
+        parts = Quantization(bits=4).quantise(weight.numpy())
         levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
         scales = parts["scales"].reshape(-1, 1)
     else:
-        levels, scales = levels_by_output(weight.numpy(), of_scales)
+        levels, scales = quantise_by_output(weight.numpy(), of_scales)
         scales = scales[:, None]
     rounded = (levels * scales.astype(of_scales.numpy())).astype(np.float16).astype(np.float32)
     return torch.from_numpy(rounded.reshape(weight.shape))

@@ -57,7 +57,7 @@ def _traced_once(trace: Callable[..., Sequence[ir.Model]], folder: Path) -> Call
                 partial.rename(kept)
         found = tuple(ir.load(path) for path in sorted(kept.iterdir()))
         for graph in found:
-            graphs._refer(graph, bones, weights)
+            graphs._link_weights(graph, bones, weights)
         return found
 
     return traced

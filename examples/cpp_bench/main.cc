@@ -18,7 +18,7 @@ exit status: 0 measured, 2 bad input (one line: what, where, what to do)
 )";
 
 struct Figures {
-  std::vector<double> token_ms, outside_us, prefill_ms, graphs;
+  std::vector<double> token_ms, outside_engines_us, prefill_ms, graph_launches;
 };
 
 double Median(std::vector<double> values) {
@@ -26,7 +26,8 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void Decode(const skipdecode::Bundle& bundle, uint32_t prompt_tokens, uint32_t new_tokens, bool full_depth, Figures* figures) {
+void MeasureDecode(const skipdecode::Bundle& bundle, uint32_t prompt_tokens, uint32_t new_tokens, bool full_depth,
+                   Figures* figures) {
   skd_session_options room = skipdecode::SessionOptions();
   room.max_prompt_tokens = prompt_tokens;
   room.max_new_tokens = new_tokens;
@@ -41,15 +42,15 @@ void Decode(const skipdecode::Bundle& bundle, uint32_t prompt_tokens, uint32_t n
   const skd_counters counters = session.counters();
   const auto steps = static_cast<double>(counters.decode_steps);
   figures->token_ms.push_back(static_cast<double>(counters.decode_ns) / steps / 1e6);
-  figures->outside_us.push_back(static_cast<double>(counters.decode_ns - counters.decode_engine_ns) / steps / 1e3);
+  figures->outside_engines_us.push_back(static_cast<double>(counters.decode_ns - counters.decode_engine_ns) / steps / 1e3);
   figures->prefill_ms.push_back(static_cast<double>(counters.prefill_ns) / 1e6);
-  figures->graphs.push_back(static_cast<double>(counters.graph_launches) / steps);
+  figures->graph_launches.push_back(static_cast<double>(counters.graph_launches) / steps);
 }
 
-nlohmann::json Row(const Figures& figures) {
+nlohmann::json ToJson(const Figures& figures) {
   return {{"token_ms", Median(figures.token_ms)},
-          {"outside_engines_us_per_step", Median(figures.outside_us)},
-          {"graph_launches_per_step", Median(figures.graphs)},
+          {"outside_engines_us_per_step", Median(figures.outside_engines_us)},
+          {"graph_launches_per_step", Median(figures.graph_launches)},
           {"prefill_ms", Median(figures.prefill_ms)}};
 }
 
@@ -60,8 +61,8 @@ int main(int count, char** arguments) {
     std::cout << kUsage << kHelp;
     return 0;
   }
-  const bool calls = count == 6 && std::string(arguments[5]) == "calls";
-  if (count != 2 && count != 5 && !calls) {
+  const bool no_graphs = count == 6 && std::string(arguments[5]) == "calls";
+  if (count != 2 && count != 5 && !no_graphs) {
     std::cerr << kUsage;
     return 2;
   }
@@ -70,15 +71,15 @@ int main(int count, char** arguments) {
     const auto new_tokens = static_cast<uint32_t>(count >= 5 ? std::stoul(arguments[3]) : 65);
     const auto rounds = static_cast<int>(count >= 5 ? std::stoul(arguments[4]) : 7);
     skd_load_options options = skipdecode::LoadOptions();
-    options.no_cuda_graphs = calls ? 1 : 0;
+    options.no_cuda_graphs = no_graphs ? 1 : 0;
     const auto bundle = skipdecode::Bundle::Load(arguments[1], options);
     Figures full, scheduled, warm_up;
-    for (const bool full_depth : {true, false}) Decode(bundle, prompt_tokens, new_tokens, full_depth, &warm_up);
+    for (const bool full_depth : {true, false}) MeasureDecode(bundle, prompt_tokens, new_tokens, full_depth, &warm_up);
     for (int round = 0; round < rounds; ++round) {
-      Decode(bundle, prompt_tokens, new_tokens, true, &full);
-      Decode(bundle, prompt_tokens, new_tokens, false, &scheduled);
+      MeasureDecode(bundle, prompt_tokens, new_tokens, true, &full);
+      MeasureDecode(bundle, prompt_tokens, new_tokens, false, &scheduled);
     }
-    std::cout << nlohmann::json{{"load_s", bundle.info().load_s}, {"full", Row(full)}, {"scheduled", Row(scheduled)}}.dump()
+    std::cout << nlohmann::json{{"load_s", bundle.info().load_s}, {"full", ToJson(full)}, {"scheduled", ToJson(scheduled)}}.dump()
               << '\n';
     return 0;
   } catch (const std::exception& error) {

@@ -9,8 +9,8 @@
 namespace service {
 namespace {
 
-constexpr std::chrono::milliseconds kMoment{50};  // between checks of the whole queue, which may be long
-constexpr std::chrono::seconds kAgain{1};         // between attempts to make a session while no row asks for one
+constexpr std::chrono::milliseconds kQueueCheckInterval{50};  // between checks of the whole queue, which may be long
+constexpr std::chrono::seconds kRetryInterval{1};             // between attempts to make a session while no row asks for one
 
 }  // namespace
 
@@ -20,16 +20,16 @@ void Mailbox::Put(const News& news) noexcept {
     try {
       news_.push_back(news);
     } catch (const std::bad_alloc&) {
-      lost_ = true;
+      news_lost_ = true;
     }
   }
-  told_.notify_all();
+  news_arrived_.notify_all();
 }
 
-std::vector<Mailbox::News> Mailbox::Take(std::chrono::milliseconds moment) {
+std::vector<Mailbox::News> Mailbox::Take(std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
-  told_.wait_for(lock, moment, [this] { return lost_ || !news_.empty(); });
-  if (lost_) throw std::bad_alloc();
+  news_arrived_.wait_for(lock, timeout, [this] { return news_lost_ || !news_.empty(); });
+  if (news_lost_) throw std::bad_alloc();
   return std::exchange(news_, {});
 }
 
@@ -46,7 +46,7 @@ Batcher::~Batcher() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
   }
-  arrived_.notify_all();
+  rows_arrived_.notify_all();
   thread_.join();
 }
 
@@ -61,7 +61,7 @@ bool Batcher::Submit(const std::vector<std::shared_ptr<Row>>& rows) {
     metrics_->queued = queue_.size();
   }
   metrics_->accepted += rows.size();
-  arrived_.notify_all();
+  rows_arrived_.notify_all();
   return true;
 }
 
@@ -72,9 +72,9 @@ void Batcher::Loop() {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto work = [this] { return ending_ || !queue_.empty() || !running_.empty(); };
       if (session_ != nullptr) {
-        arrived_.wait(lock, work);
+        rows_arrived_.wait(lock, work);
       } else {
-        has_rows = arrived_.wait_for(lock, failing_ ? kAgain : std::chrono::seconds(0), work);
+        has_rows = rows_arrived_.wait_for(lock, failing_ ? kRetryInterval : std::chrono::seconds(0), work);
       }
       if (ending_ && queue_.empty() && running_.empty()) return;
     }
@@ -94,7 +94,7 @@ void Batcher::Loop() {
 }
 
 // The session, rebuilt if the last one failed. Throws if that is not possible.
-skipdecode::Session& Batcher::TheSession() {
+skipdecode::Session& Batcher::GetOrCreateSession() {
   if (session_ != nullptr) return *session_;
   try {
     session_ = std::make_unique<skipdecode::Session>(bundle_, room_);
@@ -108,11 +108,11 @@ skipdecode::Session& Batcher::TheSession() {
 
 // Does not wait for a row to ask for a session: clients that check /health may send none until it recovers.
 void Batcher::RenewSession() {
-  const bool told = failing_;
+  const bool reported = failing_;
   try {
-    TheSession();
+    GetOrCreateSession();
   } catch (const std::exception& error) {
-    if (!told) std::cerr << "no new session can be made, which is tried each second: " << error.what() << std::endl;
+    if (!reported) std::cerr << "no new session can be made, which is tried each second: " << error.what() << std::endl;
   }
 }
 
@@ -127,8 +127,8 @@ void Batcher::Admit() {
       queue_.pop_front();
       metrics_->queued = queue_.size();
     }
-    if (Abandoned(*row, Clock::now())) {
-      row->Tell(std::nullopt, End::kTimeout);
+    if (CountIfAbandoned(*row, Clock::now())) {
+      row->Report(std::nullopt, EndReason::kTimeout);
     } else {
       Join(row);
     }
@@ -138,30 +138,30 @@ void Batcher::Admit() {
 
 // Add a row to the session. A row that cannot join is told why; throws if the session is lost with it.
 void Batcher::Join(const std::shared_ptr<Row>& row) {
-  End end = End::kLost;
+  EndReason end = EndReason::kNoSession;
   // Ends the row; returns false if the session is lost with it.
-  const auto refuse = [&](End reason, const std::exception& error, bool unharmed) {
+  const auto refuse = [&](EndReason reason, const std::exception& error, bool session_intact) {
     ++metrics_->failed;
-    row->Tell(std::nullopt, reason);
-    const bool kept = session_ == nullptr || unharmed;
+    row->Report(std::nullopt, reason);
+    const bool kept = session_ == nullptr || session_intact;
     if (kept) std::cerr << "a prompt failed: " << error.what() << std::endl;
     return kept;
   };
   try {
-    skipdecode::Session& session = TheSession();
-    end = End::kFailed;
+    skipdecode::Session& session = GetOrCreateSession();
+    end = EndReason::kFailed;
     running_.emplace(session.Add(row->prompt, row->options), row);
   } catch (const skipdecode::Error& error) {
     const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
     // skipdecode.h: a session is unchanged after CAPACITY, and after no other error
-    if (!refuse(no_memory ? End::kRefused : end, error, no_memory)) throw;
+    if (!refuse(no_memory ? EndReason::kNoMemory : end, error, no_memory)) throw;
   } catch (const std::exception& error) {  // out of memory outside the library: the session may already have the row
-    if (!refuse(End::kRefused, error, /*unharmed=*/false)) throw;
+    if (!refuse(EndReason::kNoMemory, error, /*session_intact=*/false)) throw;
   }
 }
 
 // Whether nobody waits for this row any more, or its deadline has passed. Counts it if so.
-bool Batcher::Abandoned(const Row& row, Clock::time_point now) {
+bool Batcher::CountIfAbandoned(const Row& row, Clock::time_point now) {
   if (!row.complete() && !row.cancelled() && now < row.deadline) return false;
   ++(row.complete() ? metrics_->completed : row.cancelled() ? metrics_->cancelled : metrics_->timed_out);
   return true;
@@ -171,17 +171,17 @@ void Batcher::DropAbandoned() {
   const Clock::time_point now = Clock::now();
   for (auto next = running_.begin(); next != running_.end();) {
     const auto [id, row] = *next++;
-    if (Abandoned(*row, now)) Leave(id, End::kTimeout, /*in_session=*/true);
+    if (CountIfAbandoned(*row, now)) Leave(id, EndReason::kTimeout, /*in_session=*/true);
   }
-  if (now < next_look_) return;
-  next_look_ = now + kMoment;
+  if (now < next_queue_check_) return;
+  next_queue_check_ = now + kQueueCheckInterval;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto dropped = [&](const std::shared_ptr<Row>& row) {
-    if (!Abandoned(*row, now)) return false;
-    row->Tell(std::nullopt, End::kTimeout);
+  const auto end_if_abandoned = [&](const std::shared_ptr<Row>& row) {
+    if (!CountIfAbandoned(*row, now)) return false;
+    row->Report(std::nullopt, EndReason::kTimeout);
     return true;
   };
-  queue_.erase(std::remove_if(queue_.begin(), queue_.end(), dropped), queue_.end());
+  queue_.erase(std::remove_if(queue_.begin(), queue_.end(), end_if_abandoned), queue_.end());
   metrics_->queued = queue_.size();
 }
 
@@ -190,22 +190,22 @@ void Batcher::Step() {
   bool decoded = false;
   for (const skd_event& event : session_->Step()) {
     const std::shared_ptr<Row> row = running_.at(event.row);
-    row->Tell(event.token, std::nullopt);
+    row->Report(event.token, std::nullopt);
     ++metrics_->tokens;
-    if (event.prefill != 0) metrics_->FirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
+    if (event.prefill != 0) metrics_->CountFirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
     if (event.prefill == 0 && !std::exchange(decoded, true)) {
       ++metrics_->decode_steps;
       metrics_->layers += event.layers;
     }
     if (event.finish == SKD_FINISH_NONE) continue;
     ++metrics_->completed;
-    Leave(event.row, event.finish == SKD_FINISH_STOP ? End::kStop : End::kLength, /*in_session=*/false);
+    Leave(event.row, event.finish == SKD_FINISH_STOP ? EndReason::kStop : EndReason::kLength, /*in_session=*/false);
   }
 }
 
-void Batcher::Leave(uint64_t id, End end, bool in_session) {
+void Batcher::Leave(uint64_t id, EndReason end, bool in_session) {
   if (in_session) session_->Cancel(id);
-  running_.at(id)->Tell(std::nullopt, end);
+  running_.at(id)->Report(std::nullopt, end);
   running_.erase(id);
   metrics_->running = running_.size();
 }
@@ -214,7 +214,7 @@ void Batcher::Leave(uint64_t id, End end, bool in_session) {
 // because memory may not hold two.
 void Batcher::FailAll() noexcept {
   metrics_->failed += running_.size();
-  for (const auto& [id, row] : running_) row->Tell(std::nullopt, End::kFailed);
+  for (const auto& [id, row] : running_) row->Report(std::nullopt, EndReason::kFailed);
   running_.clear();
   metrics_->running = 0;
   session_.reset();

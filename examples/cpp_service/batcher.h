@@ -20,8 +20,8 @@ namespace service {
 
 using Clock = std::chrono::steady_clock;
 
-// kFailed: the engines failed. kLost: they failed, and no new session can be made. kRefused: out of memory for now.
-enum class End { kStop, kLength, kTimeout, kFailed, kLost, kRefused };
+// kFailed: the engines failed. kNoSession: they failed, and no new session can be made. kNoMemory: out of memory for now.
+enum class EndReason { kStop, kLength, kTimeout, kFailed, kNoSession, kNoMemory };
 
 // Tokens and endings of one request's rows, kept until the thread that serves its client takes them.
 class Mailbox {
@@ -29,19 +29,19 @@ class Mailbox {
   struct News {
     size_t row;  // its index in the request
     std::optional<int64_t> token;
-    std::optional<End> end;  // the row's last news
+    std::optional<EndReason> end;  // the row's last news
   };
 
   void Put(const News& news) noexcept;
-  // Wait for news of any row, for `moment` at most, so that the caller can check on its client in between. Throws
+  // Wait for news of any row, for `timeout` at most, so that the caller can check on its client in between. Throws
   // std::bad_alloc if news was lost because there was no memory for it.
-  std::vector<News> Take(std::chrono::milliseconds moment);
+  std::vector<News> Take(std::chrono::milliseconds timeout);
 
  private:
   std::mutex mutex_;
-  std::condition_variable told_;
+  std::condition_variable news_arrived_;
   std::vector<News> news_;
-  bool lost_ = false;
+  bool news_lost_ = false;
 };
 
 // One row, shared by the thread that serves its client and the batcher.
@@ -69,7 +69,7 @@ class Row {
 
  private:
   friend class Batcher;
-  void Tell(std::optional<int64_t> token, std::optional<End> end) noexcept { mailbox_->Put({index_, token, end}); }
+  void Report(std::optional<int64_t> token, std::optional<EndReason> end) noexcept { mailbox_->Put({index_, token, end}); }
 
   const std::shared_ptr<Mailbox> mailbox_;
   const size_t index_;
@@ -88,14 +88,14 @@ class Batcher {
 
  private:
   void Loop();
-  skipdecode::Session& TheSession();
+  skipdecode::Session& GetOrCreateSession();
   void RenewSession();
   void Admit();
   void Join(const std::shared_ptr<Row>& row);
-  bool Abandoned(const Row& row, Clock::time_point now);
+  bool CountIfAbandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
   void Step();
-  void Leave(uint64_t id, End end, bool in_session);
+  void Leave(uint64_t id, EndReason end, bool in_session);
   void FailAll() noexcept;
 
   const skipdecode::Bundle& bundle_;
@@ -104,11 +104,11 @@ class Batcher {
   Metrics* const metrics_;
   std::unique_ptr<skipdecode::Session> session_;      // null after a failure, until a new one can be made
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's row id
-  Clock::time_point next_look_{};                     // when to check the queue for abandoned rows again
+  Clock::time_point next_queue_check_{};              // when to check the queue for abandoned rows again
   std::atomic<bool> failing_{false};
 
   std::mutex mutex_;
-  std::condition_variable arrived_;
+  std::condition_variable rows_arrived_;
   std::deque<std::shared_ptr<Row>> queue_;
   bool ending_ = false;
   std::thread thread_;

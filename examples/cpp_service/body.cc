@@ -10,17 +10,19 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr size_t kMostLevels = 8;   // copying a value recurses once per level: 200 000 brackets would end the process
-constexpr uint64_t kOfFields = 64;  // values outside `prompt`: there are 20 fields, and `stop` has four texts
+constexpr size_t kMaxLevels = 8;  // copying a value recurses once per level: 200 000 brackets would end the process
+constexpr uint64_t kMaxValuesOutsidePrompt = 64;  // there are 20 fields, and `stop` has four texts
 
 // The number of values in the largest request, whose prompts are all token ids.
-uint64_t MostValues(const Limits& limits) { return limits.max_prompts * (uint64_t{limits.max_prompt_tokens} + 1) + kOfFields; }
+uint64_t MaxValues(const Limits& limits) {
+  return limits.max_prompts * (uint64_t{limits.max_prompt_tokens} + 1) + kMaxValuesOutsidePrompt;
+}
 
 // Counts values and stores none, because one byte of a body can become a value of 24 bytes. nlohmann-json's parser callback is
 // no alternative: with it, an array of n objects takes n * n steps.
-class Counter : public nlohmann::json_sax<Json> {
+class ValueCounter : public nlohmann::json_sax<Json> {
  public:
-  explicit Counter(const Limits& limits) : limits_(limits), left_(MostValues(limits)) {}
+  explicit ValueCounter(const Limits& limits) : limits_(limits), values_left_(MaxValues(limits)) {}
 
   bool null() override { return Count(); }
   bool boolean(bool /*value*/) override { return Count(); }
@@ -40,13 +42,13 @@ class Counter : public nlohmann::json_sax<Json> {
 
  private:
   bool Count() {
-    if (left_-- > 0) return true;
-    throw HttpError(400, "the body has more than " + std::to_string(MostValues(limits_)) + " values: this server takes " +
+    if (values_left_-- > 0) return true;
+    throw HttpError(400, "the body has more than " + std::to_string(MaxValues(limits_)) + " values: this server takes " +
                              std::to_string(limits_.max_prompts) + " prompts of " + std::to_string(limits_.max_prompt_tokens) +
                              " tokens");
   }
   bool Begin() {
-    if (++level_ > kMostLevels) throw HttpError(400, "the body nests too deep");
+    if (++level_ > kMaxLevels) throw HttpError(400, "the body nests too deep");
     return Count();
   }
   bool End() {
@@ -55,14 +57,14 @@ class Counter : public nlohmann::json_sax<Json> {
   }
 
   const Limits& limits_;
-  uint64_t left_;
+  uint64_t values_left_;
   size_t level_ = 0;
 };
 
 }  // namespace
 
 Json ParseBody(const std::string& text, const Limits& limits) {
-  Counter counter(limits);
+  ValueCounter counter(limits);
   Json::sax_parse(text, &counter);
   return Json::parse(text);
 }

@@ -69,7 +69,7 @@ void CheckFields(const Json& body) {
   }
 }
 
-bool IsIds(const Json& value) {
+bool IsTokenIds(const Json& value) {
   return value.is_array() && !value.empty() &&
          std::all_of(value.begin(), value.end(), [](const Json& id) { return id.is_number_integer(); });
 }
@@ -80,7 +80,7 @@ void CheckLength(uint64_t length, uint64_t most, const std::string& unit) {
 }
 
 std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
-  if (IsIds(prompt)) {
+  if (IsTokenIds(prompt)) {
     CheckLength(prompt.size(), limits.max_prompt_tokens, "tokens");
     for (const Json& id : prompt) {  // checked as JSON numbers, because 2**63 does not fit int64
       if (!id.is_number_unsigned() || id.get<uint64_t>() >= limits.vocab_size)
@@ -106,7 +106,7 @@ std::vector<int64_t> Ids(const Json& prompt, const Limits& limits, skipdecode::T
 std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits, skipdecode::Tokenizer* tokenizer) {
   if (!body.contains("prompt")) Refuse("prompt is missing");
   const Json& prompt = body["prompt"];
-  const bool several = prompt.is_array() && !IsIds(prompt);
+  const bool several = prompt.is_array() && !IsTokenIds(prompt);
   std::vector<std::vector<int64_t>> prompts;
   if (several && prompt.size() > limits.max_prompts)
     Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
@@ -163,8 +163,9 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   if (!body.is_object()) Refuse("the body is not a JSON object");
   CheckFields(body);
   Text(body, "user", "");  // checked, then ignored
-  const std::string asked = Text(body, "model", model);
-  if (asked != model) throw HttpError(404, "model '" + asked.substr(0, 80) + "' is not here; choose " + model);
+  const std::string requested_model = Text(body, "model", model);
+  if (requested_model != model)
+    throw HttpError(404, "model '" + requested_model.substr(0, 80) + "' is not here; choose " + model);
   static std::atomic<uint64_t> count{0};
   Completion completion{};
   completion.created =
@@ -183,7 +184,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   return completion;
 }
 
-Json Answer(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens) {
+Json AnswerJson(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens) {
   Json list = Json::array();
   for (const auto& [index, choice] : choices) {
     Json reason = choice.finish_reason ? Json(*choice.finish_reason) : Json(nullptr);
@@ -220,9 +221,9 @@ std::string StopFilter::Add(const std::string& text) {
       if (held_.compare(held_.size() - size, size, stop, 0, size) == 0) keep = size;
     }
   }
-  std::string told = held_.substr(0, held_.size() - keep);
-  held_.erase(0, told.size());
-  return told;
+  std::string sendable = held_.substr(0, held_.size() - keep);
+  held_.erase(0, sendable.size());
+  return sendable;
 }
 
 std::string StopFilter::Rest() { return stopped_ ? std::string() : std::exchange(held_, {}); }

@@ -58,7 +58,7 @@ struct Choice {
 using Choices = std::vector<std::pair<size_t, Choice>>;  // each with its prompt's index in the request
 
 // The whole answer, or one piece of a stream; `completion_tokens` adds the token counts.
-nlohmann::json Answer(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens);
+nlohmann::json AnswerJson(const Completion& completion, const Choices& choices, std::optional<uint64_t> completion_tokens);
 
 // Cuts text off before the first stop string, and holds back what may be the beginning of one.
 class StopFilter {

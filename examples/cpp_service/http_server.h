@@ -18,8 +18,8 @@ namespace service {
 // Serves one request per connection, so that threads wait for requests on their way, not for clients that may ask again.
 class HttpServer : public httplib::Server {
  public:
-  // `arrival`: how long a whole request may take to arrive; httplib itself only bounds the time between two bytes.
-  explicit HttpServer(std::chrono::milliseconds arrival) : arrival_(arrival) {}
+  // `arrival_timeout`: how long a whole request may take to arrive; httplib itself only bounds the time between two bytes.
+  explicit HttpServer(std::chrono::milliseconds arrival_timeout) : arrival_timeout_(arrival_timeout) {}
   // Start listening. `connections` clients are served at the same time, others wait. Returns the port. Throws
   // std::runtime_error if the address cannot be bound, std::system_error if threads cannot be started.
   int Bind(const std::string& host, int port, size_t connections);
@@ -30,7 +30,7 @@ class HttpServer : public httplib::Server {
   // not arrive in time, and whether the request's head is too long.
   static bool ClientGone();
   static bool ArrivedLate();
-  static bool LongHead();
+  static bool HeadTooLong();
   // From now on, requests have a second left to arrive.
   void StopReading() { reading_ = false; }
   // From now on, clients that do not read their answers are dropped.
@@ -41,19 +41,19 @@ class HttpServer : public httplib::Server {
 
   // The first overload is for httplib until 0.15, the second for later versions, which also ask for the addresses of both ends.
   template <typename Self>
-  static auto Answer(Self* self, httplib::Stream& stream, bool& closed, int)
+  static auto ProcessRequest(Self* self, httplib::Stream& stream, bool& closed, int)
       -> decltype(self->process_request(stream, true, closed, nullptr)) {
     return self->process_request(stream, true, closed, IgnoreRange);
   }
   template <typename Self>
-  static auto Answer(Self* self, httplib::Stream& stream, bool& closed, long)
+  static auto ProcessRequest(Self* self, httplib::Stream& stream, bool& closed, long)
       -> decltype(self->process_request(stream, "", 0, "", 0, true, closed, nullptr)) {
     return self->process_request(stream, "", 0, "", 0, true, closed, IgnoreRange);
   }
   // Without this, a Range header makes httplib answer completions with 206, and metrics in as many parts as the client likes.
   static void IgnoreRange(httplib::Request& request) { request.ranges.clear(); }
 
-  const std::chrono::milliseconds arrival_;
+  const std::chrono::milliseconds arrival_timeout_;
   std::atomic<bool> reading_{true}, writing_{true}, stopping_{false};
   std::optional<Listener> listener_;
   std::optional<Workers> workers_;  // last, so that they end before what they use

@@ -18,7 +18,7 @@
 namespace service {
 namespace {
 
-constexpr std::chrono::milliseconds kPause{10};  // before retrying after an error that may persist
+constexpr std::chrono::milliseconds kRetryDelay{10};  // before retrying after an error that may persist
 
 std::string Reason(int error) { return std::generic_category().message(error); }
 
@@ -28,7 +28,7 @@ std::string Remedy(int error) {
   return "choose another --port";
 }
 
-void Set(int socket, int level, int option) {
+void EnableOption(int socket, int level, int option) {
   const int on = 1;
   ::setsockopt(socket, level, option, &on, sizeof on);
 }
@@ -37,8 +37,8 @@ void Set(int socket, int level, int option) {
 int Listen(int socket, const addrinfo& address) {
   // takes a port whose old connections are still closing, but not one that another process listens on. SO_REUSEPORT,
   // httplib's default, would share the port with a second service
-  Set(socket, SOL_SOCKET, SO_REUSEADDR);
-  Set(socket, IPPROTO_TCP, TCP_NODELAY);  // accepted sockets inherit it
+  EnableOption(socket, SOL_SOCKET, SO_REUSEADDR);
+  EnableOption(socket, IPPROTO_TCP, TCP_NODELAY);  // accepted sockets inherit it
   if (::bind(socket, address.ai_addr, address.ai_addrlen) != 0) return errno;
   // clients that find no thread free wait in this backlog; those beyond it time out or are reset
   return ::listen(socket, SOMAXCONN) == 0 ? 0 : errno;
@@ -47,18 +47,18 @@ int Listen(int socket, const addrinfo& address) {
 }  // namespace
 
 Listener::Listener(const std::string& host, int port) {
-  addrinfo wanted{};
-  wanted.ai_socktype = SOCK_STREAM;
-  wanted.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
-  const int unknown = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &wanted, &found);
-  if (unknown != 0) {
-    const std::string reason = unknown == EAI_SYSTEM ? Reason(errno) : ::gai_strerror(unknown);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* addresses = nullptr;
+  const int lookup_error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &addresses);
+  if (lookup_error != 0) {
+    const std::string reason = lookup_error == EAI_SYSTEM ? Reason(errno) : ::gai_strerror(lookup_error);
     throw std::runtime_error("--host: '" + host + "' is no address (" + reason + "); name one of this machine");
   }
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(addresses, ::freeaddrinfo);
   int error = EADDRNOTAVAIL;
-  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+  for (const addrinfo* each = addresses; each != nullptr; each = each->ai_next) {
     // non-blocking, so that accept() does not wait if the client that poll() saw is gone by then
     socket_ = ::socket(each->ai_family, each->ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, each->ai_protocol);
     error = socket_ < 0 ? errno : Listen(socket_, *each);
@@ -78,9 +78,9 @@ int Listener::port() const {
                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
-std::optional<int> Listener::Accept(std::chrono::milliseconds moment) {
+std::optional<int> Listener::Accept(std::chrono::milliseconds timeout) {
   pollfd polled{socket_, POLLIN, 0};
-  if (::poll(&polled, 1, static_cast<int>(moment.count())) == 0) return std::nullopt;
+  if (::poll(&polled, 1, static_cast<int>(timeout.count())) == 0) return std::nullopt;
   const int client = ::accept4(socket_, nullptr, nullptr, SOCK_CLOEXEC);
   if (client >= 0) return client;
   switch (const int error = errno) {
@@ -93,12 +93,12 @@ std::optional<int> Listener::Accept(std::chrono::milliseconds moment) {
     case ENFILE:
     case ENOBUFS:
     case ENOMEM:
-      if (!told_) {
+      if (!reported_no_room_) {
         std::cerr << "no room for another connection (" << Reason(error)
                   << "), those that come wait; lower --connections, or raise ulimit -n" << std::endl;
       }
-      told_ = true;
-      std::this_thread::sleep_for(kPause);
+      reported_no_room_ = true;
+      std::this_thread::sleep_for(kRetryDelay);
       return std::nullopt;
     case EAGAIN:
     case ECONNABORTED:
@@ -106,7 +106,7 @@ std::optional<int> Listener::Accept(std::chrono::milliseconds moment) {
     case EPROTO:
       return std::nullopt;  // only this client's error
     default:                // Linux reports the new connection's own errors here: ENETDOWN, EPERM from a firewall, ...
-      std::this_thread::sleep_for(kPause);
+      std::this_thread::sleep_for(kRetryDelay);
       return std::nullopt;
   }
 }

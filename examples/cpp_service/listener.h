@@ -17,13 +17,13 @@ class Listener {
 
   int port() const;
   int socket() const { return socket_; }
-  // The next client's socket; nullopt if nobody came within `moment` or could be accepted. Throws std::runtime_error if no
+  // The next client's socket; nullopt if nobody came within `timeout` or could be accepted. Throws std::runtime_error if no
   // client can ever be accepted again.
-  std::optional<int> Accept(std::chrono::milliseconds moment);
+  std::optional<int> Accept(std::chrono::milliseconds timeout);
 
  private:
   int socket_ = -1;
-  bool told_ = false;  // whether it was reported that the system has no room
+  bool reported_no_room_ = false;
 };
 
 }  // namespace service

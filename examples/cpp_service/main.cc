@@ -39,8 +39,8 @@ The first SIGTERM or SIGINT finishes running requests. One that comes a second o
 ends it at once; the exit status is then the signal's.
 )";
 
-uint32_t Count(const std::string& option, const std::string& text, uint32_t least = 0,
-               uint32_t most = std::numeric_limits<uint32_t>::max()) {
+uint32_t ParseCount(const std::string& option, const std::string& text, uint32_t least = 0,
+                    uint32_t most = std::numeric_limits<uint32_t>::max()) {
   const bool digits = !text.empty() && text.size() <= 10 && text.find_first_not_of("0123456789") == std::string::npos;
   if (!digits) throw std::runtime_error(option + ": '" + text + "' is not a count; see skd_service --help");
   const uint64_t count = std::stoull(text);
@@ -52,39 +52,40 @@ uint32_t Count(const std::string& option, const std::string& text, uint32_t leas
 }
 
 // Handles an option's value.
-using Take = std::function<void(const std::string& option, const std::string& value)>;
+using OptionHandler = std::function<void(const std::string& option, const std::string& value)>;
 
 template <typename Text>
-Take TextTo(Text* to) {
+OptionHandler TextTo(Text* to) {
   return [to](const std::string&, const std::string& value) { *to = value; };
 }
 
 template <typename Number>
-Take CountTo(Number* to, uint32_t least = 0, uint32_t most = std::numeric_limits<uint32_t>::max()) {
-  return
-      [=](const std::string& option, const std::string& value) { *to = static_cast<Number>(Count(option, value, least, most)); };
+OptionHandler CountTo(Number* to, uint32_t least = 0, uint32_t most = std::numeric_limits<uint32_t>::max()) {
+  return [=](const std::string& option, const std::string& value) {
+    *to = static_cast<Number>(ParseCount(option, value, least, most));
+  };
 }
 
-Take SecondsTo(std::chrono::milliseconds* to) {
-  return [to](const std::string& option, const std::string& value) { *to = std::chrono::seconds(Count(option, value, 1)); };
+OptionHandler SecondsTo(std::chrono::milliseconds* to) {
+  return [to](const std::string& option, const std::string& value) { *to = std::chrono::seconds(ParseCount(option, value, 1)); };
 }
 
-service::Settings Parse(int count, char** arguments) {
+service::Settings ParseArguments(int count, char** arguments) {
   service::Settings settings;
-  const std::map<std::string, Take> options = {{"--host", TextTo(&settings.host)},
-                                               {"--port", CountTo(&settings.port, 0, 65535)},
-                                               {"--rows", CountTo(&settings.rows, 1)},
-                                               {"--queue", CountTo(&settings.queue_length, 1)},
-                                               {"--connections", CountTo(&settings.connections, 1, 4096)},
-                                               {"--max-prompt-tokens", CountTo(&settings.max_prompt_tokens)},
-                                               {"--max-new-tokens", CountTo(&settings.max_new_tokens)},
-                                               {"--max-prompt-bytes", CountTo(&settings.max_prompt_bytes)},
-                                               {"--timeout-s", SecondsTo(&settings.timeout)},
-                                               {"--arrival-s", SecondsTo(&settings.arrival)},
-                                               {"--target", TextTo(&settings.target)},
-                                               {"--threads", CountTo(&settings.threads)},
-                                               {"--onnxruntime-library", TextTo(&settings.onnxruntime_library)},
-                                               {"--genai-library", TextTo(&settings.genai_library)}};
+  const std::map<std::string, OptionHandler> options = {{"--host", TextTo(&settings.host)},
+                                                        {"--port", CountTo(&settings.port, 0, 65535)},
+                                                        {"--rows", CountTo(&settings.rows, 1)},
+                                                        {"--queue", CountTo(&settings.queue_length, 1)},
+                                                        {"--connections", CountTo(&settings.connections, 1, 4096)},
+                                                        {"--max-prompt-tokens", CountTo(&settings.max_prompt_tokens)},
+                                                        {"--max-new-tokens", CountTo(&settings.max_new_tokens)},
+                                                        {"--max-prompt-bytes", CountTo(&settings.max_prompt_bytes)},
+                                                        {"--timeout-s", SecondsTo(&settings.timeout)},
+                                                        {"--arrival-s", SecondsTo(&settings.arrival_timeout)},
+                                                        {"--target", TextTo(&settings.target)},
+                                                        {"--threads", CountTo(&settings.threads)},
+                                                        {"--onnxruntime-library", TextTo(&settings.onnxruntime_library)},
+                                                        {"--genai-library", TextTo(&settings.genai_library)}};
   for (int i = 1; i < count; ++i) {
     const std::string option = arguments[i];
     if (option.rfind("--", 0) != 0) {
@@ -129,7 +130,7 @@ int Run(const service::Settings& settings) {
     signals.Wait();
     service.Stop();
   });
-  signals.Listen();
+  signals.MarkServing();
   const bool ipv6 = settings.host.find(':') != std::string::npos;
   std::cout << "listening on http://" << (ipv6 ? "[" + settings.host + "]" : settings.host) << ":" << port << std::endl;
   int status = 0;
@@ -138,7 +139,7 @@ int Run(const service::Settings& settings) {
   } catch (const std::exception& error) {  // running requests are still finished
     std::cerr << error.what() << std::endl;
     status = 1;
-    signals.Ask();
+    signals.RequestStop();
   }
   stopper.join();
   return status;
@@ -153,7 +154,7 @@ int main(int count, char** arguments) {
   }
   setenv("ORT_DISABLE_TELEMETRY", "1", /*overwrite=*/0);  // before there are other threads, see docs/cpp.md
   try {
-    return Run(Parse(count, arguments));
+    return Run(ParseArguments(count, arguments));
   } catch (const std::system_error& error) {  // from std::thread; the service itself throws plain std::runtime_error
     std::cerr << "the system starts no more threads (" << error.code().message()
               << "); choose fewer --connections or --threads, or raise its limits (ulimit -u, ulimit -v)\n";

@@ -14,10 +14,10 @@ void Put(std::ostringstream* page, const char* name, const char* type, const cha
 
 }  // namespace
 
-void Metrics::FirstToken(double seconds) {
-  const auto* bucket = std::lower_bound(kBounds.begin(), kBounds.end(), seconds);
-  ++first_token.at(static_cast<size_t>(bucket - kBounds.begin()));
-  first_token_us += static_cast<uint64_t>(seconds * 1e6);
+void Metrics::CountFirstToken(double seconds) {
+  const auto* bucket = std::lower_bound(kBucketBounds.begin(), kBucketBounds.end(), seconds);
+  ++first_token_buckets.at(static_cast<size_t>(bucket - kBucketBounds.begin()));
+  first_token_sum_us += static_cast<uint64_t>(seconds * 1e6);
 }
 
 std::string Metrics::Text() const {
@@ -35,14 +35,14 @@ std::string Metrics::Text() const {
   Put(&page, "rows_queued", "gauge", "Rows that wait.", queued.load());
   Put(&page, "rows_running", "gauge", "Rows that decode.", running.load());
   page << "# HELP skipdecode_first_token_seconds From arrival to first token.\n# TYPE skipdecode_first_token_seconds histogram\n";
-  uint64_t sum = 0;
-  for (size_t i = 0; i < kBounds.size(); ++i) {
-    sum += first_token.at(i);
-    page << "skipdecode_first_token_seconds_bucket{le=\"" << kBounds.at(i) << "\"} " << sum << '\n';
+  uint64_t cumulative = 0;
+  for (size_t i = 0; i < kBucketBounds.size(); ++i) {
+    cumulative += first_token_buckets.at(i);
+    page << "skipdecode_first_token_seconds_bucket{le=\"" << kBucketBounds.at(i) << "\"} " << cumulative << '\n';
   }
-  sum += first_token.back();
-  page << "skipdecode_first_token_seconds_bucket{le=\"+Inf\"} " << sum << "\nskipdecode_first_token_seconds_sum "
-       << static_cast<double>(first_token_us) / 1e6 << "\nskipdecode_first_token_seconds_count " << sum << '\n';
+  cumulative += first_token_buckets.back();
+  page << "skipdecode_first_token_seconds_bucket{le=\"+Inf\"} " << cumulative << "\nskipdecode_first_token_seconds_sum "
+       << static_cast<double>(first_token_sum_us) / 1e6 << "\nskipdecode_first_token_seconds_count " << cumulative << '\n';
   return page.str();
 }
 

@@ -24,12 +24,12 @@ struct Settings {
   size_t queue_length = 64;
   size_t connections = 256;
   uint32_t rows = 8;
-  uint32_t max_prompt_tokens = 0;             // per row; 0: half of the bundle's length
-  uint32_t max_new_tokens = 0;                // per row; 0: the rest of the bundle's length
-  uint32_t max_prompt_bytes = 0;              // per prompt given as text; 0: 32 times max_prompt_tokens
-  uint32_t threads = 0;                       // size of the process's thread pool; 0: one thread per usable core
-  std::chrono::milliseconds timeout{60'000};  // for a request that has arrived, waiting included
-  std::chrono::milliseconds arrival{10'000};  // for a whole request to arrive
+  uint32_t max_prompt_tokens = 0;                     // per row; 0: half of the bundle's length
+  uint32_t max_new_tokens = 0;                        // per row; 0: the rest of the bundle's length
+  uint32_t max_prompt_bytes = 0;                      // per prompt given as text; 0: 32 times max_prompt_tokens
+  uint32_t threads = 0;                               // size of the process's thread pool; 0: one thread per usable core
+  std::chrono::milliseconds timeout{60'000};          // for a request that has arrived, waiting included
+  std::chrono::milliseconds arrival_timeout{10'000};  // for a whole request to arrive
 };
 
 class Service {
@@ -45,9 +45,9 @@ class Service {
 
  private:
   void AddRoutes();
-  HttpError Late() const;
+  HttpError LateError() const;
   std::string ReadBody(const httplib::Request& request, const httplib::ContentReader& reader) const;
-  void Complete(const httplib::Request& request, const std::string& body, httplib::Response& response);
+  void ServeCompletion(const httplib::Request& request, const std::string& body, httplib::Response& response);
 
   const Settings settings_;
   Metrics metrics_;
@@ -58,7 +58,7 @@ class Service {
   std::unique_ptr<Batcher> batcher_;
   HttpServer server_;
   std::atomic<bool> stopping_{false};
-  std::atomic<int> active_{0};  // requests that are being served
+  std::atomic<int> active_requests_{0};  // requests that are being served
 };
 
 }  // namespace service

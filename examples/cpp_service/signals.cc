@@ -10,15 +10,16 @@ namespace service {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr timespec kMoment{0, 50'000'000};   // between checks of whether to go on waiting
-constexpr std::chrono::seconds kOneWish{1};  // signals within it count as one: timeout(1) sends two, to child and group
+constexpr timespec kPollInterval{0, 50'000'000};  // between checks of whether to go on waiting
+// signals within it count as one: timeout(1) sends two, to child and group
+constexpr std::chrono::seconds kDoubleSignalWindow{1};
 
-[[noreturn]] void EndBy(int signal) {
+[[noreturn]] void EndProcessBy(int signal) {
   std::signal(signal, SIG_DFL);
-  sigset_t it;
-  sigemptyset(&it);
-  sigaddset(&it, signal);
-  pthread_sigmask(SIG_UNBLOCK, &it, nullptr);
+  sigset_t mask;
+  sigemptyset(&mask);
+  sigaddset(&mask, signal);
+  pthread_sigmask(SIG_UNBLOCK, &mask, nullptr);
   std::raise(signal);
   _exit(128 + signal);  // for a container's first process, which no signal ends by default
 }
@@ -32,31 +33,31 @@ bool IsIgnored(int signal) {
 }  // namespace
 
 Signals::Signals() {
-  sigemptyset(&ends_);
-  sigaddset(&ends_, SIGTERM);
-  if (!IsIgnored(SIGINT)) sigaddset(&ends_, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &ends_, nullptr);
+  sigemptyset(&stop_signals_);
+  sigaddset(&stop_signals_, SIGTERM);
+  if (!IsIgnored(SIGINT)) sigaddset(&stop_signals_, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &stop_signals_, nullptr);
   watcher_ = std::thread([this] { Watch(); });
 }
 
 Signals::~Signals() {
-  done_ = true;
+  ending_ = true;
   watcher_.join();
 }
 
-void Signals::Ask() {
-  if (!told_.exchange(true)) asked_.set_value();
+void Signals::RequestStop() {
+  if (!stop_requested_.exchange(true)) stop_promise_.set_value();
 }
 
 void Signals::Watch() {
   std::optional<Clock::time_point> first;
-  while (!done_) {
-    const int signal = sigtimedwait(&ends_, nullptr, &kMoment);
+  while (!ending_) {
+    const int signal = sigtimedwait(&stop_signals_, nullptr, &kPollInterval);
     if (signal < 0) continue;
     const Clock::time_point now = Clock::now();
-    if (!listening_ || (first && now - *first >= kOneWish)) EndBy(signal);
+    if (!serving_ || (first && now - *first >= kDoubleSignalWindow)) EndProcessBy(signal);
     if (!first) first = now;
-    Ask();
+    RequestStop();
   }
 }
 

@@ -8,7 +8,7 @@
 
 namespace service {
 
-// Before Listen, a signal ends the process at once, as it does by default. After that, the first signal asks the service to
+// Before MarkServing, a signal ends the process at once, as it does by default. After that, the first signal asks the service to
 // finish, and one that comes a second or more later ends the process. SIGINT stays ignored if it was ignored at the start.
 class Signals {
  public:
@@ -19,18 +19,18 @@ class Signals {
   Signals& operator=(const Signals&) = delete;
 
   // From now on there is something to finish.
-  void Listen() { listening_ = true; }
+  void MarkServing() { serving_ = true; }
   // Ask to finish, as the first signal does. The next signal still counts as the first.
-  void Ask();
-  // Wait until a signal or Ask asks to finish. Call once.
-  void Wait() { asked_.get_future().wait(); }
+  void RequestStop();
+  // Wait until a signal or RequestStop asks to finish. Call once.
+  void Wait() { stop_promise_.get_future().wait(); }
 
  private:
   void Watch();
 
-  sigset_t ends_{};
-  std::atomic<bool> listening_{false}, told_{false}, done_{false};
-  std::promise<void> asked_;
+  sigset_t stop_signals_{};
+  std::atomic<bool> serving_{false}, stop_requested_{false}, ending_{false};
+  std::promise<void> stop_promise_;
   std::thread watcher_;
 };
 

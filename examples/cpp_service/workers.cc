@@ -16,29 +16,29 @@ Workers::Workers(size_t count, std::function<void(int)> serve) : serve_(std::mov
 
 Workers::~Workers() { End(); }
 
-bool Workers::WaitForFree(std::chrono::milliseconds moment) {
+bool Workers::WaitForIdleThread(std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return free_.wait_for(lock, moment, [this] { return idle_ > clients_.size(); });
+  return thread_idle_.wait_for(lock, timeout, [this] { return num_idle_ > waiting_clients_.size(); });
 }
 
 void Workers::Serve(int client) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    clients_.push_back(client);
+    waiting_clients_.push_back(client);
   }
-  came_.notify_one();
+  client_arrived_.notify_one();
 }
 
 void Workers::Loop() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    ++idle_;
-    free_.notify_one();
-    came_.wait(lock, [this] { return ending_ || !clients_.empty(); });
-    --idle_;
-    if (clients_.empty()) return;
-    const int client = clients_.front();
-    clients_.pop_front();
+    ++num_idle_;
+    thread_idle_.notify_one();
+    client_arrived_.wait(lock, [this] { return ending_ || !waiting_clients_.empty(); });
+    --num_idle_;
+    if (waiting_clients_.empty()) return;
+    const int client = waiting_clients_.front();
+    waiting_clients_.pop_front();
     lock.unlock();
     serve_(client);
     lock.lock();
@@ -50,7 +50,7 @@ void Workers::End() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
   }
-  came_.notify_all();
+  client_arrived_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 

@@ -22,8 +22,8 @@ class Workers {
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // Whether a thread is free for another client; waits for one for `moment` at most.
-  bool WaitForFree(std::chrono::milliseconds moment);
+  // Whether a thread is free for another client; waits for one for `timeout` at most.
+  bool WaitForIdleThread(std::chrono::milliseconds timeout);
   void Serve(int client);
 
  private:
@@ -32,9 +32,9 @@ class Workers {
 
   const std::function<void(int)> serve_;
   std::mutex mutex_;
-  std::condition_variable came_, free_;
-  std::deque<int> clients_;  // not yet taken by a thread
-  size_t idle_ = 0;          // threads that wait for a client
+  std::condition_variable client_arrived_, thread_idle_;
+  std::deque<int> waiting_clients_;  // not yet taken by a thread
+  size_t num_idle_ = 0;              // threads that wait for a client
   bool ending_ = false;
   std::vector<std::thread> threads_;
 };

@@ -10,7 +10,7 @@ from pathlib import Path
 from skipdecode.validation.quality import Example
 
 END_OF_PROMPT = " =>"
-SPAN = 48  # positions until a schedule reaches its least count; the sentences' 90th percentile, in tokens
+SPAN = 48  # positions until a schedule reaches its fewest layers: the sentences' 90th percentile, in tokens
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
@@ -20,12 +20,12 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 
 def prompt(attributes: str) -> str:
-    """What the model is asked: `name[...], area[...] =>`."""
+    """The prompt for these attributes: `name[...], area[...] =>`."""
     return attributes + END_OF_PROMPT
 
 
 def examples_of(path: Path) -> list[Example]:
-    """The inputs of an E2E CSV file, each once, with all its sentences."""
+    """The distinct inputs of an E2E CSV file, each with all its sentences."""
     references: dict[str, list[str]] = defaultdict(list)
     for attributes, text in read_pairs(path):
         references[attributes].append(text)

@@ -55,7 +55,7 @@ def _layers(result: Generation) -> str:
 
 
 def _gain(model: Generator, text: str) -> str:
-    """Decode time over the schedule's whole span, interleaved; the least of a few rounds, because the machine is shared."""
+    """Decode time over the schedule's whole span, taking turns; the least of a few rounds, because the machine may be shared."""
     seconds: dict[str | None, list[float]] = {"full": [], None: []}
     layers: dict[str | None, float] = {}
     for _ in range(ROUNDS):

@@ -3,8 +3,8 @@
     python examples/e2e/experiment.py --models DIR --data testset_w_refs.csv --out FILE.json
     python examples/e2e/experiment.py --models DIR --data devset.csv --only skip --quantize int8
 
-DIR holds what train.py wrote, a folder a model: `skip`, `full`, `kept12` ...; models that are not there are left out. Inputs that
-occur several times in the data are one input with several references.
+DIR holds what train.py wrote, one folder per model: `skip`, `full`, `kept12` ...; missing models are left out. An input that
+occurs several times in the data counts once, with several references.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Line:
     name: str = "linear"  # "full": a truncated model, whose layers are all computed
     warmup_layers: int = 1
     speedups: tuple[int, ...] = (1, 2, 3, 4, 5)
-    rival: str | None = None  # the model that was trained as long, whole and without skipping
+    rival: str | None = None  # the model with all layers that was trained as long without skipping
 
 
 def _truncated(title: str, longer: str = "") -> Iterator[Line]:
@@ -78,13 +78,13 @@ def main() -> None:
 
 
 def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict[str, Any]]:
-    """One measured row after the other, each told as it comes."""
+    """Measure one row after the other, printing a line for each."""
     with tempfile.TemporaryDirectory() as folder:
         cells = list(_cells(options))
         if not cells:
             raise SystemExit(f"{options.models}: holds none of the table's models; name the folder that train.py wrote them to")
         full_depth = _export(options, Path(folder), Line(title="", model=_whole_model(options, cells)), 1)
-        whole: dict[str, list[str]] = {}  # model -> what it says at full depth
+        whole: dict[str, list[str]] = {}  # model -> its texts at full depth
         for line, speedup in cells:
             first = (line, speedup) == cells[0] and line.name != "full"
             generator = full_depth if first else _export(options, Path(folder), line, speedup)
@@ -94,7 +94,7 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
             if line.rival and line.rival not in whole and (options.models / line.rival).is_dir():
                 rival = _export(options, Path(folder), Line(title="", model=line.rival), 1)
                 whole[line.rival] = answer(rival, examples, rival.manifest.schedule, NEW_TOKENS)["texts"]
-            # a truncated model has no full depth
+            # a truncated model has no full depth of its own
             against = whole.get(line.rival or "", whole[line.model]) if line.name == "full" else whole[line.model]
             row = {
                 "title": line.title, "model": line.model, "schedule": line.name, "speedup": speedup, **said,
@@ -109,7 +109,7 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
 
 
 def _whole_model(options: argparse.Namespace, cells: list[tuple[Line, int]]) -> str:
-    """The first one that has all layers, whose decoding the others' is compared with; of truncated ones their rival."""
+    """The first model with all layers (a truncated model's rival), with whose decoding time all others are compared."""
     names = (line.rival if line.name == "full" else line.model for line, _ in cells)
     found = next((name for name in names if name and (options.models / name).is_dir()), None)
     if found is None:
@@ -139,7 +139,7 @@ def _export(options: argparse.Namespace, folder: Path, line: Line, speedup: int)
 
 
 def _gain(full_depth: Generator, generator: Generator, rows: int) -> dict[str, float]:
-    """How many times faster than 24 layers it decodes SPAN tokens a row: the median of the rounds' ratios, with its interval."""
+    """How many times as fast as 24 layers it decodes SPAN tokens a row: the median of the rounds' ratios, with its interval."""
     prompts = [list(range(3, 35))] * rows
 
     def seconds(one: Generator) -> float:
@@ -153,7 +153,7 @@ def _gain(full_depth: Generator, generator: Generator, rows: int) -> dict[str, f
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown; a value with its 95 % interval, and the points lost against the model's own full depth and behind its rival's."""
+    """Markdown lines: values with 95 % intervals, and the points lost against the model's own full depth and its rival's."""
     rivals = any("bleu_behind" in row for row in rows)
     columns = ["", "speedup asked", "mean layers", "BLEU", "lost", *(["behind"] if rivals else []), "ROUGE-L", "lost"]
     columns += ["decoding, batch 1", "batch 16"]
@@ -178,8 +178,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder of trained models")
     parser.add_argument("--data", type=Path, required=True, help="an E2E CSV file with references")
-    parser.add_argument("--inputs", type=int, help="only the first ones")
-    parser.add_argument("--only", help="one model's folder")
+    parser.add_argument("--inputs", type=int, help="how many inputs to use (all)")
+    parser.add_argument("--only", help="measure only the model in this folder")
     parser.add_argument("--quantize", choices=["none", "int8", "int4"], default="none")
     parser.add_argument("--out", type=Path, help="results as JSON")
     return parser.parse_args()

@@ -1,10 +1,10 @@
-"""Train one model of the experiment: OPT architecture, 24 layers, through the reference with a schedule or without.
+"""Train one model of the experiment: OPT architecture, 24 layers, through the reference with or without a schedule.
 
-    python examples/e2e/train.py --data DIR --out DIR --steps 900                                      from nothing, full depth
+    python examples/e2e/train.py --data DIR --out DIR --steps 900                                      from scratch, full depth
     python examples/e2e/train.py --data DIR --out DIR --steps 450 --start MODEL --speedups 1,2,3,4,5   fine-tuned to skip
 
-DIR of --data holds the E2E data's `trainset.csv`. Each batch draws one of the speedups, so that one model serves
-all of them (SkipDecode, arXiv 2307.02628, section 3, trains one model a speedup; the draw per batch is ours).
+The DIR of --data holds the E2E data's `trainset.csv`. Each batch draws one of the speedups, so that one model serves
+all of them. (SkipDecode, arXiv 2307.02628, section 3, trains one model per speedup; drawing per batch is this project's own.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH = 32
 PAD, BOS, EOS = 1, 0, 2
 
 Pairs = list[tuple[str, str]]
-Batch = list[tuple[list[int], list[int]]]  # (prompt's ids, sentence's ids) a row; the prompts of a batch have one length
+Batch = list[tuple[list[int], list[int]]]  # (prompt ids, sentence ids) per row; the prompts of a batch have one length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Recipe:
     warmup_layers: int  # of the schedules; LAYERS: early exit
     learning_rate: float  # at its peak
     bf16: bool  # matrix products in bfloat16; weights and optimizer stay in float32
-    seed: int  # of the order of the data and of the speedups
+    seed: int  # for the order of the data and of the speedups
 
     def draw(self, rng: random.Random, num_layers: int) -> Schedule:
         """The schedule of the next batch."""
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def train_tokenizer(pairs: Pairs) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 2048 entries over prompts and sentences; no start token is added."""
+    """Train a byte-level BPE of 2048 entries on prompts and sentences; it adds no start token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,7 +67,7 @@ def train_tokenizer(pairs: Pairs) -> PreTrainedTokenizerFast:
 
 
 def new_model() -> OPTForCausalLM:
-    """OPT with weights drawn as transformers draws them."""
+    """OPT with weights initialised as transformers does."""
     config = OPTConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, ffn_dim=4 * WIDTH, num_attention_heads=HEADS,
         max_position_embeddings=POSITIONS, word_embed_proj_dim=WIDTH, dropout=0.0,
@@ -84,7 +84,7 @@ def truncate(model: OPTForCausalLM, count: int) -> None:
 
 
 def batches(pairs: Pairs, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[Batch]:
-    """One epoch of batches whose rows have the same prompt length, so that no position is padding before the sentence."""
+    """One epoch of batches whose rows have the same prompt length, so that no padding precedes a sentence."""
     groups: dict[int, Batch] = defaultdict(list)
     asked = tokenizer([prompt(shuffled(mr, rng)) for mr, _ in pairs])["input_ids"]
     said = tokenizer([" " + text for _, text in pairs])["input_ids"]
@@ -99,7 +99,7 @@ def batches(pairs: Pairs, tokenizer: PreTrainedTokenizerFast, rng: random.Random
 
 
 def loss_of(model: PreTrainedModel, batch: Batch, schedule: Schedule) -> torch.Tensor:
-    """Mean cross-entropy of the sentences' tokens, each position computing what the schedule says."""
+    """Mean cross-entropy of the sentences' tokens, each position computing the layers that the schedule says."""
     start = len(batch[0][0])
     length = min(POSITIONS, max(len(q) + len(a) for q, a in batch))
     ids = torch.full((len(batch), length), PAD)
@@ -115,7 +115,7 @@ def loss_of(model: PreTrainedModel, batch: Batch, schedule: Schedule) -> torch.T
 
 
 def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> dict[str, float]:
-    """AdamW, a short warm-up, then a cosine to nothing; returns what the model card tells."""
+    """Train with AdamW, a short warm-up, then a cosine to 2 % of the peak rate; returns what the model card reports."""
     rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.05)
     began, smooth = time.monotonic(), 0.0
@@ -140,16 +140,16 @@ def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with trainset.csv")
-    parser.add_argument("--out", type=Path, required=True, help="where the model goes")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--steps", type=int, required=True, help=f"batches of {BATCH} rows")
-    parser.add_argument("--start", type=Path, help="the model to fine-tune; without it a new one")
-    parser.add_argument("--keep-layers", type=int, help="truncate it first to this many layers")
+    parser.add_argument("--start", type=Path, help="the model to fine-tune (a new one)")
+    parser.add_argument("--keep-layers", type=int, help="first truncate the model to this many layers")
     parser.add_argument("--speedups", type=lambda text: tuple(map(float, text.split(","))), default=(1.0,))
-    parser.add_argument("--warmup-layers", type=int, default=1, help=f"of the schedules; {LAYERS} is early exit")
+    parser.add_argument("--warmup-layers", type=int, default=1, help=f"warm-up layers of the schedules; {LAYERS} is early exit")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--bf16", action="store_true", help="matrix products in bfloat16, where the processor has them")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of a new model's weights, and of the order of the data")
+    parser.add_argument("--seed", type=int, default=0, help="for a new model's weights and the order of the data")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)

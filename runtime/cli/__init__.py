@@ -1,4 +1,4 @@
-"""What all commands share: one line and exit status 2 for every error that a user can cause."""
+"""What all commands share: every error that a user can cause is one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDY = "free space, check permissions, or see with --debug where it was"
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's argument parser: its errors are one line, and its epilog is shown as it stands."""
+    """A command's argument parser: errors are one line, and the epilog is printed verbatim."""
 
     def __init__(self, *, prog: str, description: str, epilog: str | None) -> None:
         super().__init__(prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,18 +32,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def folder(name: str) -> Path:
-    """Of an argument that names one."""
-    if not name:  # a path would take it for the folder one is in
+    """The path that an argument names; argparse's `type` for folders."""
+    if not name:  # Path("") is the current folder
         raise argparse.ArgumentTypeError("is empty; name a folder")
     return Path(name)
 
 
 def guarded(action: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; print a user's error as one line and return the exit status."""
+    """Run a command and return its exit status; an error that a user can cause is printed as one line."""
     _make_streams_print_anything()
     try:
         status = action()
-        sys.stdout.flush()  # a reader that went away must show here, not when Python shuts down
+        sys.stdout.flush()  # a reader that has gone must show here, not when Python shuts down
         return status
     except SkipDecodeError as error:
         _complain(traceback.format_exc().rstrip() if debug else error)
@@ -64,22 +64,22 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raises CapacityError where the file that `option` names could not be written once the work is done."""
+    """Raise CapacityError if the file that `option` names could not be written once the work is done."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise CapacityError("cannot be written", "name a file in a folder that may be written", where=f"{option} {path}")
 
 
 def _complain(error: SkipDecodeError | str) -> None:
-    if sys.stderr is None:  # closed, and arguments are read before `_make_streams_print_anything`
+    if sys.stderr is None:  # closed, and arguments are parsed before `_make_streams_print_anything`
         return
-    with contextlib.suppress(OSError):  # nowhere to say it; the status does
+    with contextlib.suppress(OSError):  # nowhere to report it but the exit status
         print(error, file=sys.stderr)
     _drop_unwritable(sys.stderr)
 
 
 def _make_streams_print_anything() -> None:
-    """A text's letters that the terminal has not are escaped; what was closed takes everything and keeps nothing."""
+    """Escape characters that a stream cannot encode; replace a closed stream with one that discards everything."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -89,16 +89,16 @@ def _make_streams_print_anything() -> None:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads an output any more; a connection of the command's own breaks in the same words."""
+    """Whether nobody reads an output any more: a broken connection of the command's own raises the same error."""
     outputs = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # one that is no file
+        with contextlib.suppress(OSError):  # a stream without a file descriptor
             outputs.register(stream.fileno(), 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in outputs.poll(0))
 
 
 def _drop_unwritable(stream: TextIO) -> None:
-    """Keep Python from complaining when it flushes at its end what cannot be written."""
+    """Discard what cannot be written, or Python complains when it flushes at exit."""
     try:
         stream.flush()
     except OSError:

@@ -17,30 +17,30 @@ from skipdecode import manifest as manifests
 from skipdecode.bundle_facts import facts
 from skipdecode.cli import Parser, folder, guarded
 from skipdecode.manifest import Manifest
-from skipdecode.model import Model, StateLayers
+from skipdecode.model import LayerGroup, Model
 from skipdecode.schedule import Anchor, Schedule
 
 _COLUMNS = 64
 _WARM_UP, _ACTIVE, _SKIPPED = _MARKS = "▓█·"
-_PLAIN_MARKS = "%#."  # where standard output has no block characters
+_PLAIN_MARKS = "%#."  # where standard output cannot encode block characters
 
 
 def main(argv: list[str] | None = None) -> int:
     """The `skip-inspect` command."""
     parser = Parser(
         prog="skip-inspect",
-        description="What is inside a bundle: schedule, variants, segments, memory, targets.",
+        description="Show what is inside a bundle: schedule, variants, segments, memory, targets.",
         epilog=__doc__,
     )
     parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
-    parser.add_argument("--json", action="store_true", help="one object on standard output")
-    parser.add_argument("--check-hashes", action="store_true", help="compare every file's SHA-256")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    parser.add_argument("--check-hashes", action="store_true", help="compare every file's SHA-256 with the manifest")
     parser.add_argument(
         "--quiet",
         action="store_true",
-        help="no page: the exit status says whether every file is there in its size; with --check-hashes, whether it is intact",
+        help="print no page; the exit status says whether every file has its size, with --check-hashes also its SHA-256",
     )
-    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
     options = parser.parse_args(argv)
     return guarded(lambda: _inspect(options), debug=options.debug)
 
@@ -57,7 +57,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def picture(schedule: Schedule) -> list[str]:
-    """Layers (top layer first) against positions, a character a position or a few of them."""
+    """Draw layers (top layer first) against positions; a character stands for one position or a few."""
     width = min(_COLUMNS, schedule.span)
     last = max(1, width - 1)
     columns = [schedule.active(i * (schedule.span - 1) // last) for i in range(width)]
@@ -100,8 +100,8 @@ def _heads(model: Model) -> str:
     return f"{model.num_heads} heads ({model.num_kv_heads} key/value) of {model.head_size}"
 
 
-def _states_line(group: StateLayers) -> str:
-    """36 layers keep conv_state [3328,3], recurrent_state [48,128,64] in the place of keys and values"""
+def _states_line(group: LayerGroup) -> str:
+    """Such as: 36 layers keep conv_state [3328,3], recurrent_state [48,128,64] in the place of keys and values"""
     states = ", ".join(f"{state.name} [{','.join(map(str, state.shape))}]" for state in group.states) or "nothing"
     who = "1 layer" if len(group.layers) == 1 else f"{len(group.layers)} layers"
     s = "s" if len(group.layers) == 1 else ""
@@ -135,7 +135,7 @@ def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:
 
 
 def _printable(lines: list[str]) -> str:
-    """Text that a terminal only shows: names come from the bundle and may hold anything, terminal codes too."""
+    """Text that a terminal only displays: names come from the bundle and may hold anything, even terminal codes."""
     text = "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines)
     try:
         _MARKS.encode(sys.stdout.encoding or "ascii")

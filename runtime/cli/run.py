@@ -5,7 +5,7 @@
   skip-run engines/ --prompt "Hello" --profile trace.json      (steps, engines, operators)
   skip-run engines/ --prompt-file prompt.txt --temperature 0.8 --top-p 0.95 --seed 7
 
-one prompt's text is printed as it is made; a batch's, --json and the ids of a bundle without a tokenizer when all is done
+the text of a single prompt is printed as it is generated; a batch, --json and token ids (no tokenizer) are printed at the end
 
 exit status: 0 done, 2 bad input (one line: what, where, what to do)
 """
@@ -38,37 +38,37 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="skip-run",
-        description="Generate with a bundle.",
+        description="Generate with a bundle, from text or token ids.",
         epilog=__doc__,
     )
     parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
-    parser.add_argument("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="repeatable: a batch")
+    parser.add_argument("--prompt", dest="prompts", action="append", default=[], metavar="TEXT", help="repeatable: one row each")
     parser.add_argument(
         "--prompt-file", dest="prompts", action="append", type=Path, metavar="F",
-        help="repeatable: one prompt each, the file's whole text",
+        help="a file whose whole text is one prompt; repeatable",
     )  # fmt: skip
-    parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="repeatable; instead of text")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens a row (64)")
+    parser.add_argument("--token-ids", action="append", default=[], metavar="1,2,3", help="instead of text; repeatable")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most new tokens per row (64)")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="sample; above 0 (greedy unless a sampling option is given)"
+        "--temperature", type=float, metavar="X", help="sample at temperature X > 0 (greedy unless a sampling option is given)"
     )
-    parser.add_argument("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of mass P")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens with total probability P")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (0)")
     parser.add_argument("--schedule", choices=["full"], help="full: every layer at every position, the baseline")
-    parser.add_argument("--target", metavar="T", help="where to run (cpu, or where there is none, the bundle's first)")
-    parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU: make a step's calls one by one")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the process's pool (one for each usable core)")
+    parser.add_argument("--target", metavar="T", help="where to run (cpu, or the bundle's first target if it has no cpu)")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch a step's calls one by one")
+    parser.add_argument("--threads", type=int, metavar="N", help="size of the thread pool (one thread per usable core)")
     parser.add_argument(
         "--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N",
-        help=f"prompt tokens a pass: lower takes less memory ({PREFILL_CHUNK})",
+        help=f"prompt tokens per pass; fewer take less memory ({PREFILL_CHUNK})",
     )  # fmt: skip
     parser.add_argument(
-        "--profile", type=Path, metavar="F.json", help="write where the time goes, as a trace that Perfetto opens"
+        "--profile", type=Path, metavar="F.json", help="write a trace of where the time goes, which Perfetto opens"
     )
-    parser.add_argument("--json", action="store_true", help="one object on standard output")
-    parser.add_argument("--quiet", action="store_true", help="print the text alone")
-    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    parser.add_argument("--quiet", action="store_true", help="print only the text")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
     return parser
 
 
@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> Any:
-    """What was asked, in the order it was: texts, some of them files' own, or token ids."""
+    """The prompts in the order given: texts, including those of files, or token ids."""
     if bool(options.prompts) == bool(options.token_ids):
         raise CapacityError("give either text or token ids", "use --prompt, --prompt-file or --token-ids", where="skip-run")
     texts = [_read(prompt) if isinstance(prompt, Path) else prompt for prompt in options.prompts]
@@ -119,13 +119,13 @@ def _read(path: Path) -> str:
 
 
 def _ids(text: str) -> list[int]:
-    """Of an empty `text` none, which `generate` refuses as an empty prompt."""
+    """The ids in `text`; none if it is blank, which `generate` refuses as an empty prompt."""
     return [_id(item.strip()) for item in text.split(",")] if text.strip() else []
 
 
 def _id(text: str) -> int:
     number = None
-    with contextlib.suppress(ValueError):  # whose words are of bases, or of Python's limit on digits
+    with contextlib.suppress(ValueError):  # its message talks of bases, or of Python's limit on digits
         number = int(text)
     if number is None or abs(number) >= 2**63:
         raise CapacityError(
@@ -135,7 +135,7 @@ def _id(text: str) -> int:
 
 
 class _Printer:
-    """Prints one row's text as it is made, whole characters at a time."""
+    """Prints one row's text as it is generated, in whole characters."""
 
     def __init__(self, model: Generator) -> None:
         assert model.tokenizer is not None

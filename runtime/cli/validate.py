@@ -1,14 +1,14 @@
 """examples:
-  skip-validate engines/                                        (is it whole, how fast is it)
+  skip-validate engines/                                        (is it intact, how fast is it)
   skip-validate engines/ --reference ./opt-1.3b                 (every variant against the torch reference)
   skip-validate engines/ --batch 1,8 --context 128,1024 --report report.html
   skip-validate engines/ --slo "p99_token_ms<=30" --slo "decode_gain>=1.8"        (a gate: exit 1 where one does not hold)
   skip-validate engines/ --eval dev.jsonl --speedup 2,3,4       (BLEU and ROUGE-L against speedup)
   skip-validate engines/ --json > new.json; skip-validate engines/ --baseline new.json
 
-what --baseline calls slower or faster is meant for an idle machine: compare two runs of one bundle first
+--baseline assumes an idle machine: first compare two runs of one bundle, which should not differ
 
-a run that is killed goes on where it was when the same command is given again
+a run that was killed resumes when the same command is given again
 
 exit status: 0 all holds, 1 a validation did not hold, 2 bad input (one line: what, where, what to do)
 """
@@ -45,29 +45,29 @@ def _parser() -> argparse.ArgumentParser:
     objectives = "\n".join(f"  {name:<16} {meaning}" for name, meaning in NAMES.items())
     parser = Parser(
         prog="skip-validate",
-        description="Is a bundle right, is it fast enough, is it good? Offline, with a report.",
+        description="Check whether a bundle is right, fast enough and good: offline, with a report.",
         epilog=f"objectives of --slo (operators <= >= < >):\n{objectives}\n\n{__doc__}",
     )
     parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
-    parser.add_argument("--target", metavar="T", help="where to run (every target that this machine can)")
-    parser.add_argument("--threads", type=_count, metavar="N", help="of the process's pool (one for each usable core)")
+    parser.add_argument("--target", metavar="T", help="where to run (every target that runs on this machine)")
+    parser.add_argument("--threads", type=_count, metavar="N", help="size of the thread pool (one thread per usable core)")
     right = parser.add_argument_group("is it right")
-    right.add_argument("--reference", metavar="MODEL", help="what was exported: compare every variant with it in torch")
+    right.add_argument("--reference", metavar="MODEL", help="the exported model, to compare every variant with in torch")
     fast = parser.add_argument_group("is it fast enough")
     fast.add_argument("--batch", type=_counts, action="extend", metavar="N,..", help="rows (1,4)")
     fast.add_argument("--context", type=_counts, action="extend", metavar="N,..", help="valid tokens a row (32,512)")
-    fast.add_argument("--prompt-tokens", type=_count, metavar="N", help="of each row of the workload (64)")
-    fast.add_argument("--new-tokens", type=_count, metavar="N", help="of the workload and of --eval (the schedule's span + 1)")
+    fast.add_argument("--prompt-tokens", type=_count, metavar="N", help="prompt tokens per row of the workload (64)")
+    fast.add_argument("--new-tokens", type=_count, metavar="N", help="new tokens per row, --eval too (the schedule's span + 1)")
     fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
-    fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="repeatable; names below")
-    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json: what is slower, on an idle machine")
+    fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="an objective (names below); repeatable")
+    fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json result to compare with")
     good = parser.add_argument_group("is it good")
     good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
-    good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="also at these, of --eval")
+    good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="more speedups for --eval")
     parser.add_argument("--report", type=Path, metavar="F", help="write one self-contained HTML page")
-    parser.add_argument("--json", action="store_true", help="one object on standard output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quiet", action="store_true", help="print only what does not hold")
-    parser.add_argument("--debug", action="store_true", help="traceback on errors")
+    parser.add_argument("--debug", action="store_true", help="show a traceback on errors")
     return parser
 
 
@@ -93,13 +93,13 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> ValidateRequest:
-    """Everything the options name, read and checked."""
+    """Read and check everything that the options name."""
     _require("rich", None)
     slos = tuple(map(parse_slo, options.slo))
     requests = tuple(read_requests(options.workload)) if options.workload else None
     new_tokens = [request.new_tokens for request in requests] if requests else [options.new_tokens or 2]
     given = {"--reference": options.reference is not None, "--eval": options.eval is not None, SECOND_TOKEN: max(new_tokens) > 1}
-    check_measured(list(slos), {name for name, there in given.items() if there}, in_workload=requests is not None)
+    check_measured(list(slos), {name for name, is_given in given.items() if is_given}, in_workload=requests is not None)
     if options.speedup and options.eval is None:
         raise CapacityError("says at which speedups --eval scores", "add --eval FILE.jsonl", where="--speedup")
     if requests and options.prompt_tokens is not None:
@@ -149,7 +149,7 @@ def _failures(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _fault(variant: dict[str, Any]) -> str:
-    """What is wrong with a variant that the reference does not confirm."""
+    """What is wrong with a variant that does not match the reference."""
     error = variant[variant["judged_by"]]
     if not math.isfinite(variant["relative_error"]):
         return "gives logits that are no numbers"
@@ -182,7 +182,7 @@ def _speedups(text: str) -> list[float]:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress]:
-    """What is being measured, on standard error, only where that is a terminal."""
+    """Show what is being measured on standard error, only if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         silent: Callable[[str], None] = lambda what: None  # noqa: E731
         yield silent

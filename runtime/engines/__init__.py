@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode.device import Call
 from skipdecode.memory import Array, Memory
 from skipdecode.turn_around import TurnAround
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class SharingEngine:
     """An engine that takes some of its weights as inputs, because it shares them with another engine."""
 
     engine: Engine
@@ -62,7 +62,7 @@ class Engines:
     head: Engine
     memory: Memory  # what they read and write
     slots: tuple[int, ...] | None = None  # of each layer's KV buffer, if engines are built for one number; None: any
-    most_prompt_tokens: int | None = None  # per pass over a prompt, then of one row; None: any number of tokens and rows
+    max_prompt_tokens: int | None = None  # per pass over a prompt, then of one row; None: any number of tokens and rows
     turn_around: TurnAround | None = None  # between two steps on the device; None: tokens are chosen on the host
     after_run: Call = lambda: None  # saves what the engines have compiled, for the next start
 
@@ -70,5 +70,5 @@ class Engines:
 def bind_segment(engine: Engine, inputs: Mapping[str, Array], hidden: Array, states: Iterable[Mapping[str, Array]]) -> Call:
     """Bind a segment's engine so that hidden state and each layer's arrays, named as its inputs, are updated in place."""
     arrays = {name: array for state in states for name, array in state.items()}
-    written = {names.present(name): array for name, array in arrays.items()}
-    return engine.bind({**inputs, **arrays}, {names.HIDDEN_OUT: hidden, **written})
+    written = {bindings.present(name): array for name, array in arrays.items()}
+    return engine.bind({**inputs, **arrays}, {bindings.HIDDEN_OUT: hidden, **written})

@@ -23,9 +23,9 @@ class KernelCache:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = _File(path)
+        self._file = _KernelFile(path)
         self._cache: Any = None
-        self._grown = False
+        self._may_have_grown = False
 
     def attach(self, config: Any) -> None:
         """Let contexts with this runtime configuration (TensorRT-RTX's) take kernels from here and add theirs."""
@@ -39,41 +39,41 @@ class KernelCache:
 
     def expect_more(self) -> None:
         """Note that a context runs shapes that are new to it, for which kernels may be compiled."""
-        self._grown = self._cache is not None  # None with the package tensorrt, which has no such cache
+        self._may_have_grown = self._cache is not None  # None with the package tensorrt, which has no such cache
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write the kernels compiled since the last call: a service that a signal ends does not get to write them."""
-        if self._grown:
-            self._grown = False
+        if self._may_have_grown:
+            self._may_have_grown = False
             self._file.write(self._cache)
 
 
-class _File:
+class _KernelFile:
     """The file from which the next start takes its kernels."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known = b""
+        self._saved = b""
 
     def read_into(self, cache: Any) -> None:
         try:
-            self._known = self.path.read_bytes()
+            self._saved = self.path.read_bytes()
         except OSError:  # mostly because it does not exist yet
             return
-        if not cache.deserialize(self._known):
+        if not cache.deserialize(self._saved):
             logger.info("%s does not fit this machine, and will be written anew", self.path)
-            self._known = b""
+            self._saved = b""
 
     def write(self, cache: Any) -> None:
         kernels = bytes(cache.serialize())
-        if kernels == self._known:
+        if kernels == self._saved:
             return
         partial = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # containers share process ids
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(kernels)
             partial.replace(self.path)
-            self._known = kernels
+            self._saved = kernels
         except OSError as error:  # the next start compiles again, that is all
             with contextlib.suppress(OSError):
                 partial.unlink()

@@ -22,7 +22,7 @@ from skipdecode.text import is_utf8
 from skipdecode.trace import Trace, traced
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-_UNWANTED = [
+_DISABLED_OPTIMIZERS = [
     # It turns adjacent slices (Phi-3's query, key, value) into an uneven Split. CUDA's Split copies its table of parts from a
     # host buffer at each run; a captured graph copies it from where that buffer was.
     "GatherSliceToSplitFusion",
@@ -47,7 +47,7 @@ ENVIRONMENT = {
     # number first comes, not for twelve numbers while loading (OPT-6.7B then loads in 1.7 s; without CUTLASS in 1.4).
     "ORT_FPA_INTB_PROFILE_M": "1",
 }
-_MOST_SAID = 400  # characters of ONNX Runtime's reason, in which node, source file and function precede what was wrong
+_MAX_REASON_CHARS, _REASON_START = 400, 100  # a node's name of any length, source file and function precede the reason itself
 # How its arena, C++, CUDA and cuBLAS report it.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
 
@@ -74,9 +74,9 @@ def use_threads(threads: int | None) -> None:
         TargetError: something else in this process has used ONNX Runtime first.
     """
     global _pool_threads
-    most = os.cpu_count() or 1
-    if threads is not None and not 1 <= threads <= most:
-        raise CapacityError(f"{threads}: this machine has {most} cores", f"choose 1..{most}", where="--threads")
+    cores = os.cpu_count() or 1
+    if threads is not None and not 1 <= threads <= cores:
+        raise CapacityError(f"{threads}: this machine has {cores} cores", f"choose 1..{cores}", where="--threads")
     if _pool_threads is not None:
         if threads not in (None, _pool_threads):
             logger.warning("%s threads: this process's first load has made a pool of %s, which stays", threads, _pool_threads)
@@ -86,7 +86,7 @@ def use_threads(threads: int | None) -> None:
         try:
             ort.set_global_thread_pool_sizes(pool_threads, 1)
         except Exception as error:  # somebody else has made the environment
-            raise _too_late() from error
+            raise _too_late_error() from error
         host = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(host, None)
         _pool_threads = pool_threads
@@ -122,16 +122,16 @@ class OrtEngine:
             trace.profile(options)
         try:
             self.session = ort.InferenceSession(
-                str(path), options, providers=[_provider(device)], disabled_optimizers=_UNWANTED,
+                str(path), options, providers=[_provider(device)], disabled_optimizers=_DISABLED_OPTIMIZERS,
                 enable_fallback=0,  # otherwise it prints what is wrong, and loads on the CPU
             )  # fmt: skip
         except Exception as error:  # ORT's exceptions have no common base but this
-            raise _refused(error, path) from error
+            raise _load_error(error, path) from error
         if trace is not None:
             trace.follow(self.session)
         self._path, self._trace, self._on_device = path, trace, device is not None
         # a trace times work that has ended, so each run waits
-        self._run_options = None if device is None or trace is not None else _without_waiting()
+        self._run_options = None if device is None or trace is not None else _async_run_options()
         self.inputs, self.outputs = _tensors(self.session.get_inputs()), _tensors(self.session.get_outputs())
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
@@ -139,16 +139,16 @@ class OrtEngine:
         binding = self.session.io_binding()
         for name, array in inputs.items():
             if name in self.inputs:
-                binding.bind_input(name, *_place(array))
+                binding.bind_input(name, *_binding_arguments(array))
         for name, array in outputs.items():
-            binding.bind_output(name, *_place(array))
+            binding.bind_output(name, *_binding_arguments(array))
         session, options, on_device, path = self.session, self._run_options, self._on_device, self._path
 
         def run() -> None:
             try:
                 session.run_with_iobinding(binding, options)
             except Exception as error:  # ORT's exceptions have no common base but this
-                raise _stopped(error, path, on_device=on_device) from error
+                raise _run_error(error, path, on_device=on_device) from error
 
         return traced(self._trace, path.stem, run, kind="engine")
 
@@ -161,64 +161,66 @@ def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
     }
 
 
-def _too_late() -> TargetError:
+def _too_late_error() -> TargetError:
     return TargetError(
         "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
         "call skipdecode.load before that",
     )
 
 
-def _refused(error: Exception, path: Path) -> SkipDecodeError:
+def _load_error(error: Exception, path: Path) -> SkipDecodeError:
     """The error for a session that cannot be created. ONNX Runtime gives the reason only as text."""
-    said, where = str(error), str(path)
+    message, where = str(error), str(path)
     if not is_utf8(path):
         return BundleError(
             "is not UTF-8, the only encoding that ONNX Runtime's Python package takes", "rename the folder", where=where
         )
-    if "thread pool" in said:
-        return _too_late()
-    if _NO_MEMORY.search(said):
-        return _no_memory(said, "free some, or export with --quantize int4", where)
-    if "default CPU EP" in said:
+    if "thread pool" in message:
+        return _too_late_error()
+    if _NO_MEMORY.search(message):
+        return _memory_error(message, "free some, or export with --quantize int4", where)
+    if "default CPU EP" in message:
         return TargetError(
             f"onnxruntime {ort.__version__} cannot run all of it with CUDA (it would leave nodes to the CPU)",
             "install a newer onnxruntime-gpu, or export the model for cpu", where=where,
         )  # fmt: skip
-    if "CUDA" in said:
+    if "CUDA" in message:
         return TargetError(
-            f"ONNX Runtime cannot run it with CUDA ({_reason(said)})",
+            f"ONNX Runtime cannot run it with CUDA ({_reason(message)})",
             "check nvidia-smi, and that cuBLAS and cuDNN of onnxruntime-gpu's CUDA are installed", where=where,
         )  # fmt: skip
-    return BundleError(f"cannot be loaded ({_reason(said)})", "export the model again", where=where)
+    return BundleError(f"cannot be loaded ({_reason(message)})", "export the model again", where=where)
 
 
-def _stopped(error: Exception, path: Path, *, on_device: bool) -> SkipDecodeError:
+def _run_error(error: Exception, path: Path, *, on_device: bool) -> SkipDecodeError:
     """The error for a run that failed."""
-    said = str(error)
-    if _NO_MEMORY.search(said):
-        return _no_memory(said, "send fewer rows or shorter prompts, or choose a smaller --prefill-chunk", "")
+    message = str(error)
+    if _NO_MEMORY.search(message):
+        return _memory_error(message, "send fewer rows or shorter prompts, or choose a smaller --prefill-chunk", "")
     remedy = "check nvidia-smi, and start again" if on_device else "check the bundle with skip-inspect --check-hashes"
-    return TargetError(f"ONNX Runtime stopped ({_reason(said)})", remedy, where=str(path))
+    return TargetError(f"ONNX Runtime stopped ({_reason(message)})", remedy, where=str(path))
 
 
-def _no_memory(said: str, remedy: str, where: str) -> CapacityError:
-    sizes = [int(match[1]) for match in _NO_MEMORY.finditer(said) if match[1]]
-    asked = f" for {-(-sizes[0] >> 20)} MiB" if sizes else ""
-    return CapacityError(f"no memory is left{asked}", remedy, where=where)
+def _memory_error(message: str, remedy: str, where: str) -> CapacityError:
+    sizes = [int(match[1]) for match in _NO_MEMORY.finditer(message) if match[1]]
+    amount = f" for {-(-sizes[0] >> 20)} MiB" if sizes else ""
+    return CapacityError(f"no memory is left{amount}", remedy, where=where)
 
 
-def _reason(said: str) -> str:
-    return said.splitlines()[0][:_MOST_SAID] if said else "no reason given"
+def _reason(message: str) -> str:
+    """The first line of ONNX Runtime's message; of a long one the start and the end, because the reason itself comes last."""
+    line = message.partition("\n")[0].rstrip() or "no reason given"
+    return line if len(line) <= _MAX_REASON_CHARS else f"{line[:_REASON_START]}...{line[3 + _REASON_START - _MAX_REASON_CHARS :]}"
 
 
-def _place(array: Array) -> tuple[str, int, Any, list[int], int]:
+def _binding_arguments(array: Array) -> tuple[str, int, Any, list[int], int]:
     """What binding takes: device, its number, element type, shape and address."""
     if isinstance(array, np.ndarray):
         return "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data
     return array.device, 0, array.element_type, list(array.shape), array.pointer
 
 
-def _without_waiting() -> ort.RunOptions:
+def _async_run_options() -> ort.RunOptions:
     options = ort.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
@@ -244,10 +246,10 @@ def prepare_cuda() -> None:
         )  # fmt: skip
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # it prints what it fails to find, which the system may have
+    with contextlib.redirect_stdout(io.StringIO()) as printed:  # it prints what it fails to find, which the system may have
         ort.preload_dlls()
-    if said.getvalue():
-        logger.info("%s", said.getvalue().strip())
+    if printed.getvalue():
+        logger.info("%s", printed.getvalue().strip())
 
 
 def check_library(version: str, bundle: Path) -> None:

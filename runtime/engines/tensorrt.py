@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode.device import ALIGNMENT, Block, Call, Device
 from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
@@ -18,7 +18,7 @@ from skipdecode.memory import Array, DeviceArray
 from skipdecode.trace import Trace, traced
 
 LIBRARIES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # target -> Python package
-_KEYS = tuple(each for name in (names.PAST_KEY, names.PAST_VALUE) for each in (name, names.present(name)))
+_KV_PREFIXES = tuple(each for name in (bindings.PAST_KEY, bindings.PAST_VALUE) for each in (name, bindings.present(name)))
 NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|could not be allocated", re.IGNORECASE)
 
 
@@ -54,7 +54,7 @@ def polygraphy(target: str, module: str) -> Any:
     return importlib.import_module(f"polygraphy.{module}")
 
 
-def log_of(trt: Any, *, warnings: bool = False) -> Any:
+def make_log(trt: Any, *, warnings: bool = False) -> Any:
     """A logger that keeps the library's messages. A function, because its base class comes from the library.
 
     Args:
@@ -94,16 +94,16 @@ class PlanRuntime:
 
     def __init__(self, target: str, device: Device, kernels: KernelCache | None = None) -> None:
         self.trt = library(target)
-        self.log = log_of(self.trt)
+        self.log = make_log(self.trt)
         try:
             self.runtime = self.trt.Runtime(self.log)
         except TypeError as error:  # how its bindings report a null pointer
-            raise self.refused("its version may need a newer driver: check nvidia-smi") from error
+            raise self.run_error("its version may need a newer driver: check nvidia-smi") from error
         self.kernels = kernels
         self.device = device
         self.scratch_bytes = 0  # of the engine that needs most
         self._scratch: Block | None = None
-        self._apart: dict[str, Block] = {}
+        self._staging: dict[str, Block] = {}
 
     def scratch(self) -> Block:
         """The memory in which any engine computes while it runs. Call this only after all engines are loaded."""
@@ -111,14 +111,14 @@ class PlanRuntime:
             self._scratch = self.device.allocate(self.scratch_bytes)
         return self._scratch
 
-    def apart(self, name: str, nbytes: int) -> Block:
+    def staging(self, name: str, nbytes: int) -> Block:
         """At least `nbytes` of memory that all engines share for an input or output of this name; the caller keeps it alive."""
-        known = self._apart.get(name)
-        if known is None or known.nbytes < nbytes:
-            known = self._apart[name] = self.device.allocate(nbytes)
-        return known
+        block = self._staging.get(name)
+        if block is None or block.nbytes < nbytes:
+            block = self._staging[name] = self.device.allocate(nbytes)
+        return block
 
-    def refused(self, remedy: str) -> SkipDecodeError:
+    def run_error(self, remedy: str) -> SkipDecodeError:
         """The error to raise when the library refuses a run."""
         reason = self.log.first_error()
         if NO_MEMORY.search(reason):
@@ -127,7 +127,7 @@ class PlanRuntime:
             )
         return TargetError(f"{self.trt.__name__} cannot run a plan ({reason})", remedy)
 
-    def unloadable(self, path: Path) -> SkipDecodeError:
+    def load_error(self, path: Path) -> SkipDecodeError:
         """The error to raise when the library refuses a file."""
         reason, where = self.log.first_error(), str(path)
         if NO_MEMORY.search(reason):
@@ -154,23 +154,23 @@ class TensorRTEngine:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = shared.runtime.deserialize_cuda_engine(plan)
         if engine is None:
-            raise shared.unloadable(path)
+            raise shared.load_error(path)
         # attributes are released in this order: contexts before the engine and the library that serve them
         self._contexts: dict[Any, _Context] = {}
         self._engine, self._shared, self._path, self._trace = engine, shared, path, trace
         modes = shared.trt.TensorIOMode
-        found = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        self.input_names = frozenset(name for name in found if engine.get_tensor_mode(name) == modes.INPUT)
-        for name in set(found) - self.input_names:
-            past = names.past(name.removeprefix(names.PRESENT))
-            if _in_place(name) and engine.get_aliased_input_tensor(name) != past:
+        tensor_names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        self.input_names = frozenset(name for name in tensor_names if engine.get_tensor_mode(name) == modes.INPUT)
+        for name in set(tensor_names) - self.input_names:
+            past = bindings.past(name.removeprefix(bindings.PRESENT))
+            if _is_kv_buffer(name) and engine.get_aliased_input_tensor(name) != past:
                 raise BundleError(f"{name} is not updated in place", "export the model again", where=str(path))
-            if name == names.LOGITS and engine.get_tensor_dtype(name) != shared.trt.DataType.FLOAT:
+            if name == bindings.LOGITS and engine.get_tensor_dtype(name) != shared.trt.DataType.FLOAT:
                 raise BundleError("gives logits in another dtype than fp32", "export the model again", where=str(path))
         profiles = range(engine.num_optimization_profiles)
-        needs = [engine.get_device_memory_size_for_profile_v2(profile) for profile in profiles]
-        shared.scratch_bytes = max(shared.scratch_bytes, *needs)
-        self._ranges = [{name: _range(engine, name, profile) for name in self.input_names} for profile in profiles]
+        scratch_sizes = [engine.get_device_memory_size_for_profile_v2(profile) for profile in profiles]
+        shared.scratch_bytes = max(shared.scratch_bytes, *scratch_sizes)
+        self._ranges = [{name: _shape_range(engine, name, profile) for name in self.input_names} for profile in profiles]
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Call:
         """As `Engine.bind`, for arrays on the device.
@@ -180,27 +180,27 @@ class TensorRTEngine:
         are exempt, because TensorRT knows to update them in place; states are not.
         """
         device, before, after = self._shared.device, [], []
-        places: dict[str, DeviceArray] = {}
+        arrays: dict[str, DeviceArray] = {}
         for name, array in inputs.items():
             if name in self.input_names:
                 assert isinstance(array, DeviceArray)
-                places[name] = array if _in_place(name) else self._aligned(name, array)
-                if places[name] is not array:
-                    before.append(_copy(device, array, places[name]))
-        taken = {array.pointer for array in inputs.values() if isinstance(array, DeviceArray)}
+                arrays[name] = array if _is_kv_buffer(name) else self._aligned(name, array)
+                if arrays[name] is not array:
+                    before.append(_copy(device, array, arrays[name]))
+        input_pointers = {array.pointer for array in inputs.values() if isinstance(array, DeviceArray)}
         for name, array in outputs.items():
             assert isinstance(array, DeviceArray)
-            places[name] = array if _in_place(name) else self._aligned(name, array, apart=array.pointer in taken)
-            if places[name] is not array:
-                after.append(_copy(device, places[name], array))
-        shapes = {name: places[name].shape for name in self.input_names}
-        context, places_of_this = self._context(shapes), object()
+            arrays[name] = array if _is_kv_buffer(name) else self._aligned(name, array, staged=array.pointer in input_pointers)
+            if arrays[name] is not array:
+                after.append(_copy(device, arrays[name], array))
+        shapes = {name: arrays[name].shape for name in self.input_names}
+        context, binding = self._context(shapes), object()
 
         def run() -> None:
             device.enter()
             for call in before:
                 call()
-            context.run(places_of_this, places, shapes)
+            context.run(binding, arrays, shapes)
             for call in after:
                 call()
             if self._trace is not None:
@@ -208,23 +208,24 @@ class TensorRTEngine:
 
         return traced(self._trace, self._path.stem, run, kind="engine")
 
-    def _aligned(self, name: str, array: DeviceArray, *, apart: bool = False) -> DeviceArray:
-        if array.pointer % ALIGNMENT == 0 and not apart:
+    def _aligned(self, name: str, array: DeviceArray, *, staged: bool = False) -> DeviceArray:
+        if array.pointer % ALIGNMENT == 0 and not staged:
             return array
-        return array.moved(self._shared.apart(name, array.nbytes))
+        return array.with_block(self._shared.staging(name, array.nbytes))
 
     def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> _Context:
         """A context for these shapes. A decode step's shapes have their own, for a graph to hold; all prompts share one."""
-        fits = [
+        profiles = [
             index for index, ranges in enumerate(self._ranges)
-            if all(_within(shapes[name], *ranges[name]) for name in self.input_names)
+            if all(_is_within(shapes[name], *ranges[name]) for name in self.input_names)
         ]  # fmt: skip
-        if not fits:
+        if not profiles:
             raise BundleError(f"has no optimisation profile for {shapes}", "export the model again", where=str(self._path))
-        steady = fits[0] == 0
-        key = (fits[0], tuple(sorted(shapes.items())) if steady else None)
+        profile = profiles[0]
+        is_step = profile == 0
+        key = (profile, tuple(sorted(shapes.items())) if is_step else None)
         if key not in self._contexts:
-            self._contexts[key] = _Context(self._engine, self._shared, fits[0], shapes if steady else None)
+            self._contexts[key] = _Context(self._engine, self._shared, profile, shapes if is_step else None)
         return self._contexts[key]
 
 
@@ -232,73 +233,77 @@ class _Context:
     """An execution context, and the arrays that it was last given.
 
     Args:
-        steady: the shapes of all its runs, set only once: setting shapes puts work on the stream, which a graph must not record,
-            and passes over prompts of one token alternate with steps. None: each run sets its own.
+        fixed_shapes: the shapes of all its runs, set only once: setting shapes puts work on the stream, which a graph must not
+            record, and passes over prompts of one token alternate with steps. None: each run sets its own.
     """
 
-    def __init__(self, engine: Any, shared: PlanRuntime, profile: int, steady: Mapping[str, tuple[int, ...]] | None) -> None:
+    def __init__(
+        self, engine: Any, shared: PlanRuntime, profile: int, fixed_shapes: Mapping[str, tuple[int, ...]] | None
+    ) -> None:
         trt = shared.trt
         shared.log.errors.clear()  # those of earlier calls
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):  # TensorRT-RTX, which compiles kernels here
-            if steady:  # a graph would keep the fallback kernel that lazy specialisation starts with
+            if fixed_shapes:  # a graph would keep the fallback kernel that lazy specialisation starts with
                 config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             if shared.kernels is not None:
                 shared.kernels.attach(config)
         context = engine.create_execution_context(config)
         if context is None or not context.set_optimization_profile_async(profile, shared.device.stream):
-            raise shared.refused("free its memory, or send fewer rows")
+            raise shared.run_error("free its memory, or send fewer rows")
         # attributes are released in this order: the context before its engine, and both before the kernels that they use
-        self._context, self._engine, self._shared, self._steady = context, engine, shared, steady is not None
+        self._context, self._engine, self._shared = context, engine, shared
+        self._has_fixed_shapes = fixed_shapes is not None
         scratch = shared.scratch()
         context.set_device_memory(scratch.pointer, shared.scratch_bytes)
-        self._told: object | None = None  # stands for the last places, which, if stored, would live as long as the engine
+        self._binding: object | None = None  # stands for the last arrays, which, if stored, would live as long as the engine
         self._capturable = False  # known after the first run
-        self._known: set[frozenset[tuple[str, tuple[int, ...]]]] = set()  # shapes that it has run
-        if steady is not None and not all(context.set_input_shape(name, shape) for name, shape in steady.items()):
-            raise shared.refused("export the model again")
+        self._seen_shapes: set[frozenset[tuple[str, tuple[int, ...]]]] = set()  # shapes that it has run
+        if fixed_shapes is not None and not all(context.set_input_shape(name, shape) for name, shape in fixed_shapes.items()):
+            raise shared.run_error("export the model again")
 
-    def run(self, call: object, places: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Run on `places`. `call` stands for places and shapes, which are set only if it differs from the last run's."""
+    def run(self, binding: object, arrays: Mapping[str, DeviceArray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Run on `arrays`. `binding` stands for arrays and shapes, which are set only if it differs from the last run's."""
         device = self._shared.device
         if device.capturing and not self._capturable:
             raise TargetError("a plan allocates memory while it runs", "export the model again")
-        new = self._told is not call
-        if new:
+        is_new = self._binding is not binding
+        if is_new:
             self._shared.log.errors.clear()  # those of earlier calls
-            accepted = [] if self._steady else [self._context.set_input_shape(name, shape) for name, shape in shapes.items()]
-            accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in places.items()]
-            self._told = call if all(accepted) else None
-            self._note(frozenset(shapes.items()))
-        if self._told is None or not self._context.execute_async_v3(device.stream):
-            raise self._shared.refused("check nvidia-smi, and start again")
-        if new and self._steady and not device.capturing:
-            ask = getattr(self._context, "is_stream_capturable", None)  # only TensorRT-RTX has it
-            self._capturable = ask is None or ask(device.stream)
+            new_shapes = {} if self._has_fixed_shapes else shapes
+            accepted = [self._context.set_input_shape(name, shape) for name, shape in new_shapes.items()]
+            accepted += [self._context.set_tensor_address(name, array.pointer) for name, array in arrays.items()]
+            self._binding = binding if all(accepted) else None
+            self._note_shapes(frozenset(shapes.items()))
+        if self._binding is None or not self._context.execute_async_v3(device.stream):
+            raise self._shared.run_error("check nvidia-smi, and start again")
+        if is_new and self._has_fixed_shapes and not device.capturing:
+            is_capturable = getattr(self._context, "is_stream_capturable", None)  # only TensorRT-RTX has it
+            self._capturable = is_capturable is None or is_capturable(device.stream)
 
-    def _note(self, shapes: frozenset[tuple[str, tuple[int, ...]]]) -> None:
+    def _note_shapes(self, shapes: frozenset[tuple[str, tuple[int, ...]]]) -> None:
         """Expect new kernels if these shapes are new: prompts of a new length may have kernels of their own."""
-        if self._shared.kernels is not None and shapes not in self._known:
-            self._known.add(shapes)
+        if self._shared.kernels is not None and shapes not in self._seen_shapes:
+            self._seen_shapes.add(shapes)
             self._shared.kernels.expect_more()
 
 
-def _in_place(name: str) -> bool:
-    return name.startswith(_KEYS)
+def _is_kv_buffer(name: str) -> bool:
+    return name.startswith(_KV_PREFIXES)
 
 
 def _copy(device: Device, source: DeviceArray, target: DeviceArray) -> Call:
     return lambda: device.copy(target.pointer, source.pointer, source.nbytes)
 
 
-def _range(engine: Any, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    whole = tuple(engine.get_tensor_shape(name))
-    if -1 not in whole:
-        return whole, whole
-    least, _, most = engine.get_tensor_profile_shape(name, profile)
-    return tuple(least), tuple(most)
+def _shape_range(engine: Any, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    declared = tuple(engine.get_tensor_shape(name))
+    if -1 not in declared:
+        return declared, declared
+    smallest, _, largest = engine.get_tensor_profile_shape(name, profile)
+    return tuple(smallest), tuple(largest)
 
 
-def _within(shape: tuple[int, ...], least: tuple[int, ...], most: tuple[int, ...]) -> bool:
-    return len(shape) == len(least) and all(low <= size <= high for size, low, high in zip(shape, least, most, strict=True))
+def _is_within(shape: tuple[int, ...], lows: tuple[int, ...], highs: tuple[int, ...]) -> bool:
+    return len(shape) == len(lows) and all(low <= size <= high for size, low, high in zip(shape, lows, highs, strict=True))

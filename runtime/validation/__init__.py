@@ -1,1 +1,1 @@
-"""Is a bundle right, is it fast enough, is it good: what `skip-validate` measures, one question a module."""
+"""What `skip-validate` measures: is a bundle right, is it fast enough, is it good? One question per module."""

@@ -1,4 +1,4 @@
-"""An earlier run beside this one: what is significantly slower or faster."""
+"""Compare a run with an earlier one: what is significantly slower or faster."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from skipdecode.errors import CapacityError
 
-_BETWEEN_STARTS = 1.1  # ratio by which the medians of two processes that run the same may differ
+_MAX_RATIO_BETWEEN_STARTS = 1.1  # the medians of two processes that run the same code may differ by this ratio
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
-    """What an earlier `--json` wrote.
+    """Read what an earlier `--json` wrote.
 
     Raises:
-        CapacityError: unreadable, or something else.
+        CapacityError: unreadable, or not such a result.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -32,7 +32,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
 
 
 def _is_run(data: Any) -> bool:
-    """Whether `compare` finds in it what it reads."""
+    """Whether `data` holds everything that `compare` reads."""
     try:
         summaries = [summary for _, summary in _latencies(data, workloads=True)]
         dict(_conditions(data))
@@ -47,21 +47,23 @@ def _is_run(data: Any) -> bool:
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """Every latency that both runs have; significant where the medians' 95 % intervals lie apart, and the medians by more than
-    a tenth: so much a process differs from the next one, which its own rounds do not show. Workloads of other lengths are not
-    compared.
+    """Compare every latency that both runs have.
+
+    A latency is slower or faster where the 95 % intervals of the medians do not overlap and the medians differ by more than a
+    tenth. Two processes running the same code differ by as much, which the rounds within one process do not show. Workloads of
+    different lengths are not compared.
 
     Returns:
-        `differs`: under what else the earlier run was measured, a line each; and `rows`: name, old and new ms, ratio new over
-        old, `verdict` (slower, faster, same).
+        `differs`: conditions that were different in the earlier run, one line each. `rows`: name, old and new ms, ratio of new
+        to old, `verdict` (slower, faster, same).
     """
     now, then = dict(_conditions(new)), dict(_conditions(old))
     differs = [f"{name}: {then[name]}, now {now[name]}" for name in now if name in then and now[name] != then[name]]
-    was_read = dict(_bandwidths(old))
+    old_bandwidths = dict(_bandwidths(old))
     differs += [
-        f"{name}, memory bandwidth: {was_read[name]:.1f} GB/s, now {value:.1f}"
+        f"{name}, memory bandwidth: {old_bandwidths[name]:.1f} GB/s, now {value:.1f}"
         for name, value in _bandwidths(new)
-        if name in was_read and max(value / was_read[name], was_read[name] / value) > _BETWEEN_STARTS
+        if name in old_bandwidths and max(value / old_bandwidths[name], old_bandwidths[name] / value) > _MAX_RATIO_BETWEEN_STARTS
     ]
     differs += [
         f"{which} run went on from one that was stopped: {run['resumed']} measurements are of another time"
@@ -71,27 +73,27 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     same_workload = _workload(new) == _workload(old)
     if not same_workload:
         differs.append("the workload, which is left out here")
-    before = dict(_latencies(old, workloads=same_workload))
+    old_latencies = dict(_latencies(old, workloads=same_workload))
     rows = []
     for name, summary in _latencies(new, workloads=same_workload):
-        if name in before:
-            was = before[name]
-            ratio, verdict = summary["median"] / was["median"], "same"
-            if summary["low"] > was["high"] and ratio > _BETWEEN_STARTS:
+        if name in old_latencies:
+            old_summary = old_latencies[name]
+            ratio, verdict = summary["median"] / old_summary["median"], "same"
+            if summary["low"] > old_summary["high"] and ratio > _MAX_RATIO_BETWEEN_STARTS:
                 verdict = "slower"
-            if summary["high"] < was["low"] and 1 / ratio > _BETWEEN_STARTS:
+            if summary["high"] < old_summary["low"] and 1 / ratio > _MAX_RATIO_BETWEEN_STARTS:
                 verdict = "faster"
             rows.append({
-                "name": name, "old_ms": was["median"], "new_ms": summary["median"], "ratio": ratio, "verdict": verdict,
+                "name": name, "old_ms": old_summary["median"], "new_ms": summary["median"], "ratio": ratio, "verdict": verdict,
             })  # fmt: skip
     return {"differs": differs, "rows": rows}
 
 
 def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What latencies depend on beside the code and the libraries, whose versions are what one compares."""
+    """What latencies depend on besides code and library versions, which are what a baseline is there to compare."""
     machine, bundle = run["machine"], run["bundle"]
     for fact in ("cpu", "cores", "gpu"):
-        if fact in machine:  # the GPU was not named from the start
+        if fact in machine:  # older results do not name the GPU
             yield fact, machine[fact]
     yield "model", bundle["model"]["name"]
     yield "layers", bundle["model"]["layers"]
@@ -103,7 +105,7 @@ def _conditions(run: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _bandwidths(run: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Each target's, GB/s: of one machine it changes with what else runs there."""
+    """Each target's memory bandwidth, GB/s. On one machine it changes with what else runs there."""
     for target in run["targets"]:
         if target.get("read_gb_per_s") is not None:
             yield target["name"], target["read_gb_per_s"]

@@ -1,4 +1,4 @@
-"""What a validation has measured so far: a run that was killed goes on from here."""
+"""What a validation has measured so far, from which a run that was killed resumes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from skipdecode.errors import CapacityError
 
 
 class Journal:
-    """A JSONL file in the user's cache folder, a line a finished measurement with its checksum; removed when all is done.
+    """A JSONL file in the user's cache folder: one line per finished measurement, with its checksum. Removed when all is done.
 
     Args:
-        identity: everything that the measurements depend on; another identity is another file.
+        identity: everything that the measurements depend on; each identity has its own file.
 
     Raises:
-        CapacityError: the folder cannot be made or written.
+        CapacityError: the folder cannot be created or written.
     """
 
     def __init__(self, identity: dict[str, Any]) -> None:
@@ -36,17 +36,17 @@ class Journal:
         self.resumed = len(self._done)
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What `measure` gives, as JSON has it; from the file where an earlier run got that far."""
+        """The result of `measure`, as JSON stores it; read from the file if an earlier run got that far."""
         if name not in self._done:
             entry = json.loads(json.dumps([name, measure()]))
             line = json.dumps([*entry, _checksum(entry)])
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"\n{line}\n")  # a line torn by an earlier kill ends here
+                file.write(f"\n{line}\n")  # the first newline ends a line torn by an earlier kill
             self._done[name] = entry[1]
         return self._done[name]
 
     def finish(self) -> None:
-        """Forget: the next run measures anew."""
+        """Delete the file: the next run measures everything again."""
         self.path.unlink(missing_ok=True)
 
 
@@ -56,13 +56,13 @@ def _read(path: Path) -> list[tuple[str, Any]]:
         try:
             *entry, checksum = json.loads(line)
             name, value = entry
-            if checksum == _checksum(entry):  # a damaged number is as good JSON as a measured one
+            if checksum == _checksum(entry):  # a damaged number can still be valid JSON
                 entries.append((name, value))
-        except (ValueError, TypeError, RecursionError):  # torn by the kill, or nothing of this class's
+        except (ValueError, TypeError, RecursionError):  # torn by a kill, or not written by this class
             continue
     return entries
 
 
 def _checksum(entry: list[Any]) -> str:
-    """Of a name and what was measured, as JSON gives them back."""
+    """The checksum of a name and its measurement, both as read back from JSON."""
     return hashlib.sha256(json.dumps(entry).encode()).hexdigest()[:8]

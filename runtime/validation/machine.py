@@ -17,8 +17,8 @@ import numpy as np
 from skipdecode.cpu import usable_cores
 from skipdecode.device import Device
 
-_PASSES = 3  # over what is read
-_COPIES, _COPY_ROUNDS = 10, 5  # that follow each other, and how often
+_PASSES = 3  # over the array
+_COPIES, _COPY_ROUNDS = 10, 5  # consecutive copies, and rounds of them
 
 
 def machine_facts(libraries: Sequence[str]) -> dict[str, Any]:
@@ -36,20 +36,20 @@ def machine_facts(libraries: Sequence[str]) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Of this process, now; mapped weights that were touched count."""
+    """Resident memory of this process now, including the touched pages of mapped weights."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class ReadBandwidth:
-    """Reads of an array far larger than the last-level cache, by as many threads as the engines get."""
+    """Reads an array far larger than the last-level cache, with as many threads as the engines get."""
 
     def __init__(self, threads: int, mib: int = 512) -> None:
         self._parts = np.array_split(np.ones(mib << 18, dtype=np.float32), threads)
         self._bytes = sum(part.nbytes for part in self._parts)
 
     def gb_per_s(self) -> float:
-        """The best of a few passes (one reads everything once): a bound is what the machine can do."""
+        """The best of a few passes over the whole array: a bound is what the machine can do."""
         best = float("inf")
         with ThreadPoolExecutor(len(self._parts)) as pool:
             for _ in range(_PASSES):
@@ -60,7 +60,7 @@ class ReadBandwidth:
 
 
 def copy_gb_per_s(device: Device, mib: int = 256) -> float:
-    """Bytes read and written a second by copies of `mib` MiB within the device, ten that follow each other; the best of some.
+    """GB/s, read plus written, of copying `mib` MiB within the device ten times in a row; the best of a few rounds.
 
     Raises:
         CapacityError: the device has no room for them.
@@ -78,7 +78,7 @@ def copy_gb_per_s(device: Device, mib: int = 256) -> float:
 
 
 def _read(part: np.ndarray[Any, np.dtype[np.float32]]) -> float:
-    return float(np.maximum.reduce(part))  # of numpy's reductions the fastest; a sum is bound by its additions
+    return float(np.maximum.reduce(part))  # numpy's fastest reduction: a sum is bound by its additions
 
 
 def _version(name: str) -> str | None:

@@ -25,21 +25,21 @@ from skipdecode.schedule import Schedule
 from skipdecode.validation.latency import tour
 
 NEW_TOKENS = 8
-PROMPT_LENGTHS = (23, 7, 1)  # longest first, as Decoder wants them: a ragged batch
-# What a window, a scaled rope, a prompt's second chunk of 512 tokens and attention's kernel for many positions get wrong shows
-# behind so many tokens only. torch takes minutes for them where a model is large: few steps, of the deepest variant alone, which
-# has every engine. A window of 600 tokens or more is not looked at: such are of models with billions of parameters (Gemma 3's
-# 1024, Mistral's 4096), for which torch, in fp32 and by whole passes, would take two to seven times as long, and gigabytes for
-# its logits.
+PROMPT_LENGTHS = (23, 7, 1)  # a ragged batch, longest first as Decoder requires
+# Only a prompt this long shows errors of a sliding window, a scaled rope, a second chunk of 512 tokens, or attention's kernel for
+# many positions. torch takes minutes for it if a model is large, hence few steps, and only of the deepest variant, which runs
+# every engine. Windows of 600 tokens or more are not covered. The models that have them (Gemma 3: 1024, Mistral: 4096) have
+# billions of parameters: torch, in fp32 and recomputing the whole sequence at every step, would take two to seven times as long,
+# and gigabytes for its logits.
 LONG_PROMPT_LENGTHS = (600, 1)
 LONG_NEW_TOKENS = 3
-TOLERANCE = 1e-3  # of the largest logit, for engines with exact weights
-# The others' bounds by their weights, for the median step of the row that is worst: a mixture chooses another expert for what was
-# rounded away, so that single logits of a good bundle are off by half of the largest. Wide, since random weights, which tests
-# have, suffer more than trained ones. Measured, prompts of up to 600 tokens: a trained OPT in int8 0.01, int4 0.08 .. 0.13;
-# random Llama and Mixtral in int4 0.6; random Qwen3.5, OLMo Hybrid and Jamba, whose states gather errors, in int8 0.2, in int4
-# 1.2; on a GPU (largest error of largest logit) fp16 up to 0.02, bf16 0.15. Another model of the same shape: 1.3 .. 1.6, mostly
-# 1.4, which is what independent logits differ by.
+TOLERANCE = 1e-3  # relative to the largest logit, for engines with exact weights
+# Bounds for all other weights, on the median step of the worst row. Not on the largest error: rounding can make a mixture choose
+# another expert, so that single logits of a good bundle are off by half of the largest. The bounds are wide because random
+# weights, which tests use, suffer more than trained ones. Measured with prompts of up to 600 tokens: a trained OPT in int8 0.01,
+# int4 0.08 .. 0.13; random Llama and Mixtral in int4 0.6; random Qwen3.5, OLMo Hybrid and Jamba, whose states accumulate errors,
+# in int8 0.2, in int4 1.2; on a GPU (largest error over largest logit) fp16 up to 0.02, bf16 0.15. A different model of the same
+# shape gives 1.3 .. 1.6, mostly 1.4, as independent logits do.
 MEDIAN_TOLERANCES = {"fp16": 0.2, "bf16": 0.4, "int8": 0.4, "int4": 1.25}
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -47,7 +47,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What runtime and reference both generate."""
+    """What both the runtime and the reference generate."""
 
     name: str
     schedule: Schedule
@@ -56,22 +56,22 @@ class _Run:
 
 
 def check_reference(manifest: Manifest, model: str) -> None:
-    """Whether `model` has the bundle's dimensions, before anything long starts.
+    """Check that `model` has the bundle's dimensions, before anything slow starts.
 
     Raises:
-        ModelNotSupportedError: it has not, or cannot be read; or the `export` extra is not installed.
+        ModelNotSupportedError: it has others, or cannot be read; or the `export` extra is not installed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _ask({"model": model, "dimensions": _dimensions(manifest), "check": True}, Path(folder) / "none")
+        _run_reference({"model": model, "dimensions": _dimensions(manifest), "check": True}, Path(folder) / "none")
 
 
 def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
-    """For each variant, most layers first, and then for a long prompt: errors against the reference over all prompts and steps.
+    """Errors against the reference over all prompts and steps, for each variant, deepest first, and then for a long prompt.
 
-    The runtime is fed the reference's tokens, so that one early difference does not hide the rest. Errors are absolute, of
-    logits and of keys and values; `relative_error` is the largest over the largest logit, `median_error` that of a step's
-    logits by their norms, in the median of the steps of the row that is worst. `holds`: what `judged_by` names is at most
-    `bound`, which is of what `bound_of` says.
+    The runtime is fed the reference's tokens, so that one early difference does not hide the rest. Errors of logits and of keys
+    and values are absolute. `relative_error` is the largest logit error over the largest logit. `median_error` is the norm of a
+    step's errors over the norm of its logits, as the median of a row's steps, for the worst row. `holds` says whether the error
+    named by `judged_by` is at most `bound`, which is relative to what `bound_of` says.
     """
     manifest = generator.manifest
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
                 for run in runs
             },
         }  # fmt: skip
-        _ask(request, out)
+        _run_reference(request, out)
         reference = load_file(out)
     rows = []
     for run in runs:
@@ -96,7 +96,7 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
 
 
 def _runs(generator: Generator) -> list[_Run]:
-    """Each variant on short prompts, then the deepest one on a long prompt, where the bundle takes one."""
+    """Each variant on short prompts, then the deepest one on a long prompt if the bundle takes one."""
     variants, own = generator.manifest.variants, generator.manifest.schedule
     short = _prompts(generator, PROMPT_LENGTHS, NEW_TOKENS)
     runs = [_Run(each.name, tour(own, [each.num_layers]), short, NEW_TOKENS) for each in variants]
@@ -121,45 +121,46 @@ def _compare(generator: Generator, run: _Run, reference: Arrays) -> dict[str, An
     name, prompts, new = run.name, run.prompts, run.new
     decoder = generator.decoder([len(prompt) for prompt in prompts], new, run.schedule)
     tokens = np.stack([reference[f"{name}.{row}.tokens"] for row in range(len(prompts))])  # [B, new]
-    wanted = np.stack([reference[f"{name}.{row}.logits"] for row in range(len(prompts))])  # [B, new, V]
-    found = np.empty_like(wanted)
+    expected = np.stack([reference[f"{name}.{row}.logits"] for row in range(len(prompts))])  # [B, new, V]
+    logits = np.empty_like(expected)
     decoder.prefill(prompts)
     for step in range(new):
         if step:
             decoder.decode_step(tokens[:, step - 1])
-        found[:, step] = decoder.logits
-    errors = np.abs(found - wanted)
-    of_steps = np.linalg.norm(errors, axis=-1) / np.linalg.norm(wanted, axis=-1)  # [B, new]
-    of_steps[np.ptp(found, axis=-1) == 0] = math.inf  # one number for all tokens says nothing: zeros would be off by 1
-    differs = np.flatnonzero((found.argmax(-1) != tokens).any(axis=0))
+        logits[:, step] = decoder.logits
+    errors = np.abs(logits - expected)
+    step_errors = np.linalg.norm(errors, axis=-1) / np.linalg.norm(expected, axis=-1)  # [B, new]
+    # one logit for all tokens says nothing, but zeros would be off by only 1
+    step_errors[np.ptp(logits, axis=-1) == 0] = math.inf
+    differs = np.flatnonzero((logits.argmax(-1) != tokens).any(axis=0))
     return {
         "max_logit_error": float(errors.max()),
         "mean_logit_error": float(errors.mean()),
-        "relative_error": float(errors.max() / np.abs(wanted).max()),
-        "median_error": float(np.median(of_steps, axis=1).max()),
+        "relative_error": float(errors.max() / np.abs(expected).max()),
+        "median_error": float(np.median(step_errors, axis=1).max()),
         "first_token_that_differs": int(differs[0]) if len(differs) else None,
         "kv": [_compare_kv(decoder, layer, len(prompts), reference, name) for layer in run.schedule.active(0)],
     }
 
 
 def _compare_kv(decoder: Decoder, layer: int, rows: int, reference: Arrays, name: str) -> dict[str, Any]:
-    """Largest error of each array that one layer keeps, over all rows and their valid positions."""
+    """The largest error of each array that a layer keeps, over all rows and their valid positions."""
     worst: dict[str, float] = {}
     for row in range(rows):
-        for past, part in decoder.kv.rows(layer, slice(row, row + 1)).items():
-            wanted = reference[f"{name}.{row}.{past}"]
-            found = decoder.memory.to_host(part)[0][tuple(map(slice, wanted.shape))]  # its valid positions
+        for past, part in decoder.kv.layer_arrays(layer, slice(row, row + 1)).items():
+            expected = reference[f"{name}.{row}.{past}"]
+            array = decoder.memory.to_host(part)[0][tuple(map(slice, expected.shape))]  # its valid positions
             kind = past.removeprefix(PAST).removesuffix(f".{layer}")
-            worst[kind] = max(worst.get(kind, 0.0), float(np.abs(found - wanted).max()))
+            worst[kind] = max(worst.get(kind, 0.0), float(np.abs(array - expected).max()))
     return {"layer": layer, **{f"max_{kind}_error": error for kind, error in worst.items()}}
 
 
 def _prompts(generator: Generator, lengths: tuple[int, ...], new: int) -> list[list[int]]:
-    """As many of the lengths, the longest first, as the bundle takes with `new` tokens more, of random ids."""
+    """Prompts of random ids, longest first: `lengths`, cut to what the bundle takes with `new` more tokens, and to its rows."""
     limits, rng = generator.manifest.limits, np.random.default_rng(0)
-    room = min(limits.max_length, *(generator.engines.slots or (limits.max_length,))) - new
-    fitting = sorted({max(1, min(length, room)) for length in lengths}, reverse=True)[: limits.max_batch]
-    return [rng.integers(0, generator.manifest.model.vocab_size, length).tolist() for length in fitting]
+    max_prompt = min(limits.max_length, *(generator.engines.slots or (limits.max_length,))) - new
+    prompt_lengths = sorted({max(1, min(length, max_prompt)) for length in lengths}, reverse=True)[: limits.max_batch]
+    return [rng.integers(0, generator.manifest.model.vocab_size, length).tolist() for length in prompt_lengths]
 
 
 def _dimensions(manifest: Manifest) -> dict[str, Any]:
@@ -167,18 +168,18 @@ def _dimensions(manifest: Manifest) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(manifest.model).items() if name in names}
 
 
-def _ask(request: dict[str, Any], out: Path) -> None:
-    """Run the reference, which needs torch, in a process of its own: its memory goes with it."""
+def _run_reference(request: dict[str, Any], out: Path) -> None:
+    """Run the reference, which needs torch, in its own process, whose end releases its memory."""
     command = command_of("skipdecode.exporter.reference_run", str(out))
-    given = json.dumps({**request, "parent": os.getpid()})
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    request_json = json.dumps({**request, "parent": os.getpid()})
+    process = subprocess.run(command, input=request_json, capture_output=True, text=True, check=False)
+    if process.returncode == 0:
         return
-    line = (done.stderr.strip().splitlines() or ["the reference said nothing"])[-1]
-    if done.returncode == 2:
+    line = (process.stderr.strip().splitlines() or ["the reference said nothing"])[-1]
+    if process.returncode == 2:
         raise ModelNotSupportedError(line)  # one line already: what, where, what to do
     if "ModuleNotFoundError" in line:
         raise ModelNotSupportedError(f"needs the export extra ({line})", "pip install 'skipdecode[export]'", where="--reference")
-    killed = done.returncode < 0 or "memory" in line.lower()
+    killed = process.returncode < 0 or "memory" in line.lower()
     remedy = "see whether it fits in memory" if killed else "see whether transformers loads it"
-    raise ModelNotSupportedError(f"the reference ended with status {done.returncode} ({line})", remedy, where="--reference")
+    raise ModelNotSupportedError(f"the reference ended with status {process.returncode} ({line})", remedy, where="--reference")

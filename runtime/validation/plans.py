@@ -1,7 +1,7 @@
-"""TensorRT's plans against ONNX Runtime, segment by segment, compared by polygraphy: needs no torch and no checkpoint.
+"""TensorRT's plans against ONNX Runtime, segment by segment, compared by polygraphy. Needs neither torch nor the checkpoint.
 
-ONNX Runtime computes the bundle's standard graphs on the CPU, in their own dtype, on the same random inputs as the plan on the
-GPU: a prompt's pass, and a decode step on top of random keys and values; states are random in both.
+ONNX Runtime computes the bundle's standard graphs on the CPU, in their own dtype. It gets the same random inputs as the plan on
+the GPU: those of a prompt's pass, and of a decode step on top of random keys and values. States are random in both passes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode import bindings as names
+from skipdecode import bindings
 from skipdecode import manifest as manifests
 from skipdecode.device import HostDevice
 from skipdecode.engines import Segment, bind_segment, tensorrt
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.errors import BundleError
 from skipdecode.generate import Generator
-from skipdecode.kv_buffer import constant_state, key_state, keys_read
+from skipdecode.kv_buffer import key_shapes, keys_read, state_shapes
 from skipdecode.memory import Array, DeviceMemory
 from skipdecode.model import Model
 
-TOLERANCE = 0.02  # of an output's largest value: fp16 summed in another order
+TOLERANCE = 0.02  # relative to an output's largest value: fp16 sums in another order
 _PROMPT = 24  # tokens
 
 Feed = dict[str, np.ndarray[Any, Any]]
@@ -31,15 +31,15 @@ Infer = Callable[[Feed], Feed]
 
 
 def measure_plans(generator: Generator) -> list[dict[str, Any]] | None:
-    """For each segment and pass, lowest first: the largest error of its outputs. None: nothing here to compare with.
+    """The largest output error of each segment in each pass, lowest segment first. None: there is nothing to compare with.
 
     Raises:
         TargetError: polygraphy is not installed.
-        BundleError: the bundle's place has been taken by another, whose graphs are not those of the plans that are loaded.
+        BundleError: the bundle has been replaced, so that its graphs are not those of the loaded plans.
     """
     manifest = generator.manifest
     slim = all(variant.graph is None for variant in manifest.variants)
-    if slim or generator.target.weights != "fp16":  # quantised, or bf16, which ONNX Runtime has not on a CPU
+    if slim or generator.target.weights != "fp16":  # quantised, or bf16, which ONNX Runtime lacks on a CPU
         return None
     with manifests.one_bundle(generator.path):
         if manifests.read(generator.path) != manifest:
@@ -66,7 +66,7 @@ def _measure(generator: Generator) -> list[dict[str, Any]]:
 
 
 def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: int) -> Feed:
-    """A row of `tokens` on top of `valid` ones; float16, states float32."""
+    """Random inputs: one row of `tokens` new tokens on top of `valid` ones; float16, states float32."""
     rng = np.random.default_rng(0)
 
     def floats(*shape: int) -> np.ndarray[Any, Any]:
@@ -74,41 +74,41 @@ def _feed(model: Model, layers: Sequence[int], slots: int, tokens: int, valid: i
 
     valid = min(valid, slots - tokens)
     feed: Feed = {
-        names.HIDDEN: floats(1, tokens, model.hidden_size),
-        names.POSITION_IDS: np.arange(valid, valid + tokens, dtype=np.int64)[None],
+        bindings.HIDDEN: floats(1, tokens, model.hidden_size),
+        bindings.POSITION_IDS: np.arange(valid, valid + tokens, dtype=np.int64)[None],
     }
     for layer in layers:
-        for name, shape in key_state(model, layer, slots).items():
+        for name, shape in key_shapes(model, layer, slots).items():
             feed[name] = floats(1, *shape)
             feed[name][:, :, valid:] = 0
-        for name, shape in constant_state(model, layer).items():
+        for name, shape in state_shapes(model, layer).items():
             feed[name] = floats(1, *shape).astype(np.float32)
-    for source, name in keys_read(model, layers):  # the tokens' own are in them
-        feed[name] = floats(1, *key_state(model, source, slots)[name])
+    for source, name in keys_read(model, layers):  # these already hold the new tokens' own
+        feed[name] = floats(1, *key_shapes(model, source, slots)[name])
         feed[name][:, :, valid + tokens :] = 0
     return feed
 
 
 def _chain(model: Model, segments: Sequence[Segment], memory: DeviceMemory) -> Infer:
-    """What runs segments one on top of another: hidden state and what they keep afterwards, in fp32."""
+    """A function that runs segments one on top of another; it returns the hidden state and what they keep, in fp32."""
 
     def infer(feed: Feed) -> Feed:
         arrays = {name: memory.twin(array)[0] for name, array in feed.items()}
-        hidden = arrays[names.HIDDEN]
-        inputs: dict[str, Array] = {names.HIDDEN: hidden, names.POSITION_IDS: arrays[names.POSITION_IDS]}
-        outputs = {names.HIDDEN_OUT: hidden}
+        hidden = arrays[bindings.HIDDEN]
+        inputs: dict[str, Array] = {bindings.HIDDEN: hidden, bindings.POSITION_IDS: arrays[bindings.POSITION_IDS]}
+        outputs = {bindings.HIDDEN_OUT: hidden}
         for segment in segments:
-            past = [name for layer in segment.layers for name in key_state(model, layer, 0) | constant_state(model, layer)]
-            read = {names.present(name): arrays[name] for _, name in keys_read(model, segment.layers)}
+            past = [name for layer in segment.layers for name in key_shapes(model, layer, 0) | state_shapes(model, layer)]
+            read = {bindings.present(name): arrays[name] for _, name in keys_read(model, segment.layers)}
             bind_segment(segment.engine, inputs | read, hidden, [{name: arrays[name] for name in past}])()
-            outputs |= {names.present(name): arrays[name] for name in past}
+            outputs |= {bindings.present(name): arrays[name] for name in past}
         return {name: memory.to_host(array) for name, array in outputs.items()}
 
     return infer
 
 
 def _compare(target: str, sides: tuple[Infer, Infer], feed: Feed) -> dict[str, Any]:
-    """polygraphy runs both on the same inputs and compares every output."""
+    """Run both sides on the same inputs and compare every output, with polygraphy."""
     comparator, runner = _polygraphy(target)
     results = comparator.Comparator.run(
         [runner("ONNX Runtime", sides[0], feed), runner("plan", sides[1], feed)], data_loader=[feed]
@@ -118,8 +118,8 @@ def _compare(target: str, sides: tuple[Infer, Infer], feed: Feed) -> dict[str, A
     compared = comparator.Comparator.compare_accuracy(
         results, compare_func=comparator.SimpleCompareFunc(atol=tolerances, rtol=0.0, check_error_stat="max")
     )
-    ((_, (found,)),) = next(iter(compared)).items()
-    errors = {name: float(outcome.max_absdiff) / (largest[name] or 1.0) for name, outcome in found.items()}
+    ((_, (outcomes,)),) = next(iter(compared)).items()
+    errors = {name: float(outcome.max_absdiff) / (largest[name] or 1.0) for name, outcome in outcomes.items()}
     worst = max(errors, key=errors.__getitem__)
     return {"output": worst, "relative_error": errors[worst], "holds": bool(compared)}
 
@@ -141,7 +141,7 @@ def _polygraphy(target: str) -> tuple[Any, Callable[[str, Infer, Feed], Any]]:
         def infer_impl(self, feed_dict: Feed) -> Feed:
             started = time.perf_counter()
             outputs = self._infer(feed_dict)
-            self.inference_time = time.perf_counter() - started  # polygraphy asks for it
+            self.inference_time = time.perf_counter() - started  # polygraphy reads it
             return outputs
 
     return comparator, Runner

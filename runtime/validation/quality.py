@@ -23,7 +23,7 @@ from skipdecode.validation.workload import read_jsonl
 DEFAULT_TOKENIZER = "13a"  # sacrebleu's own
 _RESAMPLES = 1000
 
-# letters of scripts that put no space between words: Han; with Thai, Lao, Burmese, Khmer and kana, also half as wide
+# letters of scripts without spaces between words: Han only, and Han with Thai, Lao, Burmese, Khmer and kana (half-width, too)
 _HAN = re.compile("[\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 _UNSPACED = re.compile(f"{_HAN.pattern}|[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\uff66-\uff9f]")
 
@@ -39,10 +39,10 @@ class Example:
 
 
 def read_examples(path: Path) -> list[Example]:
-    """A JSONL file: `{"prompt": "...", "references": ["...", ...]}` a line.
+    """Read a JSONL file with `{"prompt": "...", "references": ["...", ...]}` on each line.
 
     Raises:
-        CapacityError: unreadable, empty, or a malformed line (which one).
+        CapacityError: unreadable, empty, or a malformed line, which is named.
     """
     examples = []
     for where, data in read_jsonl(path):
@@ -55,12 +55,12 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def schedule_for(manifest: Manifest, speedup: float) -> Schedule:
-    """The bundle's kind of schedule (linear where that is full or a table) at another speedup.
+    """The bundle's kind of schedule (linear if that is full or a table) at another speedup.
 
-    Its counts are rounded up to variants that the bundle has.
+    Layer counts are rounded up to variants that the bundle has.
 
     Raises:
-        ScheduleError: a speedup that the model cannot reach.
+        ScheduleError: the model cannot reach the speedup.
     """
     own = manifest.schedule
     if speedup == 1:
@@ -74,7 +74,7 @@ def schedule_for(manifest: Manifest, speedup: float) -> Schedule:
 
 
 def check_examples(examples: Sequence[Example], generator: Generator, new_tokens: int, where: Path) -> None:
-    """Raises CapacityError where the bundle cannot run an example: no tokenizer, or a prompt too long."""
+    """Raise CapacityError if the bundle cannot run an example: it has no tokenizer, or a prompt is too long."""
     limit = generator.manifest.limits.max_length
     for number, ids in enumerate(generator.encode([example.prompt for example in examples]), 1):
         if len(ids) + new_tokens > limit:
@@ -86,13 +86,13 @@ def check_examples(examples: Sequence[Example], generator: Generator, new_tokens
 
 
 def answer(generator: Generator, examples: Sequence[Example], schedule: Schedule, new_tokens: int) -> dict[str, Any]:
-    """Greedy answers of all examples, batched; and what they cost.
+    """Answer all examples greedily, in batches.
 
     Returns:
-        `texts`; `mean_layers` a decode step; `schedule_speedup` (L over the schedule's mean); `decode_s`.
+        `texts`; `mean_layers` of a decode step; `schedule_speedup` (L over the schedule's mean); `decode_s`.
     """
     batch = generator.manifest.limits.max_batch
-    # prompts of like length share a batch, so that the batch as a whole ends early
+    # prompts of similar length share a batch, so that the batch as a whole ends early
     order = sorted(range(len(examples)), key=lambda index: (len(examples[index].prompt), index))
     texts, seconds = [""] * len(examples), 0.0
     layers: list[int] = []
@@ -112,43 +112,44 @@ def answer(generator: Generator, examples: Sequence[Example], schedule: Schedule
 
 
 def score(texts: Sequence[str], examples: Sequence[Example], baseline: Sequence[str] | None = None) -> dict[str, Any]:
-    """BLEU (0-100) and ROUGE-L F1 (0-100, the best reference counts) with 95 % intervals; against `baseline`'s texts if given.
+    """BLEU (0-100) and ROUGE-L F1 (0-100, by the best reference) with 95 % intervals, and their loss against `baseline`'s texts.
 
-    The differences' intervals are of paired resamples: the same examples are drawn for both. `bleu_tokenizer` is what split the
-    texts into words, by sacrebleu's name: BLEU is comparable with BLEU of the same one.
+    The intervals of the losses come from paired resamples: the same examples are drawn for both. `bleu_tokenizer` names the
+    tokenizer of sacrebleu that split the texts into words. Only BLEU scores with the same one are comparable.
     """
     tokenizer = _bleu_tokenizer(examples)
     draws = np.random.default_rng(12345).integers(0, len(texts), (_RESAMPLES, len(texts)))
-    found = {"bleu": _bleu(texts, examples, tokenizer, draws), "rouge_l": _rouge_l(texts, examples, draws)}
-    intervals = {name: _interval(value, resampled) for name, (value, resampled) in found.items()}
+    scores = {"bleu": _bleu(texts, examples, tokenizer, draws), "rouge_l": _rouge_l(texts, examples, draws)}
+    intervals = {name: _interval(value, resampled) for name, (value, resampled) in scores.items()}
     result: dict[str, Any] = {**intervals, "bleu_tokenizer": tokenizer}
     if baseline is not None:
-        other = {"bleu": _bleu(baseline, examples, tokenizer, draws), "rouge_l": _rouge_l(baseline, examples, draws)}
-        for name, (value, resampled) in found.items():
-            result[f"{name}_loss"] = _interval(other[name][0] - value, other[name][1] - resampled)
+        baseline_scores = {"bleu": _bleu(baseline, examples, tokenizer, draws), "rouge_l": _rouge_l(baseline, examples, draws)}
+        for name, (value, resampled) in scores.items():
+            baseline_value, baseline_resampled = baseline_scores[name]
+            result[f"{name}_loss"] = _interval(baseline_value - value, baseline_resampled - resampled)
     return result
 
 
 def _words(text: str) -> list[str]:
-    """In lower case: runs of letters, marks and digits, of scripts without spaces each letter. Of ASCII as rouge-score does."""
-    kept = "".join(char if unicodedata.category(char)[0] in "LMN" else " " for char in text.lower())
-    return _UNSPACED.sub(r" \g<0> ", kept).split()
+    """Lower-case runs of letters, marks and digits; single letters of scripts without spaces. ASCII splits as in rouge-score."""
+    letters = "".join(char if unicodedata.category(char)[0] in "LMN" else " " for char in text.lower())
+    return _UNSPACED.sub(r" \g<0> ", letters).split()
 
 
 def _bleu_tokenizer(examples: Sequence[Example]) -> str:
-    """By the references' script: sacrebleu's default, 13a, takes a sentence without spaces for one word."""
+    """Choose by the references' script: sacrebleu's default, 13a, takes a sentence without spaces for one word."""
     words = [word for example in examples for reference in example.references for word in _words(reference)]
     unspaced = [word for word in words if _UNSPACED.match(word)]
     if 2 * len(unspaced) <= len(words):
         return DEFAULT_TOKENIZER
     han = sum(_HAN.match(word) is not None for word in unspaced)
-    return "zh" if 10 * han >= 9 * len(unspaced) else "char"  # zh leaves a run of kana or Thai whole
+    return "zh" if 10 * han >= 9 * len(unspaced) else "char"  # zh does not split runs of kana or Thai
 
 
 def _bleu(texts: Sequence[str], examples: Sequence[Example], tokenizer: str, draws: Array) -> tuple[float, Array]:
     from sacrebleu.metrics.bleu import BLEU
 
-    # of a sentence only the counts are taken, which add up to the corpus's
+    # only the counts of the sentences are used: they add up to the corpus's
     metric = BLEU(effective_order=True, tokenize=tokenizer)
     sentences = [metric.sentence_score(text, example.references) for text, example in zip(texts, examples, strict=True)]
     statistics = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in sentences])  # [N, 10]
@@ -163,7 +164,7 @@ def _bleu(texts: Sequence[str], examples: Sequence[Example], tokenizer: str, dra
 def _rouge_l(texts: Sequence[str], examples: Sequence[Example], draws: Array) -> tuple[float, Array]:
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_words))  # its own keeps a-z and 0-9 alone
+    scorer = RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=_words))  # its own keeps only a-z and 0-9
     each = np.array([
         100 * scorer.score_multi(example.references, text)["rougeL"].fmeasure
         for text, example in zip(texts, examples, strict=True)

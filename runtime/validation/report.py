@@ -14,7 +14,7 @@ from skipdecode.errors import CapacityError
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
-    """Write what `validate` gave as a page. The charts are drawn by Observable Plot when it opens.
+    """Write the result of `validate` as a page, whose charts Observable Plot draws when it opens.
 
     Raises:
         CapacityError: the file cannot be written.
@@ -22,7 +22,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     page = Template(_asset("report.html")).substitute(
         title=html.escape(f"{result['bundle']['model']['name']}: skip-validate"),
         style=_asset("report.css"),
-        # "</script" would end the element, and "<!--" change what ends it
+        # "</script" would end the element, and "<!--" would change what ends it
         data=as_json(_without_texts(result)).replace("<", "\\u003c"),
         libraries=_asset("d3.min.js") + "\n" + _asset("plot.umd.min.js"),
         script=_asset("report.js"),
@@ -34,7 +34,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
 
 def as_json(result: dict[str, Any]) -> str:
-    """As JSON, which has no NaN and no infinity: those are null."""
+    """The result as JSON. NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_finite(result), allow_nan=False)
 
 
@@ -47,7 +47,7 @@ def _finite(value: Any) -> Any:
 
 
 def _without_texts(result: dict[str, Any]) -> dict[str, Any]:
-    """The result less the generated answers, which no chart shows."""
+    """The result without the generated answers, which no chart shows."""
     targets = [
         {**target, "quality": [{k: v for k, v in row.items() if k != "texts"} for row in target["quality"]]}
         if target.get("quality")

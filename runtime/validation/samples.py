@@ -24,11 +24,11 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
-        """Summarise one measurement or more.
+        """Summarise one or more measurements.
 
-        The interval is that of two order statistics, whatever the distribution (Le Boudec, Performance Evaluation, theorem 2.1),
-        as far from the lowest as from the highest value; below six measurements it is their range, which then covers the median
-        in less than 95 % of cases.
+        The interval lies between two order statistics, whatever the distribution (Le Boudec, Performance Evaluation, theorem
+        2.1), as many ranks from the lowest value as from the highest. Below six measurements it is their range, which then
+        covers the median in less than 95 % of cases.
         """
         ordered, n = np.sort(np.asarray(values, dtype=np.float64)), len(values)
         margin = 0.98 * math.sqrt(n)
@@ -46,15 +46,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to go on: until every median is known to within `spread`, or the time is spent."""
+    """How long to measure: until every median is known to within `spread`, or the time is spent."""
 
-    rounds: int  # at least; after one that is not counted
+    rounds: int  # at least, after a warm-up that is not counted
     spread: float = 0.02
     seconds: float = 4.0
 
 
 def interleave(measures: dict[Any, Callable[[], float]], effort: Effort) -> dict[Any, list[float]]:
-    """Call each measure once a round, so that what slows a round slows all of them; a value a round."""
+    """Call each measure once a round, so that what slows a round slows them all. Returns each measure's values, one per round."""
     values: dict[Any, list[float]] = {key: [] for key in measures}
     for measure in measures.values():
         measure()  # warm-up: first touch of weights and buffers, binding
@@ -65,6 +65,6 @@ def interleave(measures: dict[Any, Callable[[], float]], effort: Effort) -> dict
         enough = round_ >= effort.rounds
         if enough and time.perf_counter() - started > effort.seconds:
             break
-        if enough and round_ >= 6 and all(Summary.of(found).spread <= effort.spread for found in values.values()):
+        if enough and round_ >= 6 and all(Summary.of(series).spread <= effort.spread for series in values.values()):
             break
     return values

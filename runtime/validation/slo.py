@@ -1,4 +1,4 @@
-"""Service level objectives: `p99_token_ms<=30` as a gate on what was measured."""
+"""Service level objectives, such as `p99_token_ms<=30`: gates on what was measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES: dict[str, str] = {
     "bleu": "at the bundle's own schedule (with --eval)",
     "rouge_l": "at the bundle's own schedule, 0-100 (with --eval)",
 }
-SECOND_TOKEN = "--new-tokens 2"  # without one there is no decode step
+SECOND_TOKEN = "--new-tokens 2"  # the first token takes no decode step
 _NEEDS = {
     "max_logit_error": "--reference",
     "bleu": "--eval",
@@ -55,15 +55,15 @@ class Slo:
         """Whether `value` is within the bound."""
         return _OPERATORS[self.operator](value, self.bound)
 
-    def told(self, value: float) -> str:
-        """`value` in seven digits; in all that it has where seven would put it on the bound, or on its other side."""
+    def format_value(self, value: float) -> str:
+        """`value` in seven digits, or in all its digits where seven would put it on the bound or on the other side of it."""
         rounded = f"{value:.7g}"
-        hides = self.holds(float(rounded)) != self.holds(value) or float(rounded) == self.bound
-        return repr(value).removesuffix(".0") if hides else rounded
+        misleads = self.holds(float(rounded)) != self.holds(value) or float(rounded) == self.bound
+        return repr(value).removesuffix(".0") if misleads else rounded
 
 
 def parse_slo(text: str) -> Slo:
-    """`NAME OPERATOR NUMBER`, the number in the unit that the name ends in.
+    """Parse `NAME OPERATOR NUMBER`, with the number in the unit that the name ends in.
 
     Raises:
         CapacityError: not of that form, or an unknown name.
@@ -85,31 +85,31 @@ def parse_slo(text: str) -> Slo:
     return Slo(name=name, operator=operator, bound=bound)
 
 
-def check_measured(slos: list[Slo], given: set[str], in_workload: bool = False) -> None:
-    """Raises CapacityError where an objective needs an option that was not given; `in_workload`: a file says how many tokens."""
+def check_measured(slos: list[Slo], options: set[str], in_workload: bool = False) -> None:
+    """Raise CapacityError if an objective needs an option that was not given. `in_workload`: a file sets the token counts."""
     for slo in slos:
         needed = _NEEDS.get(slo.name)
-        if needed and needed not in given:
+        if needed and needed not in options:
             needed = "a request of 2 new_tokens in --workload" if needed == SECOND_TOKEN and in_workload else needed
             raise CapacityError(f"{slo.name} is measured only with {needed}", f"add {needed}, or drop it", where="--slo")
 
 
 def judge(slos: list[Slo], target: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each objective with the figure of `target`'s results that is worst for it, as it is told, and whether it holds.
+    """Each objective with the worst figure for it among `target`'s results, that figure as text, and whether it holds.
 
-    Of p90 and p99 it is told of how many measurements: of a few it is little more than the largest.
+    The text of a p90 or p99 adds the number of measurements: of only a few, it is little more than the largest.
     """
     judged = []
     for slo in slos:
         sign = 1 if slo.operator.startswith("<") else -1
         worst, count = max(_values(slo.name, target), key=lambda each: math.inf if math.isnan(each[0]) else sign * each[0])
-        measured = slo.told(worst) + (f" (of {count})" if slo.name.startswith(("p90", "p99")) else "")
+        measured = slo.format_value(worst) + (f" (of {count})" if slo.name.startswith(("p90", "p99")) else "")
         judged.append({"slo": str(slo), "value": worst, "measured": measured, "holds": slo.holds(worst)})
     return judged
 
 
 def _values(name: str, target: dict[str, Any]) -> Iterator[tuple[float, int | None]]:
-    """Each figure that the objective is about, and of how many measurements it is."""
+    """Each figure that the objective is about, and for latencies the number of measurements behind it."""
     if name in _LATENCIES:
         key, field = _LATENCIES[name][1]
         yield from ((load["own"][key][field], load["own"][key]["n"]) for load in target["workloads"])

@@ -1,4 +1,4 @@
-"""The bytes that a decode step must read: what bounds its time, and what a schedule's promise is counted in."""
+"""The bytes that a decode step must read. They bound its time, and a schedule's promised gain is a ratio of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from skipdecode.schedule import active_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """Weights of the active segments and the head once; keys and values of every valid position a row, and states.
+    """Counts the weights of active segments and head once, and per row its states and the keys and values of all valid positions.
 
-    Where layers attend to a sliding window, that counts more of the keys and values than they read.
+    For layers that attend to a sliding window, this is more keys and values than they read.
     """
 
     manifest: Manifest
     target: Target
 
     def of(self, num_layers: int, batch: int, context: int) -> int:
-        """Bytes of one step of the variant with `num_layers` layers, `batch` rows and `context` valid positions each."""
+        """Bytes that a step of the variant with `num_layers` layers reads, for `batch` rows of `context` valid positions each."""
         schedule, model = self.manifest.schedule, self.manifest.model
         active = active_layers(model.num_layers, schedule.warmup_layers, num_layers)
-        kept = sum(state_bytes(model.kept(layer), context, self.target.float_bytes) for layer in active)
-        return self._weights(frozenset(active)) + kept * batch
+        bytes_per_row = sum(state_bytes(model.layer_group(layer), context, self.target.float_bytes) for layer in active)
+        return self._weights(frozenset(active)) + bytes_per_row * batch
 
     def _weights(self, active: Collection[int]) -> int:
         segments = zip(self.manifest.segments, self.target.segment_weight_bytes, strict=True)

@@ -13,13 +13,13 @@ from rich.text import Text
 from skipdecode.validation.quality import DEFAULT_TOKENIZER
 from skipdecode.validation.samples import Summary
 
-_NO_END = 100_000  # columns: where rich breaks lines after 80, a search of a log finds no phrase that it broke
+_LOG_WIDTH = 100_000  # columns, for logs: rich would wrap at 80, and a search would miss phrases that it broke
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print what was measured, a table a question."""
-    width, height = (None, None) if sys.stdout.isatty() else (_NO_END, 1)  # rich takes no width alone where TERM=dumb
-    console = Console(width=width, height=height, markup=False, emoji=False)  # names are anybody's
+    """Print what was measured, one table per question."""
+    width, height = (None, None) if sys.stdout.isatty() else (_LOG_WIDTH, 1)  # rich ignores a width without a height if TERM=dumb
+    console = Console(width=width, height=height, markup=False, emoji=False)  # names can hold anything
     console.print(Text(_heading(result)))
     for target in result["targets"]:
         if not target["runs"]:
@@ -138,7 +138,7 @@ def _quality(target: dict[str, Any]) -> Table:
 def _baseline(baseline: dict[str, Any]) -> Iterator[Table | Text]:
     changed = [row for row in baseline["rows"] if row["verdict"] != "same"]
     title = f"against the baseline: {len(changed)} of {len(baseline['rows'])} differ significantly"
-    # not the table's own: it would be broken where the table ends, and what differs is as long as a path
+    # not as the table's title, which wraps at the table's width: a difference can be as long as a path
     yield Text("\n  DIFFERS: ".join([title, *baseline["differs"]]), style="table.title")
     if changed:
         table = _table(None, "", "old ms", "new ms", "ratio", "")

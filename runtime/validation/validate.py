@@ -1,4 +1,4 @@
-"""The whole of `skip-validate`: check what was asked, then measure, one journal entry at a time."""
+"""The whole of `skip-validate`: check the request, then measure, one journal entry at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skipdecode.generate import Generator
 from skipdecode.memory import DeviceMemory
 from skipdecode.validation.baseline import compare
 from skipdecode.validation.journal import Journal
-from skipdecode.validation.latency import measure_cell, most_context
+from skipdecode.validation.latency import max_context, measure_cell
 from skipdecode.validation.machine import ReadBandwidth, copy_gb_per_s, machine_facts, resident_bytes
 from skipdecode.validation.parity import check_reference, measure_parity
 from skipdecode.validation.plans import measure_plans
@@ -30,7 +30,7 @@ from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload
 
 FORMAT = 1
-_ROWS = 2  # raised where what measurements hold changes, so that none of before is resumed
+_MEASUREMENTS_VERSION = 2  # version of the measurements' fields; raised when they change, so that no older ones are resumed
 _LIBRARIES = ("skipdecode", "onnxruntime", "numpy", "torch", "transformers", "sacrebleu", "rouge_score")
 
 Progress = Callable[[str], None]
@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateRequest:
-    """What to validate, files already read."""
+    """What to validate, with all files already read."""
 
     bundle: Path
     target: str | None = None  # None: every target of the bundle that this machine can run
@@ -46,35 +46,35 @@ class ValidateRequest:
     reference: str | None = None  # local folder, hub id, or opt-SIZE
     batches: tuple[int, ...] | None = None  # rows; None: 1 and 4
     contexts: tuple[int, ...] | None = None  # valid tokens a row; None: 32 and 512
-    requests: tuple[Request, ...] | None = None  # the workload; None: `prompt_tokens` and `new_tokens`, once a row
+    requests: tuple[Request, ...] | None = None  # the workload; None: one of `prompt_tokens` and `new_tokens` per row
     prompt_tokens: int | None = None  # None: 64, or half of the bundle's length
-    new_tokens: int | None = None  # None: one more than the schedule's span, so that a step is at its end
+    new_tokens: int | None = None  # None: one more than the schedule's span, so that a step reaches its end
     examples: tuple[Example, ...] | None = None  # of --eval
     examples_path: Path | None = None
-    speedups: tuple[float, ...] = ()  # of --eval, beside full depth and the bundle's own schedule
+    speedups: tuple[float, ...] = ()  # of --eval, besides full depth and the bundle's own schedule
     slos: tuple[Slo, ...] = ()
     baseline: dict[str, Any] | None = None  # an earlier result
 
 
 def validate(request: ValidateRequest, progress: Progress = lambda what: None) -> dict[str, Any]:
-    """Measure everything that was asked for; `holds` tells whether all of it does.
+    """Measure everything that was asked for; the result's `holds` says whether every check passed.
 
     Raises:
-        SkipDecodeError: bad input, before anything long starts.
-        BundleError: also a bundle that is replaced by another before all of it is read.
+        SkipDecodeError: bad input, before anything slow starts.
+        BundleError: also if the bundle is replaced before all of it was read.
     """
-    with manifests.one_bundle(request.bundle):  # each target's load reads it anew, and after them hashes and journal do
+    with manifests.one_bundle(request.bundle):  # read again by each target's load, by the journal and by the hashes
         manifest = manifests.read(request.bundle)
         try:
             generators, resident = _load(request, manifest)
-        except BundleError as error:  # what the hashes show of it is more than what stopped the library that read it
+        except BundleError as error:  # the hashes tell more about the damage than the error of the library that hit it
             return _damaged(request, manifest, error, progress)
         loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
-        request = _filled(request, manifest, min(map(most_context, loaded)))
+        request = _fill_defaults(request, manifest, min(map(max_context, loaded)))
         _check(request, manifest, loaded[0])
         machine = {**machine_facts(_LIBRARIES), "gpu": _gpu(loaded)}
         journal = Journal(_identity(request, machine))
-        integrity = _integrity(manifest, request.bundle, progress)  # not from the journal: nothing keeps files from changing
+        integrity = _integrity(manifest, request.bundle, progress)  # never from the journal: files may have changed
     result = _head(request, manifest, machine, integrity, journal.resumed)
     result["targets"] = [
         _measure_target(name, generator, resident.get(name, 0), request, journal, progress)
@@ -91,7 +91,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
 
 
 def _damaged(request: ValidateRequest, manifest: manifests.Manifest, error: BundleError, progress: Progress) -> dict[str, Any]:
-    """The result for a bundle that cannot be loaded, where a file is not what the manifest says; else raises `error`."""
+    """The result for a bundle that cannot be loaded because a file is not what the manifest says; else raises `error`."""
     integrity = _integrity(manifest, request.bundle, progress)
     if integrity["holds"]:
         raise error
@@ -103,7 +103,7 @@ def _damaged(request: ValidateRequest, manifest: manifests.Manifest, error: Bund
 def _head(
     request: ValidateRequest, manifest: manifests.Manifest, machine: dict[str, Any], integrity: dict[str, Any], resumed: int
 ) -> dict[str, Any]:
-    """What a result says beside its measurements, of which `resumed` are those of a run that was stopped."""
+    """What a result says besides its measurements, `resumed` of which come from a run that was stopped."""
     return {
         "validation_format": FORMAT, "measured_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "machine": machine,
         "bundle": facts(manifest), "settings": _settings(request), "resumed": resumed, "integrity": integrity,
@@ -111,24 +111,24 @@ def _head(
 
 
 def _gpu(loaded: Sequence[Generator]) -> str | None:
-    """The name of the GPU that one of the targets runs on."""
+    """The name of the GPU that a target runs on; None: none does."""
     memories = [generator.engines.memory for generator in loaded]
     on_gpu = any(isinstance(memory, DeviceMemory) and memory.device.name == CudaDevice.name for memory in memories)
     return gpu_at_hand().name if on_gpu else None
 
 
-def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -> ValidateRequest:
-    """Defaults that fit the bundle; what was given is checked against it. `most`: valid tokens of a context."""
+def _fill_defaults(request: ValidateRequest, manifest: manifests.Manifest, longest_context: int) -> ValidateRequest:
+    """Fill in defaults that fit the bundle, and check given values against it. `longest_context`: in valid tokens."""
     limits, span = manifest.limits, manifest.schedule.span
-    if most < 1:
+    if longest_context < 1:
         raise CapacityError(
             f"a length of {limits.max_length} leaves no room to measure {len(manifest.variants)} variants",
             "export with a larger --max-length", where=str(request.bundle),
         )  # fmt: skip
     rows = min(limits.max_batch, len(request.requests or ()) or limits.max_batch)
     batches = request.batches or tuple(sorted({min(batch, rows) for batch in (1, 4)}))
-    contexts = request.contexts or tuple(sorted({max(1, min(context, most)) for context in (32, 512)}))
-    for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, most)):
+    contexts = request.contexts or tuple(sorted({max(1, min(context, longest_context)) for context in (32, 512)}))
+    for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, longest_context)):
         for value in values:
             if not 1 <= value <= bound:
                 raise CapacityError(f"{value}: the bundle takes 1..{bound}", "choose another, or export anew", where=option)
@@ -138,29 +138,29 @@ def _filled(request: ValidateRequest, manifest: manifests.Manifest, most: int) -
 
 
 def _load(request: ValidateRequest, manifest: manifests.Manifest) -> tuple[dict[str, Generator | str], dict[str, int]]:
-    """By target: loaded, or why it does not run here, which at least one does; and bytes resident with it alone."""
+    """By target: its generator, or why it does not run here; and bytes resident with it alone. At least one target must run."""
     names = [request.target] if request.target else [target.name for target in manifest.targets]
     loaded: dict[str, Generator | str] = {}
     resident: dict[str, int] = {}
-    failed: TargetError | None = None
-    others = 0  # bytes of the targets that were loaded before
+    failure: TargetError | None = None
+    other_bytes = 0  # bytes of the targets loaded so far
     for name in names:
         before = resident_bytes()
         try:
             loaded[name] = Generator(request.bundle, target=name, threads=request.threads)
             after = resident_bytes()
-            resident[name] = after - others
-            others += after - before
+            resident[name] = after - other_bytes
+            other_bytes += after - before
         except TargetError as error:
-            failed = error
+            failure = error
             loaded[name] = str(error)
-    if failed is not None and all(isinstance(value, str) for value in loaded.values()):
-        raise failed
+    if failure is not None and all(isinstance(value, str) for value in loaded.values()):
+        raise failure
     return loaded, resident
 
 
 def _check(request: ValidateRequest, manifest: manifests.Manifest, generator: Generator) -> None:
-    """Everything about the input that can be known before measuring."""
+    """Check everything about the input that can be known before measuring."""
     where = "--workload" if request.requests else "--prompt-tokens and --new-tokens"
     for rows in request.batches or ():
         check_fits(_requests(request, rows), rows, generator, where)
@@ -228,21 +228,21 @@ def _gb_per_s(generator: Generator, threads: int) -> float:
 def _measure_quality(
     generator: Generator, request: ValidateRequest, once: Callable[[str, Callable[[], Any]], Any]
 ) -> list[dict[str, Any]]:
-    """Full depth, the bundle's own schedule, and the speedups that were asked for; the losses are against full depth."""
+    """Score full depth, the bundle's own schedule and the requested speedups; losses are against full depth."""
     manifest, examples, new = generator.manifest, request.examples, request.new_tokens
     assert examples is not None and new is not None
     schedules = {"full depth": schedule_for(manifest, 1.0), "bundle's own": manifest.schedule}
     schedules |= {f"{speedup:g}x": schedule_for(manifest, speedup) for speedup in request.speedups if speedup != 1}
     rows: list[dict[str, Any]] = []
     for name, schedule in schedules.items():
-        said = once(f"answers, {name}", partial(answer, generator, examples, schedule, new))
-        scores = once(f"scores, {name}", partial(score, said["texts"], examples, rows[0]["texts"] if rows else None))
-        rows.append({"name": name, "own": name == "bundle's own", **said, **scores})
+        answers = once(f"answers, {name}", partial(answer, generator, examples, schedule, new))
+        scores = once(f"scores, {name}", partial(score, answers["texts"], examples, rows[0]["texts"] if rows else None))
+        rows.append({"name": name, "own": name == "bundle's own", **answers, **scores})
     return rows
 
 
 def _settings(request: ValidateRequest) -> dict[str, Any]:
-    """What was asked, as plain JSON: a workload by its requests, examples by their number."""
+    """The request as plain JSON: a workload as its requests, examples as their number."""
     return {
         "target": request.target, "threads": request.threads, "reference": request.reference,
         "batches": list(request.batches or ()), "contexts": list(request.contexts or ()),
@@ -254,17 +254,17 @@ def _settings(request: ValidateRequest) -> dict[str, Any]:
 
 
 def _identity(request: ValidateRequest, machine: dict[str, Any]) -> dict[str, Any]:
-    """What the measurements depend on: bundle, reference, machine, versions and settings, but not the gates and outputs."""
+    """What the measurements depend on: bundle, reference, machine, versions and settings, but not objectives or outputs."""
     examples = [dataclasses.astuple(example) for example in request.examples or ()]
     manifest = (request.bundle / manifests.MANIFEST).read_bytes()
     return {
-        "format": FORMAT, "rows": _ROWS, "bundle": hashlib.sha256(manifest).hexdigest(), "machine": machine,
+        "format": FORMAT, "rows": _MEASUREMENTS_VERSION, "bundle": hashlib.sha256(manifest).hexdigest(), "machine": machine,
         "settings": {**_settings(request), "slo": None}, "examples": examples,
-        "files": [_stamps(Path(folder)) for folder in (request.bundle, request.reference) if folder is not None],
+        "files": [_file_stamps(Path(folder)) for folder in (request.bundle, request.reference) if folder is not None],
     }  # fmt: skip
 
 
-def _stamps(folder: Path) -> list[tuple[str, int, int]]:
-    """Path, bytes and time of the last change of every file in `folder`; none where it is a hub's id."""
+def _file_stamps(folder: Path) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and modification time (ns) of every file in `folder`; none if it is a hub id."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -1,4 +1,4 @@
-"""Whole runs as a service sees them: time to first token and of every token, tokens per second; against full depth."""
+"""Whole runs as a service sees them, against full depth: time to first token, time per token, tokens per second."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ EFFORT = Effort(rounds=3, spread=0.02, seconds=12.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt's length and how many tokens it wants."""
+    """One prompt's length and how many tokens to generate."""
 
     prompt_tokens: int
     new_tokens: int
 
 
 def read_requests(path: Path) -> list[Request]:
-    """A JSONL file of real lengths: `{"prompt_tokens": 37, "new_tokens": 64}` a line.
+    """Read a JSONL file of real lengths, with `{"prompt_tokens": 37, "new_tokens": 64}` on each line.
 
     Raises:
-        CapacityError: unreadable, empty, or a malformed line (which one).
+        CapacityError: unreadable, empty, or a malformed line, which is named.
     """
     requests = []
     for where, data in read_jsonl(path):
@@ -46,13 +46,13 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def read_jsonl(path: Path) -> list[tuple[str, Any]]:
-    """(file and line, value) of each line that is not blank.
+    """Read a JSONL file: ("FILE, line N", value) of each line that is not blank.
 
     Raises:
-        CapacityError: unreadable, not JSON (which line), or no line at all.
+        CapacityError: unreadable, a line that is not JSON, which is named, or no line at all.
     """
     try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # of what else ends lines JSON's strings may have some
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # JSON strings may hold other characters that end lines
     except (OSError, UnicodeDecodeError) as error:
         raise CapacityError(f"cannot be read ({error})", "name a UTF-8 file, an object a line", where=str(path)) from error
     rows = []
@@ -68,8 +68,11 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
 
 
 def check_fits(requests: Sequence[Request], batch: int, generator: Generator, where: str) -> None:
-    """Raises CapacityError where there are fewer requests than `batch`, only requests that do not run have decode steps, or
-    requests that run together exceed the bundle's length: the last one ends them all.
+    """Check that the requests can run `batch` at a time.
+
+    Raises:
+        CapacityError: there are fewer requests than `batch`; only left-over requests, which do not run, have decode steps; or
+            requests that run together, all until the longest one ends, exceed the bundle's length.
     """
     if batch > len(requests):
         raise CapacityError(
@@ -97,13 +100,13 @@ def check_fits(requests: Sequence[Request], batch: int, generator: Generator, wh
 
 
 def _groups(requests: Sequence[Request], batch: int) -> Iterator[Sequence[Request]]:
-    """`batch` at a time, in their order; without those that are left over, because fewer rows have another time a token."""
+    """The requests in order, `batch` at a time. Left-over ones are dropped: with fewer rows a token takes another time."""
     return (requests[start : start + batch] for start in range(0, len(requests) - batch + 1, batch))
 
 
 @dataclass(slots=True)
 class _Pass:
-    """When the tokens of one pass over the workload came: seconds, a list a batch of requests."""
+    """When the tokens of one pass over the workload came, in seconds, with one entry per batch of requests."""
 
     first: list[float]
     gaps: list[list[float]]  # of each decode step
@@ -116,43 +119,43 @@ class _Pass:
 
 
 def measure_workload(generator: Generator, step_bytes: StepBytes, requests: Sequence[Request], batch: int) -> dict[str, Any]:
-    """Run the requests `batch` at a time, in their order; the schedule and full depth take turns.
+    """Run the requests in order, `batch` at a time; the schedule and full depth take turns.
 
-    The last ones do not run where they are fewer than `batch`: their steps would be counted among those of more rows.
+    Left-over requests, fewer than `batch`, do not run: their steps would be counted among those of more rows.
 
     Returns:
         How many requests ran. For the schedule ("own") and full depth ("full"): ms to the first token (prefill and sampling), ms
-        a token, tokens per second end to end; the gains, as medians of the rounds' ratios; and for each position of the first
-        batch the median time and what the bytes that it reads promise.
+        a token, tokens per second end to end. The gains, as medians of the rounds' ratios. For each position of the first batch:
+        the median time, and the time that the bytes it reads promise.
     """
     own = generator.manifest.schedule
     schedules = {"own": own, "full": full_depth(own.num_layers)}
-    traces: dict[str, list[_Pass]] = {name: [] for name in schedules}
+    passes: dict[str, list[_Pass]] = {name: [] for name in schedules}
 
-    # on a device the other schedule took the loop: its buffers are made anew, and a step's second time pays for the capture
+    # on a device the other schedule has replaced the loop: the first run rebuilds its buffers, the second captures its steps
     warm_ups = 0 if generator.engines.turn_around is None else 2
 
     def run(name: str) -> float:
         for _ in range(warm_ups):
             _run(generator, requests, batch, schedules[name])
-        traces[name].append(_run(generator, requests, batch, schedules[name]))
-        return traces[name][-1].decode
+        passes[name].append(_run(generator, requests, batch, schedules[name]))
+        return passes[name][-1].decode
 
     interleave({name: lambda name=name: run(name) for name in schedules}, EFFORT)  # type: ignore[misc]
-    kept = {name: found[1:] for name, found in traces.items()}  # the first was the warm-up
-    pairs = list(zip(kept["full"], kept["own"], strict=True))
+    counted = {name: measured[1:] for name, measured in passes.items()}  # the first was the warm-up
+    pairs = list(zip(counted["full"], counted["own"], strict=True))
     return {
         "batch": batch,
         "requests": len(requests) // batch * batch,
-        **{name: _figures(found) for name, found in kept.items()},
-        "decode_gain": asdict(Summary.of([full.decode / own.decode for full, own in pairs])) if kept["own"][0].decode else None,
+        **{name: _figures(measured) for name, measured in counted.items()},
+        "decode_gain": asdict(Summary.of([full.decode / own.decode for full, own in pairs])) if pairs[0][1].decode else None,
         "end_to_end_gain": asdict(Summary.of([full.total / own.total for full, own in pairs])),
-        "positions": _positions(kept, own, step_bytes, [request.prompt_tokens for request in requests[:batch]]),
+        "positions": _positions(counted, own, step_bytes, [request.prompt_tokens for request in requests[:batch]]),
     }
 
 
 def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule: Schedule) -> _Pass:
-    trace, rng = _Pass(first=[], gaps=[]), np.random.default_rng(0)
+    measured, rng = _Pass(first=[], gaps=[]), np.random.default_rng(0)
     for group in _groups(requests, batch):
         ids = [rng.integers(0, generator.manifest.model.vocab_size, request.prompt_tokens).tolist() for request in group]
         steps = generator.stream(
@@ -160,40 +163,40 @@ def _run(generator: Generator, requests: Sequence[Request], batch: int, schedule
             sampling=Sampling(), schedule=schedule, ignore_eos=True,
         )  # fmt: skip
         times = [time.perf_counter(), *(time.perf_counter() for _ in steps)]
-        trace.first.append(times[1] - times[0])
-        trace.gaps.append(np.diff(times[1:]).tolist())
-        trace.tokens += sum(request.new_tokens for request in group)
-        trace.total += times[-1] - times[0]
-    return trace
+        measured.first.append(times[1] - times[0])
+        measured.gaps.append(np.diff(times[1:]).tolist())
+        measured.tokens += sum(request.new_tokens for request in group)
+        measured.total += times[-1] - times[0]
+    return measured
 
 
-def _figures(traces: list[_Pass]) -> dict[str, Any]:
-    gaps = [1e3 * gap for trace in traces for batch in trace.gaps for gap in batch]
+def _figures(passes: list[_Pass]) -> dict[str, Any]:
+    gaps = [1e3 * gap for each in passes for batch in each.gaps for gap in batch]
     return {
-        "ttft_ms": asdict(Summary.of([1e3 * first for trace in traces for first in trace.first])),
+        "ttft_ms": asdict(Summary.of([1e3 * first for each in passes for first in each.first])),
         "token_ms": asdict(Summary.of(gaps)) if gaps else None,
-        "tokens_per_s": asdict(Summary.of([trace.tokens / trace.total for trace in traces])),
+        "tokens_per_s": asdict(Summary.of([each.tokens / each.total for each in passes])),
     }
 
 
 def _positions(
-    traces: dict[str, list[_Pass]], own: Schedule, step_bytes: StepBytes, prompts: Sequence[int]
+    passes: dict[str, list[_Pass]], own: Schedule, step_bytes: StepBytes, prompts: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Of the first batch, whose prompts have these lengths: position, layers of the deepest row, median ms of both, and full
-    depth's ms scaled by the bytes that are read.
+    """For each position of the first batch: layers of the deepest row, median ms with the schedule and at full depth, and the
+    latter scaled by the bytes read. `prompts`: the lengths of the batch's prompts.
     """
-    medians = {name: 1e3 * np.median([trace.gaps[0] for trace in found], axis=0) for name, found in traces.items()}
+    medians = {name: 1e3 * np.median([each.gaps[0] for each in measured], axis=0) for name, measured in passes.items()}
     rows = []
-    for t, (taken, full) in enumerate(zip(medians["own"].tolist(), medians["full"].tolist(), strict=True)):
+    for t, (own_ms, full_ms) in enumerate(zip(medians["own"].tolist(), medians["full"].tolist(), strict=True)):
         counts = [own.layers_at(t if own.anchor is Anchor.GENERATED else prompt + t) for prompt in prompts]
         contexts = [prompt + t + 1 for prompt in prompts]
-        share = _read(step_bytes, counts, contexts) / _read(step_bytes, [own.num_layers] * len(prompts), contexts)
-        rows.append({"position": t, "layers": max(counts), "ms": taken, "full_ms": full, "promised_ms": full * share})
+        share = _bytes_read(step_bytes, counts, contexts) / _bytes_read(step_bytes, [own.num_layers] * len(prompts), contexts)
+        rows.append({"position": t, "layers": max(counts), "ms": own_ms, "full_ms": full_ms, "promised_ms": full_ms * share})
     return rows
 
 
-def _read(step_bytes: StepBytes, counts: Sequence[int], contexts: Sequence[int]) -> int:
-    """Bytes of a step, each row with its layer count and its valid positions; the deepest row's weights serve all."""
+def _bytes_read(step_bytes: StepBytes, counts: Sequence[int], contexts: Sequence[int]) -> int:
+    """Bytes that a step reads, given each row's layer count and valid positions; the deepest row's weights serve all rows."""
     rows = zip(counts, contexts, strict=True)
-    kept = sum(step_bytes.of(count, 1, context) - step_bytes.of(count, 0, context) for count, context in rows)
-    return step_bytes.of(max(counts), 0, 0) + kept
+    row_bytes = sum(step_bytes.of(count, 1, context) - step_bytes.of(count, 0, context) for count, context in rows)
+    return step_bytes.of(max(counts), 0, 0) + row_bytes

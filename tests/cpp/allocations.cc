@@ -9,7 +9,7 @@
 
 namespace {
 
-thread_local int allocations_left = -1;  // below 0: all go through
+thread_local int allocations_left = -1;  // below 0: all succeed
 
 bool IsOfSkipdecode(void* caller) {
   Dl_info found{};
@@ -22,7 +22,7 @@ void FailAllocationAfter(int allocations) { allocations_left = allocations; }
 
 int AllocationsLeft() { return allocations_left; }
 
-void LetAllocationsBe() { allocations_left = -1; }
+void StopFailingAllocations() { allocations_left = -1; }
 
 void* operator new(std::size_t size) {
   if (allocations_left >= 0 && IsOfSkipdecode(__builtin_return_address(0)) && allocations_left-- == 0) throw std::bad_alloc();
@@ -31,7 +31,7 @@ void* operator new(std::size_t size) {
   return memory;
 }
 
-// the address sanitizer's would not match these deletes
+// replaced too, because the address sanitizer's version would not match these deletes
 void* operator new(std::size_t size, const std::nothrow_t& /*tag*/) noexcept {
   return std::malloc(std::max<std::size_t>(size, 1));
 }

@@ -1,10 +1,10 @@
 // Memory that runs out when a test wants it to.
 #pragma once
 
-// After so many more allocations of libskipdecode on this thread one fails. Others never do: ONNX Runtime crashes where its own
-// fail.
+// Make one allocation of libskipdecode on this thread fail, after `allocations` more have succeeded. Allocations of other
+// libraries always succeed: ONNX Runtime crashes if its own fail.
 void FailAllocationAfter(int allocations);
-// How many more go through.
+// How many more succeed.
 int AllocationsLeft();
-// All go through again.
-void LetAllocationsBe();
+// Let all succeed again.
+void StopFailingAllocations();

@@ -1,4 +1,4 @@
-/* The header is C: c_only BUNDLE prints eight tokens. */
+/* Shows that the header is valid C. c_only BUNDLE prints eight tokens. */
 #include <inttypes.h>
 #include <skipdecode/skipdecode.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-// Bundles with a cpu and a cuda target, which SKD_TEST_DEVICE_BUNDLES names: the last one has an absolute anchor; and prompts.
+// Prompts, and the bundles that SKD_TEST_DEVICE_BUNDLES names, with a cpu and a cuda target. The last has an absolute anchor.
 #pragma once
 
 #include <catch2/catch.hpp>

@@ -1,4 +1,5 @@
-// Runs one JSON request a line through the C++ runtime and answers one JSON object a line: what pytest compares with Python.
+// Runs JSON requests, one per line, through the C++ runtime, and answers each with one line of JSON. pytest compares the
+// answers with Python's.
 #include <dlfcn.h>
 #include <onnxruntime_c_api.h>
 
@@ -24,7 +25,8 @@ skipdecode::Bundle Load(const Json& request) {
   return skipdecode::Bundle::Load(request.at("bundle"), options);
 }
 
-// By path and kind of calls; emptied before main returns, because CUDA's libraries are gone when static objects are destroyed.
+// Loaded bundles, by path and whether CUDA graphs are used. Emptied before main returns, because CUDA's libraries are gone when
+// static objects are destroyed.
 std::map<std::string, skipdecode::Bundle>& Bundles() {
   static std::map<std::string, skipdecode::Bundle> bundles;
   return bundles;
@@ -72,7 +74,7 @@ Json Generate(const Json& request) {
   return {{"sequences", sequences}, {"layers", layers}};
 }
 
-// The logits that each token was chosen from, but for a row's last one, and how many runs of engines were graphs.
+// The logits from which each token was chosen, except each row's last one, and how many engine runs were graph launches.
 Json Logits(const Json& request) {
   const auto prompts = request.at("prompts").get<std::vector<std::vector<int64_t>>>();
   const skipdecode::Bundle& bundle = Loaded(request);
@@ -132,7 +134,7 @@ Json Info(const Json& request) {
           {"vocab_size", info.vocab_size}};
 }
 
-// As an application that uses ONNX Runtime itself would make it.
+// Make an ONNX Runtime environment, as an application that uses ONNX Runtime itself does.
 Json MakeEnvironment(const Json& request) {
   void* library = dlopen(request.at("library").get<std::string>().c_str(), RTLD_NOW);
   const auto base = reinterpret_cast<const OrtApiBase* (*)()>(dlsym(library, "OrtGetApiBase"));

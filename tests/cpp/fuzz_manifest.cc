@@ -1,4 +1,4 @@
-// libFuzzer's target: no text may do anything but parse or throw skd::Error.
+// libFuzzer's target: any text must either parse or throw skd::Error.
 #include <cstddef>
 #include <cstdint>
 #include <string>

@@ -13,18 +13,18 @@
 
 namespace {
 
-// What the functions below share: ONNX Runtime calls them without saying for whom.
+// What the functions below share. It is global, because ONNX Runtime's functions are given no GpuEngines.
 struct Shared {
   const OrtApi* real = nullptr;
-  std::deque<int32_t> of_the_host;  // what a run reads on the host, where it may change once the run was asked for
-  std::string not_loaded, stopped;  // why
+  std::deque<int32_t> host_inputs;           // copies of what runs read on the host: it may change once a run is enqueued
+  std::string loading_failure, run_failure;  // why loading or running fails; empty: it works
   int runs_left = 0;
 };
 Shared shared;
-std::mutex mutex;                  // of what threads share
-thread_local bool on_gpu = false;  // whether the last memory that was described is the GPU's
+std::mutex mutex;                  // guards what threads share
+thread_local bool on_gpu = false;  // whether the last memory described was the GPU's
 
-// Done when the stream comes to it, in a graph as often as that is launched.
+// Enqueue work, which is done when the stream comes to it: once, or if captured in a graph at each of its launches.
 void PutOnStream(std::function<void()> work) {
   static auto* const launch = Driver<int(void*, void (*)(void*), void*)>("standin_launch");
   static std::deque<std::function<void()>> kept;
@@ -59,7 +59,7 @@ OrtStatusPtr UpdateCudaWithValue(OrtCUDAProviderOptionsV2* /*options*/, const ch
 void ReleaseCuda(OrtCUDAProviderOptionsV2* /*options*/) noexcept {}
 OrtStatusPtr AppendCuda(OrtSessionOptions* /*options*/, const OrtCUDAProviderOptionsV2* /*cuda*/) noexcept { return nullptr; }
 
-// All nodes are left to the CPU here.
+// Drops the option that forbids leaving nodes to the CPU, because here all are.
 OrtStatusPtr AddEntry(OrtSessionOptions* options, const char* key, const char* value) noexcept {
   if (std::strcmp(key, "session.disable_cpu_ep_fallback") == 0) return nullptr;
   return shared.real->AddSessionConfigEntry(options, key, value);
@@ -67,7 +67,7 @@ OrtStatusPtr AddEntry(OrtSessionOptions* options, const char* key, const char* v
 
 OrtStatusPtr CreateSession(const OrtEnv* environment, const char* path, const OrtSessionOptions* options,
                            OrtSession** session) noexcept {
-  if (!shared.not_loaded.empty()) return Failure(shared.not_loaded);
+  if (!shared.loading_failure.empty()) return Failure(shared.loading_failure);
   return shared.real->CreateSession(environment, path, options, session);
 }
 
@@ -80,19 +80,19 @@ OrtStatusPtr CreateTensor(const OrtMemoryInfo* info, void* data, size_t bytes, c
                           ONNXTensorElementDataType type, OrtValue** value) noexcept {
   if (!on_gpu) {
     const std::lock_guard<std::mutex> lock(mutex);
-    data = &shared.of_the_host.emplace_back(*static_cast<const int32_t*>(data));
+    data = &shared.host_inputs.emplace_back(*static_cast<const int32_t*>(data));
   }
   return shared.real->CreateTensorWithDataAsOrtValue(info, data, bytes, shape, rank, type, value);
 }
 
 OrtStatusPtr Run(OrtSession* session, const OrtRunOptions* options, const OrtIoBinding* binding) noexcept {
-  if (!shared.stopped.empty() && shared.runs_left-- <= 0) return Failure(shared.stopped);
+  if (!shared.run_failure.empty() && shared.runs_left-- <= 0) return Failure(shared.run_failure);
   PutOnStream([=] { Ort::ThrowOnError(shared.real->RunWithBinding(session, options, binding)); });
   return nullptr;
 }
 
 void Release(OrtIoBinding* binding) {
-  // in its turn, so that it is not recorded for a graph of another thread's
+  // in its turn on the stream, so that it is not captured in another thread's graph
   skd::cuda_stream::Run([binding] { PutOnStream([binding] { shared.real->ReleaseIoBinding(binding); }); });
 }
 
@@ -119,9 +119,9 @@ GpuEngines::GpuEngines() : real_(&Ort::GetApi()), patched_(*real_) {
 
 GpuEngines::~GpuEngines() { Ort::InitApi(real_); }
 
-void GpuEngines::RefuseToLoad(const std::string& reason) { shared.not_loaded = reason; }
+void GpuEngines::FailLoading(const std::string& reason) { shared.loading_failure = reason; }
 
-void GpuEngines::StopAfter(int runs, const std::string& reason) {
+void GpuEngines::FailRunsAfter(int runs, const std::string& reason) {
   shared.runs_left = runs;
-  shared.stopped = reason;
+  shared.run_failure = reason;
 }

@@ -1,12 +1,13 @@
-// Engines of a GPU where there is none: ONNX Runtime's on the CPU, called as its CUDA provider is.
+// GPU engines without a GPU: ONNX Runtime's engines on the CPU, called as its CUDA provider is.
 #pragma once
 
 #include <string>
 
 #include "engine.h"
 
-// While one lives, ONNX Runtime says that it has CUDA, and a run is work on the stream of the stand-in for NVIDIA's driver
-// (tests/standin/libcuda.cc), whose memory is the host's. One at a time; RefuseToLoad and StopAfter are for one thread.
+// While an instance exists, ONNX Runtime says that it has CUDA, and a run is work on the stream of the stand-in for NVIDIA's
+// driver (tests/standin/libcuda.cc), whose memory is the host's. Only one may exist at a time. FailLoading and FailRunsAfter are
+// not thread-safe.
 class GpuEngines {
  public:
   GpuEngines();
@@ -14,10 +15,10 @@ class GpuEngines {
   GpuEngines(const GpuEngines&) = delete;
   GpuEngines& operator=(const GpuEngines&) = delete;
 
-  // From now on loading fails, saying this; empty: it works again.
-  void RefuseToLoad(const std::string& reason);
-  // The same of runs, after so many more that work.
-  void StopAfter(int runs, const std::string& reason);
+  // Make loading fail for this reason. Empty: it works again.
+  void FailLoading(const std::string& reason);
+  // Make runs fail for this reason, after `runs` more that work. Empty: they work again.
+  void FailRunsAfter(int runs, const std::string& reason);
 
  private:
   const OrtApi* real_;

@@ -1,4 +1,4 @@
-// Bundles of the environment's, and what sessions of them are asked for.
+// Bundles that environment variables name, and prompts and options for their sessions.
 #pragma once
 
 #include <catch2/catch.hpp>
@@ -35,7 +35,7 @@ inline skd_session_options Room(uint32_t rows) {
   return options;
 }
 
-inline Tokens Alone(const skipdecode::Bundle& bundle, const Tokens& prompt, const skd_row_options& options) {
+inline Tokens TokensAlone(const skipdecode::Bundle& bundle, const Tokens& prompt, const skd_row_options& options) {
   Tokens tokens;
   skipdecode::Generate(bundle, {prompt}, options, [&](const skd_event& event) {
     tokens.push_back(event.token);
@@ -44,11 +44,11 @@ inline Tokens Alone(const skipdecode::Bundle& bundle, const Tokens& prompt, cons
   return tokens;
 }
 
-// Code and line, of a status that goes.
-inline std::pair<skd_code, std::string> Said(skd_status* status) {
-  std::pair<skd_code, std::string> said(skd_status_code(status), skd_status_message(status));
+// A status's code and line; destroys the status.
+inline std::pair<skd_code, std::string> CodeAndMessage(skd_status* status) {
+  std::pair<skd_code, std::string> code_and_message(skd_status_code(status), skd_status_message(status));
   skd_status_destroy(status);
-  return said;
+  return code_and_message;
 }
 
 inline const std::vector<Tokens> kPrompts = {{5, 6, 7, 8, 9, 10, 11}, {12, 3}, {40, 41, 42, 43}, {90}};

@@ -1,4 +1,4 @@
-// What the stand-in for NVIDIA's driver (tests/standin/libcuda.cc) has, by its name.
+// Symbols of the stand-in for NVIDIA's driver (tests/standin/libcuda.cc), by name.
 #pragma once
 
 #include <dlfcn.h>

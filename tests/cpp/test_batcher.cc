@@ -1,4 +1,4 @@
-// The service's batcher when sessions fail: on a stand-in for the library, whose sessions fail when they are told to.
+// The service's batcher when sessions fail, on a stand-in for the library whose sessions fail on demand.
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
@@ -10,9 +10,9 @@
 #include <tuple>
 #include <vector>
 
+#include "active_request.h"
 #include "batcher.h"
 #include "completion.h"
-#include "running.h"
 
 struct skd_status {
   skd_code code;
@@ -28,9 +28,9 @@ namespace {
 std::atomic<bool> slow_session{false}, no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
 std::atomic<int> add_fails{SKD_OK};  // with that code
 std::atomic<int> sessions{0}, most_sessions{0}, sessions_made{0};
-std::atomic<int64_t> token{7};         // that each row is given
-size_t decoded = 0;                    // ids
-std::vector<uint32_t> generator_rows;  // of the rows that were added, for when the batcher's thread has ended
+std::atomic<int64_t> token{7};         // that every step gives each row
+size_t num_decoded_ids = 0;            // ids that were decoded
+std::vector<uint32_t> generator_rows;  // of the rows that were added; to be read after the batcher's thread has ended
 
 }  // namespace
 
@@ -71,7 +71,7 @@ skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, siz
   generator_rows.push_back(options->generator_row);
   return nullptr;
 }
-// Each row ends with its first token, or never.
+// Each row ends with its first token or, if `endless`, never.
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*capacity*/, size_t* count) {
   if (engines_fail) return new skd_status{SKD_ERROR_INTERNAL};
   *count = session->rows.size();
@@ -93,9 +93,9 @@ skd_status* skd_tokenizer_create(const skd_bundle* /*bundle*/, const char* /*lib
   *tokenizer = new skd_tokenizer;
   return nullptr;
 }
-// An id is its byte; one of 0x80 or more is no character.
+// Each id is a byte; 0x80 and above are not characters.
 skd_status* skd_tokenizer_decode(skd_tokenizer* /*tokenizer*/, const int64_t* ids, size_t count, char** text, size_t* length) {
-  decoded += count;
+  num_decoded_ids += count;
   std::string found;
   for (const int64_t* id = ids; id != ids + count; ++id)
     found += *id < 0x80 ? std::string(1, static_cast<char>(*id)) : "\xEF\xBF\xBD";
@@ -104,7 +104,7 @@ skd_status* skd_tokenizer_decode(skd_tokenizer* /*tokenizer*/, const int64_t* id
   *length = found.size();
   return nullptr;
 }
-// An id for each byte: its value.
+// Each byte is an id.
 skd_status* skd_tokenizer_encode(skd_tokenizer* /*tokenizer*/, const char* text, int64_t** ids, size_t* count) {
   *count = std::string(text).size();
   *ids = static_cast<int64_t*>(std::malloc((*count + 1) * sizeof(int64_t)));
@@ -118,9 +118,9 @@ void skd_free(void* memory) { std::free(memory); }
 
 namespace {
 
-// Whether something comes to hold within ten seconds.
+// Whether a condition comes to hold within ten seconds.
 template <typename Holds>
-bool Comes(const Holds& holds) {
+bool WaitUntil(const Holds& holds) {
   for (int look = 0; look < 1000 && !holds(); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   return holds();
 }
@@ -139,55 +139,55 @@ class Requests {
   }
   // The status that a client gets.
   int Ask() {
-    const auto running = Running();
-    if (!Submit(*running)) return 429;
+    const auto request = Make();
+    if (!Submit(*request)) return 429;
     try {
-      running->WaitForFirst([] { return false; });
+      request->WaitForFirstNews([] { return false; });
     } catch (const service::HttpError& error) {
       return error.status();
     }
     return 200;
   }
 
-  std::unique_ptr<service::Running> Running(size_t prompts = 1, std::chrono::seconds patience = std::chrono::seconds(20),
-                                            std::chrono::seconds age = std::chrono::seconds(0)) {
-    service::Completion asked{};
-    asked.prompts.assign(prompts, {1, 2, 3});
-    asked.gives_ids = true;
-    asked.stream = streams;
+  std::unique_ptr<service::ActiveRequest> Make(size_t prompts = 1, std::chrono::seconds patience = std::chrono::seconds(20),
+                                               std::chrono::seconds age = std::chrono::seconds(0)) {
+    service::Completion completion{};
+    completion.prompts.assign(prompts, {1, 2, 3});
+    completion.gives_ids = true;
+    completion.stream = streams;
     const auto now = service::Clock::now();
-    return std::make_unique<service::Running>(asked, nullptr, now - age, now + patience, &active_);
+    return std::make_unique<service::ActiveRequest>(completion, nullptr, now - age, now + patience, &active_requests_);
   }
-  bool Submit(const service::Running& running) { return batcher_->Submit(running.rows()); }
+  bool Submit(const service::ActiveRequest& request) { return batcher_->Submit(request.rows()); }
   bool failing() const { return batcher_->failing(); }
-  // Whether it comes to be so within ten seconds.
-  bool ComesTo(bool failing) const {
-    return Comes([&] { return batcher_->failing() == failing; });
+  // Whether failing() becomes this value within ten seconds.
+  bool WaitForFailing(bool failing) const {
+    return WaitUntil([&] { return batcher_->failing() == failing; });
   }
 
-  // Wait for its thread, which counts a row out after its client has the last token.
-  void End() { batcher_.reset(); }
+  // Wait for the batcher's thread, which counts a row as ended only after its client has the last token.
+  void WaitForBatcher() { batcher_.reset(); }
 
   service::Metrics metrics;
   bool streams = false;
 
  private:
   const skipdecode::Bundle bundle_ = skipdecode::Bundle::Load("");
-  std::atomic<int> active_{0};
+  std::atomic<int> active_requests_{0};
   std::unique_ptr<service::Batcher> batcher_;
 };
 
-// Whether a number comes to a value within ten seconds.
+// Whether a number becomes a value within ten seconds.
 template <typename Number>
-bool Becomes(const std::atomic<Number>& metric, Number value) {
-  return Comes([&] { return metric == value; });
+bool WaitForValue(const std::atomic<Number>& metric, Number value) {
+  return WaitUntil([&] { return metric == value; });
 }
 
-// The next piece of a stream that has something in it.
-std::string Told(service::Running& running) {
-  std::string told;
-  while (told.empty()) told = running.Next();
-  return told;
+// The next piece of a stream that is not empty.
+std::string NextNonEmptyPiece(service::ActiveRequest& request) {
+  std::string piece;
+  while (piece.empty()) piece = request.NextPiece();
+  return piece;
 }
 
 }  // namespace
@@ -200,7 +200,7 @@ TEST_CASE("engines that fail end the rows that they had, and a new session serve
   CHECK(requests.Ask() == 500);
   engines_fail = false;
   CHECK(requests.Ask() == 200);
-  requests.End();
+  requests.WaitForBatcher();
   CHECK(most_sessions == 1);
   CHECK(requests.metrics.failed == 2);
   CHECK(requests.metrics.running == 0);
@@ -216,7 +216,7 @@ TEST_CASE("while there is no memory for a session requests are refused, and serv
   engines_fail = false;
   no_memory = false;
   CHECK(requests.Ask() == 200);
-  CHECK(requests.ComesTo(false));
+  CHECK(requests.WaitForFailing(false));
 }
 
 TEST_CASE("where no session can be made any more that is told, in answers and of the service's health, until one can") {
@@ -224,16 +224,16 @@ TEST_CASE("where no session can be made any more that is told, in answers and of
   engines_fail = true;
   gpu_lost = true;
   CHECK(requests.Ask() == 500);
-  CHECK(requests.ComesTo(true));  // though nobody asks
-  const auto running = requests.Running();
-  REQUIRE(requests.Submit(*running));
-  CHECK_THROWS_WITH(running->WaitForFirst([] { return false; }),
+  CHECK(requests.WaitForFailing(true));  // without a request
+  const auto request = requests.Make();
+  REQUIRE(requests.Submit(*request));
+  CHECK_THROWS_WITH(request->WaitForFirstNews([] { return false; }),
                     "the engines cannot decode: the server tries again each second, start it again where that lasts");
-  CHECK(requests.ComesTo(true));
+  CHECK(requests.WaitForFailing(true));
   CHECK(requests.Ask() == 500);
   engines_fail = false;
   gpu_lost = false;
-  CHECK(requests.ComesTo(false));  // though nobody asks
+  CHECK(requests.WaitForFailing(false));  // without a request
   CHECK(requests.Ask() == 200);
 }
 
@@ -243,20 +243,20 @@ TEST_CASE("a session is kept after a row that there was no memory for, and after
     Requests requests(2);
     requests.streams = true;
     endless = true;
-    const auto before = requests.Running();
+    const auto before = requests.Make();
     REQUIRE(requests.Submit(*before));
-    before->WaitForFirst([] { return false; });
+    before->WaitForFirstNews([] { return false; });
     const int made = sessions_made;
     add_fails = code;
     CHECK(requests.Ask() == status);
     add_fails = SKD_OK;
-    CHECK(Becomes(requests.metrics.failed, uint64_t{kept ? 1U : 2U}));
-    Told(*before);                     // what came with the answer's head
-    std::string told = Told(*before);  // all that came until now; what comes next was made after the refusal
-    if (kept) told = Told(*before);
-    CHECK_THAT(told, Catch::Contains(kept ? R"("token_ids":[7)" : "data: [DONE]"));
+    CHECK(WaitForValue(requests.metrics.failed, uint64_t{kept ? 1U : 2U}));
+    NextNonEmptyPiece(*before);                      // what came with the answer's head
+    std::string piece = NextNonEmptyPiece(*before);  // all that came until now; what comes next was made after the refusal
+    if (kept) piece = NextNonEmptyPiece(*before);
+    CHECK_THAT(piece, Catch::Contains(kept ? R"("token_ids":[7)" : "data: [DONE]"));
     CHECK(before->Ended() == !kept);
-    CHECK(Becomes(sessions_made, made + (kept ? 0 : 1)));
+    CHECK(WaitForValue(sessions_made, made + (kept ? 0 : 1)));
   }
 }
 
@@ -278,29 +278,29 @@ TEST_CASE("a stop string in the text that failing engines leave behind makes the
   skipdecode::Tokenizer tokenizer(bundle);
   Requests requests;
   endless = true;
-  token = 0x80;  // held back, as one that may become a character
-  service::Completion asked{};
-  asked.prompts = {{1, 2, 3}};
-  asked.stops = {"\xEF\xBF\xBD"};
-  std::atomic<int> active{0};
+  token = 0x80;  // held back, because it may become a character
+  service::Completion completion{};
+  completion.prompts = {{1, 2, 3}};
+  completion.stops = {"\xEF\xBF\xBD"};
+  std::atomic<int> active_requests{0};
   const auto now = service::Clock::now();
-  service::Running running(asked, &tokenizer, now, now + std::chrono::seconds(20), &active);
-  REQUIRE(requests.Submit(running));
+  service::ActiveRequest request(completion, &tokenizer, now, now + std::chrono::seconds(20), &active_requests);
+  REQUIRE(requests.Submit(request));
   while (requests.metrics.tokens == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   engines_fail = true;
-  REQUIRE(Becomes(requests.metrics.failed, uint64_t{1}));
-  requests.End();
-  CHECK_NOTHROW(running.WaitForFirst([] { return false; }));
-  CHECK_THAT(running.Next(), Catch::Contains(R"("finish_reason":"stop")"));
+  REQUIRE(WaitForValue(requests.metrics.failed, uint64_t{1}));
+  requests.WaitForBatcher();
+  CHECK_NOTHROW(request.WaitForFirstNews([] { return false; }));
+  CHECK_THAT(request.NextPiece(), Catch::Contains(R"("finish_reason":"stop")"));
 }
 
 TEST_CASE("seconds to the first token are from the request's arrival, not from when its row was made") {
   Requests requests;
-  const auto running = requests.Running(1, std::chrono::seconds(20), std::chrono::seconds(5));
-  REQUIRE(requests.Submit(*running));
-  running->WaitForFirst([] { return false; });
-  requests.End();
-  CHECK(requests.metrics.first_token_us > 5'000'000);
+  const auto request = requests.Make(1, std::chrono::seconds(20), std::chrono::seconds(5));
+  REQUIRE(requests.Submit(*request));
+  request->WaitForFirstNews([] { return false; });
+  requests.WaitForBatcher();
+  CHECK(requests.metrics.first_token_sum_us > 5'000'000);
 }
 
 TEST_CASE("a row that the batcher does not know ends the session and no more") {
@@ -313,40 +313,40 @@ TEST_CASE("a row that the batcher does not know ends the session and no more") {
 
 TEST_CASE("rows of a request are numbered as skd_generate does it, so that equal prompts are sampled apart") {
   Requests requests;
-  const auto running = requests.Running(3);
-  REQUIRE(requests.Submit(*running));
-  while (!running->Ended()) running->Next();
-  requests.End();
+  const auto request = requests.Make(3);
+  REQUIRE(requests.Submit(*request));
+  while (!request->Ended()) request->NextPiece();
+  requests.WaitForBatcher();
   CHECK(generator_rows == std::vector<uint32_t>{0, 1, 2});
 }
 
 TEST_CASE("a client that goes away before its first token leaves the queue, however long the rows before it take") {
   Requests requests;
   endless = true;
-  auto runs = requests.Running(), waits = requests.Running();
+  auto runs = requests.Make(), waits = requests.Make();
   REQUIRE(requests.Submit(*runs));
-  REQUIRE(Becomes(requests.metrics.running, uint64_t{1}));
+  REQUIRE(WaitForValue(requests.metrics.running, uint64_t{1}));
   REQUIRE(requests.Submit(*waits));
-  CHECK_THROWS_AS(waits->WaitForFirst([] { return true; }), service::HttpError);
+  CHECK_THROWS_AS(waits->WaitForFirstNews([] { return true; }), service::HttpError);
   CHECK(requests.metrics.queued == 1);
   waits.reset();
-  CHECK(Becomes(requests.metrics.queued, uint64_t{0}));
+  CHECK(WaitForValue(requests.metrics.queued, uint64_t{0}));
   CHECK(requests.metrics.cancelled == 1);
   CHECK(requests.metrics.running == 1);
   runs.reset();
-  requests.End();
+  requests.WaitForBatcher();
   CHECK(requests.metrics.cancelled == 2);
 }
 
 TEST_CASE("a row that a stop string ended is complete, not cancelled") {
   Requests requests;
   endless = true;
-  auto running = requests.Running();
-  REQUIRE(requests.Submit(*running));
-  REQUIRE(Becomes(requests.metrics.running, uint64_t{1}));
-  running->rows().front()->Complete();
-  running.reset();
-  requests.End();
+  auto request = requests.Make();
+  REQUIRE(requests.Submit(*request));
+  REQUIRE(WaitForValue(requests.metrics.running, uint64_t{1}));
+  request->rows().front()->Complete();
+  request.reset();
+  requests.WaitForBatcher();
   CHECK(requests.metrics.completed == 1);
   CHECK(requests.metrics.cancelled == 0);
 }
@@ -354,14 +354,14 @@ TEST_CASE("a row that a stop string ended is complete, not cancelled") {
 TEST_CASE("a row that decodes for too long ends with what it has, and says that it ran out of time") {
   Requests requests;
   endless = true;
-  auto running = requests.Running(1, std::chrono::seconds(1));
-  REQUIRE(requests.Submit(*running));
-  running->WaitForFirst([] { return false; });
+  auto request = requests.Make(1, std::chrono::seconds(1));
+  REQUIRE(requests.Submit(*request));
+  request->WaitForFirstNews([] { return false; });
   std::string whole;
-  while (!running->Ended()) whole = running->Next();
+  while (!request->Ended()) whole = request->NextPiece();
   CHECK_THAT(whole, Catch::Contains(R"("finish_reason":"timeout")") && Catch::Contains(R"("token_ids":[7,)"));
-  running.reset();
-  requests.End();
+  request.reset();
+  requests.WaitForBatcher();
   CHECK(requests.metrics.timed_out == 1);
   CHECK(requests.metrics.cancelled == 0);
   CHECK(requests.metrics.running == 0);
@@ -369,11 +369,11 @@ TEST_CASE("a row that decodes for too long ends with what it has, and says that 
 
 TEST_CASE("rows are counted, not requests, those too that the queue has no room for") {
   Requests requests;
-  CHECK_FALSE(requests.Submit(*requests.Running(9)));  // of a queue of 8
-  const auto running = requests.Running(8);
-  REQUIRE(requests.Submit(*running));
-  while (!running->Ended()) running->Next();
-  requests.End();
+  CHECK_FALSE(requests.Submit(*requests.Make(9)));  // the queue holds 8
+  const auto request = requests.Make(8);
+  REQUIRE(requests.Submit(*request));
+  while (!request->Ended()) request->NextPiece();
+  requests.WaitForBatcher();
   CHECK(requests.metrics.rejected == 9);
   CHECK(requests.metrics.accepted == 8);
   CHECK(requests.metrics.tokens == 8);
@@ -382,7 +382,7 @@ TEST_CASE("rows are counted, not requests, those too that the queue has no room 
 
 TEST_CASE("sums of seconds are told to the microsecond") {
   service::Metrics metrics;
-  metrics.first_token_us = 1'234'567'890'123;
+  metrics.first_token_sum_us = 1'234'567'890'123;
   CHECK_THAT(metrics.Text(), Catch::Contains("first_token_seconds_sum 1234567.890123\n"));
   CHECK_THAT(metrics.Text(), Catch::Contains("{le=\"0.01\"}") && Catch::Contains("{le=\"0.3\"}"));
 }
@@ -401,7 +401,7 @@ TEST_CASE("a text of more bytes than the server takes is refused before it is to
   skipdecode::Tokenizer tokenizer(bundle);
   const service::Limits limits{8, 8, 8, /*vocab_size=*/100, /*max_prompt_bytes=*/3};
   CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.size() == 1);
-  CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABcd"})", "m", limits, &tokenizer),  // whose d is no token
+  CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABcd"})", "m", limits, &tokenizer),  // its d would be refused
                     "prompt has 4 bytes, this server takes 3");
 }
 
@@ -419,12 +419,12 @@ TEST_CASE("text that streams costs as much as it is long, also where nothing of 
   skipdecode::Tokenizer tokenizer(bundle);
   skipdecode::TextStream stream(tokenizer);
   std::string streamed, wanted;
-  decoded = 0;
+  num_decoded_ids = 0;
   for (int64_t token = 0; token < 4000; ++token) {
     streamed += stream.Add(0x80);
     wanted += "\xEF\xBF\xBD";
   }
-  CHECK(decoded < 4000 * 100);  // 4000 * 4000 / 2, looked at for each token
+  CHECK(num_decoded_ids < 4000 * 100);  // 4000 * 4000 / 2 if each token decoded the whole text
   for (const char* letter = "And then there was text again."; *letter != 0; ++letter) {
     for (int repeat = 0; repeat < 10; ++repeat) {
       streamed += stream.Add(*letter);

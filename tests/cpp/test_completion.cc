@@ -1,4 +1,4 @@
-// What the service takes for a request, its stop strings and metrics.
+// Which requests the service accepts, its stop strings, and its metrics.
 #include <catch2/catch.hpp>
 #include <cstdint>
 #include <string>
@@ -11,17 +11,17 @@ namespace {
 
 std::string Filtered(const std::vector<std::string>& stops, const std::vector<std::string>& pieces) {
   service::StopFilter filter(stops);
-  std::string told;
-  for (const std::string& piece : pieces) told += filter.Add(piece);
-  return told + filter.Rest();
+  std::string sent;
+  for (const std::string& piece : pieces) sent += filter.Add(piece);
+  return sent + filter.Rest();
 }
 
-// As a server that takes two prompts of three tokens.
+// A body as parsed by a server that takes two prompts of three tokens.
 service::Completion Parsed(const std::string& body) {
   return service::ParseCompletion(body, "m", {3, 8, 2, /*vocab_size=*/100, /*max_prompt_bytes=*/96}, nullptr);
 }
 
-std::string Refused(const std::string& body) {
+std::string RefusalOf(const std::string& body) {
   try {
     Parsed(body);
   } catch (const service::HttpError& error) {
@@ -31,7 +31,7 @@ std::string Refused(const std::string& body) {
   return "nothing";
 }
 
-// `count` times the same, in an array.
+// An array of `count` equal elements.
 std::string Array(const std::string& each, size_t count) {
   std::string array = "[" + each;
   for (size_t i = 1; i < count; ++i) array += "," + each;
@@ -43,20 +43,20 @@ std::string Nested(size_t levels) { return std::string(levels, '[') + std::strin
 }  // namespace
 
 TEST_CASE("a body may nest eight levels deep") {
-  CHECK(Refused(R"({"user": )" + Nested(7) + "}") == "user is not a string");
-  CHECK(Refused(R"({"user": )" + Nested(8) + "}") == "the body nests too deep");
-  CHECK(Refused(R"({"user": {"a": {"a": )" + Nested(6) + "}}}") == "the body nests too deep");
-  CHECK(Refused(R"({"stop": [[]], "user": )" + Array(Nested(3), 20) + "}") == "user is not a string");
+  CHECK(RefusalOf(R"({"user": )" + Nested(7) + "}") == "user is not a string");
+  CHECK(RefusalOf(R"({"user": )" + Nested(8) + "}") == "the body nests too deep");
+  CHECK(RefusalOf(R"({"user": {"a": {"a": )" + Nested(6) + "}}}") == "the body nests too deep");
+  CHECK(RefusalOf(R"({"stop": [[]], "user": )" + Array(Nested(3), 20) + "}") == "user is not a string");
 }
 
 TEST_CASE("a body has no more values than the largest request") {
   const std::string largest = Array("[1,2,3]", 2),
                     says = "the body has more than 72 values: this server takes 2 prompts of 3 tokens";
   CHECK(Parsed(R"({"prompt": )" + largest + "}").prompts.size() == 2);
-  CHECK(Refused(R"({"prompt": )" + Array("1", 70) + "}") == "prompt has 70 tokens, this server takes 3");
-  CHECK(Refused(R"({"prompt": )" + Array("1", 71) + "}") == says);
+  CHECK(RefusalOf(R"({"prompt": )" + Array("1", 70) + "}") == "prompt has 70 tokens, this server takes 3");
+  CHECK(RefusalOf(R"({"prompt": )" + Array("1", 71) + "}") == says);
   for (const char* each : {"1", "-1", "1.5", "null", "true", "\"\"", "{}", "[]", R"({"a":1})"}) {
-    CHECK(Refused(R"({"prompt": )" + Array(each, 100) + "}") == says);
+    CHECK(RefusalOf(R"({"prompt": )" + Array(each, 100) + "}") == says);
   }
 }
 
@@ -66,7 +66,7 @@ TEST_CASE("an error's line is told whole, also where the client sent a NUL") {
 }
 
 TEST_CASE("what comes behind the values that a body may have is not read") {
-  CHECK(Refused(R"({"prompt": )" + Array("{}", 100) + ", this is no JSON") ==
+  CHECK(RefusalOf(R"({"prompt": )" + Array("{}", 100) + ", this is no JSON") ==
         "the body has more than 72 values: this server takes 2 prompts of 3 tokens");
 }
 
@@ -77,7 +77,7 @@ TEST_CASE("a seed is any whole number of 64 bits, as its two's complement") {
   CHECK(seed("18446744073709551615") == UINT64_MAX);
   CHECK(seed("-9223372036854775808") == uint64_t{1} << 63);
   for (const char* none : {"-9223372036854775809", "18446744073709551616", "1.0", "true", "\"1\"", "[]"}) {
-    CHECK(Refused(std::string(R"({"prompt": [1], "seed": )") + none + "}") == "seed is not a whole number, -2**63 to 2**64-1");
+    CHECK(RefusalOf(std::string(R"({"prompt": [1], "seed": )") + none + "}") == "seed is not a whole number, -2**63 to 2**64-1");
   }
 }
 
@@ -103,7 +103,7 @@ TEST_CASE("what might have become a stop string is told where the text ends") {
 
 TEST_CASE("first tokens are counted in each bucket that they are within, and their seconds are summed") {
   service::Metrics metrics;
-  for (const double seconds : {0.02, 0.02, 2.0, 100.0}) metrics.FirstToken(seconds);
+  for (const double seconds : {0.02, 0.02, 2.0, 100.0}) metrics.CountFirstToken(seconds);
   const std::string page = metrics.Text(), bucket = "first_token_seconds_bucket{le=";
   for (const char* line : {"\"0.01\"} 0\n", "\"0.03\"} 2\n", "\"1\"} 2\n", "\"3\"} 3\n", "\"30\"} 3\n", "\"+Inf\"} 4\n"}) {
     CHECK_THAT(page, Catch::Contains(bucket + line));

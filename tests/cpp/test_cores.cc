@@ -1,4 +1,4 @@
-// What control groups leave of the CPU: files as the kernel writes them, in a folder of the test's own.
+// How much of the CPU control groups leave, read from files as the kernel writes them, in a temporary folder.
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
@@ -12,7 +12,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// /sys/fs/cgroup with files of a test, which are gone with it.
+// Stands in for /sys/fs/cgroup; deletes its files when it is destroyed.
 class Tree {
  public:
   Tree() { fs::create_directories(root_); }

@@ -1,4 +1,4 @@
-// The GPU's stream and graphs, on a stand-in for NVIDIA's driver (tests/standin/libcuda.cc), which must be found first.
+// The GPU's stream and graphs, on a stand-in for NVIDIA's driver (tests/standin/libcuda.cc), which the loader must find first.
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
@@ -17,44 +17,44 @@ namespace {
 
 constexpr size_t kBytes = 64;
 
-// Of work, by whichever thread waits for it.
+// Counts work, which is done by whichever thread waits for it.
 using Counter = std::atomic<int>;
 
-// Puts work on the stream, as an engine does: `done` counts how often it was done.
+// Put work on the stream, as an engine does. `done` counts how often it was done.
 void Enqueue(Counter* done) {
   const auto count = [](void* data) { ++*static_cast<Counter*>(data); };
   Driver<int(void*, void (*)(void*), void*)>("standin_launch")(skd::cuda_stream::Handle(), count, done);
 }
 
-// Until all that was asked for is done.
-void Wait() {
+// Wait until all enqueued work is done.
+void WaitForWork() {
   std::byte* const memory = skd::cuda_stream::Allocate(1);
   skd::cuda_stream::Free(memory);
 }
 
-// Runs `also` beside that work, five times; returns how many of them were launches of a graph, -1 where work was lost.
-int GraphsOfFive(const skd::cuda_stream::Calls& also, bool graphs = true) {
+// Run such work together with `more_calls`, five times. Returns how many of the runs were graph launches, or -1 if work was lost.
+int GraphLaunchesInFiveRuns(const skd::cuda_stream::Calls& more_calls, bool graphs = true) {
   skd::Replay replay(graphs);
   Counter done{0};
   int launched = 0;
   const skd::cuda_stream::Calls calls = [&] {
     Enqueue(&done);
-    also();
+    more_calls();
   };
   for (int time = 1; time <= 5; ++time) {
     launched += replay.Run(calls) ? 1 : 0;
-    Wait();
+    WaitForWork();
     if (done != time) return -1;
   }
   return launched;
 }
 
-size_t Taken() { return Driver<size_t()>("standin_taken")(); }
+size_t TakenBytes() { return Driver<size_t()>("standin_taken")(); }
 
 }  // namespace
 
 TEST_CASE("bytes come back from the GPU as they were sent and copied, and are zeros before and when they are cleared") {
-  const size_t taken = Taken();
+  const size_t taken = TakenBytes();
   {
     using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
     const Block first(skd::cuda_stream::Allocate(kBytes), skd::cuda_stream::Free);
@@ -72,15 +72,15 @@ TEST_CASE("bytes come back from the GPU as they were sent and copied, and are ze
     skd::cuda_stream::Receive(found.data(), second.get(), kBytes);
     std::fill(sent.begin() + 1, sent.end(), 0);
     CHECK(found == sent);
-    CHECK(Taken() >= taken + 3 * kBytes);
+    CHECK(TakenBytes() >= taken + 3 * kBytes);
   }
-  CHECK(Taken() == taken);
+  CHECK(TakenBytes() == taken);
 }
 
 TEST_CASE("what was sent may change as soon as everything has been waited for") {
   using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
   const Block memory(skd::cuda_stream::Allocate(kBytes), skd::cuda_stream::Free);
-  const Block pinned(skd::cuda_stream::AllocateHost(kBytes), skd::cuda_stream::FreeHost);  // which the stand-in reads late
+  const Block pinned(skd::cuda_stream::AllocateHost(kBytes), skd::cuda_stream::FreeHost);  // the stand-in reads it late
   std::vector<char> found(kBytes, 'b');
   std::memset(pinned.get(), 'a', kBytes);
   skd::cuda_stream::Send(memory.get(), pinned.get(), kBytes);
@@ -101,20 +101,20 @@ TEST_CASE("a GPU without room is an error that says how much was asked for") {
 }
 
 TEST_CASE("a run that is repeated is a graph from its second time on, and leaves no memory behind") {
-  const size_t taken = Taken();
-  CHECK(GraphsOfFive([] {}) == 4);
-  CHECK(Taken() == taken);
-  CHECK(GraphsOfFive([] {}, false) == 0);
+  const size_t taken = TakenBytes();
+  CHECK(GraphLaunchesInFiveRuns([] {}) == 4);
+  CHECK(TakenBytes() == taken);
+  CHECK(GraphLaunchesInFiveRuns([] {}, false) == 0);
 }
 
 TEST_CASE("another context has run a kernel, once, where there are graphs") {
-  CHECK(GraphsOfFive([] {}) == 4);
-  CHECK(GraphsOfFive([] {}) == 4);
+  CHECK(GraphLaunchesInFiveRuns([] {}) == 4);
+  CHECK(GraphLaunchesInFiveRuns([] {}) == 4);
   CHECK(*Driver<int>("standin_kernels_of_nothing") == 1);
 }
 
 TEST_CASE("a run that calls the host stays a call") {
-  CHECK(GraphsOfFive([] {
+  CHECK(GraphLaunchesInFiveRuns([] {
           const auto nothing = [](void*) {};
           Driver<int(void*, void (*)(void*), void*)>("cuLaunchHostFunc")(skd::cuda_stream::Handle(), nothing, nullptr);
         }) == 0);
@@ -123,7 +123,7 @@ TEST_CASE("a run that calls the host stays a call") {
 TEST_CASE("a run that reads memory of the host stays a call") {
   std::byte* const pinned = skd::cuda_stream::AllocateHost(kBytes);
   std::byte* const memory = skd::cuda_stream::Allocate(kBytes);
-  CHECK(GraphsOfFive([&] {
+  CHECK(GraphLaunchesInFiveRuns([&] {
           using Copy = int(unsigned long long, const void*, size_t, void*);  // NOLINT(google-runtime-int)
           auto* const send = Driver<Copy>("cuMemcpyHtoDAsync_v2");
           REQUIRE(send(reinterpret_cast<uintptr_t>(memory), pinned, kBytes, skd::cuda_stream::Handle()) == 0);
@@ -135,7 +135,7 @@ TEST_CASE("a run that reads memory of the host stays a call") {
 TEST_CASE("a run of which no graph can be made stays a call") {
   int* const without_graphs = Driver<int>("standin_without_graphs");
   *without_graphs = 1;
-  CHECK(GraphsOfFive([] {}) == 0);
+  CHECK(GraphLaunchesInFiveRuns([] {}) == 0);
   *without_graphs = 0;
 }
 
@@ -145,7 +145,7 @@ TEST_CASE("what a run throws while it is recorded is thrown by the call that fol
   replay.Run([&] { Enqueue(&done); });
   CHECK_THROWS_AS(replay.Run([] { throw skd::CapacityError("full", "wait"); }), skd::Error);
   CHECK_FALSE(replay.Run([&] { Enqueue(&done); }));
-  Wait();
+  WaitForWork();
   CHECK(done == 2);
 }
 
@@ -163,7 +163,7 @@ TEST_CASE("threads take turns on the stream, and each records its own runs") {
     int launched = 0;
     for (int round = 0; round < 50; ++round) {
       std::byte* const memory = skd::cuda_stream::Allocate(kBytes);
-      launched += GraphsOfFive([] {});
+      launched += GraphLaunchesInFiveRuns([] {});
       skd::cuda_stream::Free(memory);
     }
     return launched;

@@ -24,7 +24,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose_attention_kernel, "_WORTH", 40_960)
+        patch.setattr(choose_attention_kernel, "_MIN_WIDTH_TIMES_POSITIONS", 40_960)
         export(ExportRequest(model=str(folder / "model"), out=folder / "bundle", schedule=schedule, max_batch=4, slim=True))
     return folder / "bundle"
 

@@ -1,4 +1,4 @@
-// Parts of tokenizer.json that the families of test_tokenizer.py do not have.
+// Parts of tokenizer.json that no tokenizer of test_tokenizer.py has.
 #include <unistd.h>
 
 #include <catch2/catch.hpp>

@@ -1,4 +1,4 @@
-// Engines for a GPU, checked on a CPU, below the public header.
+// Engines for a GPU, tested on a CPU through the classes below the public header.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -12,12 +12,12 @@
 
 namespace {
 
-// The same rows on both targets, which must stay near each other: fp16 engines against fp32 ones.
-class Pair {
+// The same rows on both targets, whose logits must stay close: fp16 engines against fp32 ones.
+class TargetPair {
  public:
-  explicit Pair(const std::string& path)
-      : exact_(skd::LoadBundle(path, "cpu", 2, "")), narrow_(skd::LoadBundle(path, "cuda", 2, "", true, skd::Device::kCpu)) {
-    for (const auto& bundle : {exact_, narrow_}) decoders_.emplace_back(bundle, bundle->manifest.schedule, 3, 8, 12);
+  explicit TargetPair(const std::string& path)
+      : fp32_(skd::LoadBundle(path, "cpu", 2, "")), fp16_(skd::LoadBundle(path, "cuda", 2, "", true, skd::Device::kCpu)) {
+    for (const auto& bundle : {fp32_, fp16_}) decoders_.emplace_back(bundle, bundle->manifest.schedule, 3, 8, 12);
   }
   void Add(const Tokens& prompt) {
     for (skd::Decoder& decoder : decoders_) decoder.Add(prompt.data(), static_cast<int64_t>(prompt.size()), kIgnore);
@@ -37,7 +37,7 @@ class Pair {
   static constexpr auto kIgnore = [](int64_t, int64_t) {};
 
   void Compare() {
-    const int64_t vocab_size = exact_->manifest.model.vocab_size;
+    const int64_t vocab_size = fp32_->manifest.model.vocab_size;
     for (int64_t row = 0; row < decoders_[0].rows(); ++row) {
       const float *wanted = decoders_[0].Logits(row), *found = decoders_[1].Logits(row);
       float largest = 0, error = 0;
@@ -51,7 +51,7 @@ class Pair {
     }
   }
 
-  std::shared_ptr<const skd::Bundle> exact_, narrow_;
+  std::shared_ptr<const skd::Bundle> fp32_, fp16_;
   std::vector<skd::Decoder> decoders_;
 };
 
@@ -59,7 +59,7 @@ class Pair {
 
 TEST_CASE("engines for a GPU give what the CPU's give, whatever rows join and leave") {
   for (const std::string& path : DeviceBundles()) {
-    Pair pair(path);
+    TargetPair pair(path);
     pair.Add(kPrompts[0]);
     pair.Step();
     pair.Add(kPrompts[1]);

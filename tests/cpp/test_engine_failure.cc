@@ -1,4 +1,4 @@
-// What becomes of ONNX Runtime's failures.
+// Which errors ONNX Runtime's failures become.
 #include <catch2/catch.hpp>
 #include <functional>
 #include <memory>
@@ -26,13 +26,13 @@ skd_row_options Options() {
   return options;
 }
 
-std::unique_ptr<skd::Session> TwoRows(const std::shared_ptr<const skd::Bundle>& bundle) {
+std::unique_ptr<skd::Session> SessionOfTwoRows(const std::shared_ptr<const skd::Bundle>& bundle) {
   skd_session_options room = skd_session_options_default();
   room.max_rows = 2;
   return std::make_unique<skd::Session>(bundle, room);
 }
 
-Tokens Rest(skd::Session* session) {
+Tokens RemainingTokens(skd::Session* session) {
   Tokens tokens;
   for (auto events = session->Step(); !events.empty(); events = session->Step()) {
     for (const skd_event& event : events) tokens.push_back(event.token);
@@ -88,7 +88,7 @@ TEST_CASE("why an engine is not loaded is told with whose fault it is and what t
 TEST_CASE("an engine that does not fit in memory is no damaged bundle") {
   skd::UseOnnxRuntime("", 2);
   GpuEngines engines;
-  engines.RefuseToLoad(kNoMemory);
+  engines.FailLoading(kNoMemory);
   try {
     skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
     FAIL("it was loaded");
@@ -102,18 +102,18 @@ TEST_CASE("a prompt that the memory does not hold is refused, and the session go
   skd::UseOnnxRuntime("", 2);
   GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().back(), "cuda", 2, "");
-  const Tokens shorter = {90}, longer = {9, 8, 7, 6, 5, 4, 3};  // which goes before the other, and moves it
-  const auto session = TwoRows(bundle);
+  const Tokens shorter = {90}, longer = {9, 8, 7, 6, 5, 4, 3};  // which is placed before the other row, and moves it
+  const auto session = SessionOfTwoRows(bundle);
   session->Add(shorter.data(), shorter.size(), Options());
-  const Tokens wanted = Rest(session.get());
+  const Tokens wanted = RemainingTokens(session.get());
   session->Add(shorter.data(), shorter.size(), Options());
   for (int runs = 0; runs < 4; ++runs) {
-    engines.StopAfter(runs, kNoMemory);
+    engines.FailRunsAfter(runs, kNoMemory);
     CheckThrows([&] { session->Add(longer.data(), longer.size(), Options()); }, SKD_ERROR_CAPACITY,
                 "no memory is left for 8 MiB; send fewer rows or shorter prompts");
   }
-  engines.StopAfter(0, "");
-  CHECK(Rest(session.get()) == wanted);
+  engines.FailRunsAfter(0, "");
+  CHECK(RemainingTokens(session.get()) == wanted);
 }
 
 TEST_CASE("a step that ends halfway is never taken for one that has not begun") {
@@ -121,15 +121,15 @@ TEST_CASE("a step that ends halfway is never taken for one that has not begun") 
   GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "", /*cuda_graphs=*/false);
   const Tokens prompt = {5, 6};
-  const auto session = TwoRows(bundle);
+  const auto session = SessionOfTwoRows(bundle);
   session->Add(prompt.data(), prompt.size(), Options());
   session->Step();
-  engines.StopAfter(1, kNoMemory);
+  engines.FailRunsAfter(1, kNoMemory);
   CheckThrows(
       [&] { session->Step(); }, SKD_ERROR_TARGET,
       "a decode step ended halfway (no memory is left for 8 MiB; send fewer rows or shorter prompts); destroy the session "
       "and make another");
-  engines.StopAfter(1, "CUDA failure 700: an illegal memory access was encountered");
+  engines.FailRunsAfter(1, "CUDA failure 700: an illegal memory access was encountered");
   CheckThrows([&] { session->Step(); }, SKD_ERROR_TARGET,
               DeviceBundles().front() + "/targets/cuda/segment_000.onnx" +
                   ": ONNX Runtime stopped (CUDA failure 700: an illegal memory access was encountered); check nvidia-smi, and "
@@ -141,4 +141,27 @@ TEST_CASE("an engine that stops on a CPU sends nobody to look for a GPU") {
              "head.onnx: ONNX Runtime stopped (seqlens_k[0] = 6 is out of range); check the bundle with skip-inspect "
              "--check-hashes");
   CHECK(skd::RunFailure(kNoMemory, /*on_gpu=*/false, "head.onnx").code() == SKD_ERROR_CAPACITY);
+}
+
+TEST_CASE("a reason that comes after a long node's name is told") {
+  const std::string begins = "Non-zero status code returned while running MatMul node. Name:'";
+  const std::string ends = "' Status Message: matmul_helper.h:59 left operand cannot broadcast on dim 0";
+  const std::string reason = skd::Reason(begins + std::string(1000, 'n') + ends + "\nand more");
+  CHECK(reason.size() == 400);
+  CHECK_THAT(reason, Catch::StartsWith(begins) && Catch::EndsWith(ends) && Catch::Contains("nn...nn"));
+  const std::string fits(400, 'n');
+  CHECK(skd::Reason(fits) == fits);
+}
+
+TEST_CASE("a long reason is cut between characters") {
+  std::string characters;
+  for (int i = 0; i < 200; ++i) characters += "\xE2\x82\xAC";  // a euro sign, 3 bytes
+  for (const std::string before : {"", "1", "12"}) {
+    for (const std::string after : {"", "1", "12"}) {
+      const std::string reason = skd::Reason(before + characters + after);
+      CHECK(reason == skd::OneLine(reason));  // valid UTF-8
+      CHECK(reason.size() <= 400);
+      CHECK(reason.size() >= 400 - 2 - 2);
+    }
+  }
 }

@@ -1,4 +1,4 @@
-// Sessions as on a GPU, which chooses their tokens; beside sessions of the same engines on the host, which chooses its own.
+// Sessions as on a GPU, which chooses their tokens, compared with sessions whose engines and choices are on the host.
 #include <catch2/catch.hpp>
 #include <cstdint>
 #include <future>
@@ -24,8 +24,8 @@ skd_session_options Room() {
   return options;
 }
 
-// Row `number` in a way of its own: greedy, with top-p, with top-k, as likely as they are.
-skd_row_options Way(uint32_t number, uint32_t max_new_tokens) {
+// The options of row `number`, which differ from row to row: greedy, with top-p, with top-k, or sampled from all tokens.
+skd_row_options OptionsFor(uint32_t number, uint32_t max_new_tokens) {
   skd_row_options options = skd_row_options_default();
   options.max_new_tokens = max_new_tokens;
   options.do_sample = number % 4 == 0 ? 0 : 1;
@@ -38,7 +38,7 @@ skd_row_options Way(uint32_t number, uint32_t max_new_tokens) {
   return options;
 }
 
-// What rows get that come and go: their tokens, and the logits of which each was chosen.
+// What rows that join and leave get: their tokens, and the logits from which each was chosen.
 class Run {
  public:
   explicit Run(const std::shared_ptr<const skd::Bundle>& bundle)
@@ -54,7 +54,7 @@ class Run {
     Collect();
     for (const auto& [row, found] : latest_) {
       if (found != before.at(row))
-        throw std::logic_error("a row's logits have changed");  // Catch's assertions are for one thread
+        throw std::logic_error("a row's logits have changed");  // Catch's assertions are not thread-safe
     }
     Add(3, 9);
     Step(30);
@@ -68,7 +68,7 @@ class Run {
  private:
   uint64_t Add(uint32_t number, uint32_t max_new_tokens) {
     const Tokens& prompt = kPrompts[number];
-    const uint64_t row = session_.Add(prompt.data(), prompt.size(), Way(number, max_new_tokens));
+    const uint64_t row = session_.Add(prompt.data(), prompt.size(), OptionsFor(number, max_new_tokens));
     latest_[row] = {};
     Collect();
     return row;
@@ -92,7 +92,7 @@ class Run {
 
   skd::Session session_;
   int64_t vocab_size_;
-  std::map<uint64_t, std::vector<float>> latest_;  // logits of the rows that go on
+  std::map<uint64_t, std::vector<float>> latest_;  // logits of the rows that have not ended
 };
 
 }  // namespace
@@ -116,7 +116,7 @@ TEST_CASE("a step of rows that stay as they are sends nothing to the GPU") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
-  for (const uint32_t number : {0, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), Way(number, 6));
+  for (const uint32_t number : {0, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), OptionsFor(number, 6));
   session.Step();
   session.Step();
   const int sent = Driver<int()>("standin_sent")();
@@ -130,7 +130,7 @@ TEST_CASE("a row whose first token the GPU has no memory to choose takes no plac
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
   int* const without_kernels = Driver<int>("standin_without_kernels");
-  const auto add = [&session] { return session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 3)); };
+  const auto add = [&session] { return session.Add(kPrompts[0].data(), kPrompts[0].size(), OptionsFor(0, 3)); };
   *without_kernels = 1;
   try {
     add();
@@ -145,7 +145,7 @@ TEST_CASE("a row whose first token the GPU has no memory to choose takes no plac
 }
 
 TEST_CASE("rows that had made room for one whose first token the GPU could not choose go on as before") {
-  const std::string absolute = DeviceBundles().back();  // longer prompts go before shorter ones, and move them
+  const std::string absolute = DeviceBundles().back();  // rows with longer prompts are placed before others, and move them
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   const auto bundle = skd::LoadBundle(absolute, "cuda", 2, "");
@@ -153,11 +153,11 @@ TEST_CASE("rows that had made room for one whose first token the GPU could not c
   std::map<bool, std::vector<float>> logits;
   for (const bool fails : {false, true}) {
     skd::Session session(bundle, Room());
-    for (const uint32_t number : {3, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), Way(number, 8));
+    for (const uint32_t number : {3, 1}) session.Add(kPrompts[number].data(), kPrompts[number].size(), OptionsFor(number, 8));
     session.Step();
     session.Step();
     *Driver<int>("standin_without_kernels") = fails ? 1 : 0;
-    if (fails) CHECK_THROWS_AS(session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 8)), skd::Error);
+    if (fails) CHECK_THROWS_AS(session.Add(kPrompts[0].data(), kPrompts[0].size(), OptionsFor(0, 8)), skd::Error);
     *Driver<int>("standin_without_kernels") = 0;
     const float* found = session.Logits(1);
     logits[fails].assign(found, found + bundle->manifest.model.vocab_size);
@@ -173,7 +173,7 @@ TEST_CASE("time that a GPU's tokens are waited for is its engines'") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
-  session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 9));
+  session.Add(kPrompts[0].data(), kPrompts[0].size(), OptionsFor(0, 9));
   *Driver<int>("standin_wait_ms") = 5;
   while (!session.Step().empty()) {
   }
@@ -198,7 +198,7 @@ TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
-  session.Add(kPrompts[0].data(), kPrompts[0].size(), Way(0, 3));
+  session.Add(kPrompts[0].data(), kPrompts[0].size(), OptionsFor(0, 3));
   session.Step();
   int* const without_kernels = Driver<int>("standin_without_kernels");
   *without_kernels = 1;
@@ -210,4 +210,33 @@ TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that
     CHECK(std::string(error.what()).find("ended halfway") != std::string::npos);
   }
   *without_kernels = 0;
+}
+
+TEST_CASE("rows that the GPU has no memory to move are not said to be as they were") {
+  skd::UseOnnxRuntime("", 2);
+  const GpuEngines engines;
+  const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
+  int* const copies_left = Driver<int>("standin_copies_left");
+  for (const bool cancelled : {false, true}) {
+    INFO("the first row is " << (cancelled ? "cancelled" : "at its end"));
+    skd::Session session(bundle, Room());
+    const uint64_t first = session.Add(kPrompts[0].data(), kPrompts[0].size(), OptionsFor(0, 2));
+    session.Add(kPrompts[1].data(), kPrompts[1].size(), OptionsFor(1, 9));  // which then moves to the first one's place
+    session.Step();
+    *copies_left = 1;  // of several for a row
+    try {
+      if (cancelled) {
+        session.Cancel(first);
+      } else {
+        session.Step();
+      }
+      FAIL("it was moved");
+    } catch (const skd::Error& error) {
+      CHECK(error.code() == SKD_ERROR_TARGET);
+      CHECK(std::string(error.what()) ==
+            "moving rows ended halfway (CUDA has no memory left; ask for fewer rows, shorter prompts or fewer new tokens); "
+            "destroy the session and make another");
+    }
+    *copies_left = -1;
+  }
 }

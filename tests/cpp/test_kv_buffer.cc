@@ -12,14 +12,14 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// Keys and values, linear attention in their place, keys and values of other sizes, and a layer that reads those of the first.
+// Four layers: keys and values, linear attention instead, keys and values of other sizes, and one that reads the first layer's.
 skd::Model Hybrid() {
   skd::Model model{};
   model.num_layers = 4;
   model.num_kv_heads = 2;
   model.head_size = 4;
   model.state_layers = {{{1}, std::nullopt, std::nullopt, {{"conv_state", {6, 3}}, {"recurrent_state", {2, 4, 5}}}},
-                        {{2}, skd::Keys{1, 6}, std::nullopt, {}},
+                        {{2}, skd::KeyValueSizes{1, 6}, std::nullopt, {}},
                         {{3}, std::nullopt, 0, {}}};
   return model;
 }
@@ -40,7 +40,7 @@ class Buffer {
       }
     }
   }
-  // Of one array: 0 and 1 a layer.
+  // A row of one array; each layer has two, 0 and 1.
   Floats Row(int64_t layer, size_t array, int64_t row) {
     const skd::Tensor tensor = Inputs(layer, row)[array];
     const auto* first = static_cast<const float*>(tensor.data);

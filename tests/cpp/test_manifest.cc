@@ -17,14 +17,14 @@ namespace {
 
 using Json = nlohmann::json;
 
-Json Whole() {
+Json ManifestJson() {
   std::ifstream file(std::string(std::getenv("SKD_TEST_BUNDLE")) + "/bundle.json");
   return Json::parse(file);
 }
 
-// As of a model whose layers are not all of one kind.
-Json Hybrid() {
-  Json edited = Whole();
+// The manifest as for a model whose layers are not all of one kind.
+Json HybridManifestJson() {
+  Json edited = ManifestJson();
   const Json conv = {{"name", "conv_state"}, {"shape", {96, 3}}},
              recurrent = {{"name", "recurrent_state"}, {"shape", {4, 16, 24}}};
   const Json replaced = {{"layers", {1, 3}}, {"keys", nullptr}, {"keys_of", nullptr}, {"states", {conv, recurrent}}};
@@ -35,24 +35,24 @@ Json Hybrid() {
   return edited;
 }
 
-// Every place in the document.
-void Places(const Json& data, const Json::json_pointer& here, std::vector<Json::json_pointer>* found) {
+// Append a pointer to every place in the document.
+void AppendPlaces(const Json& data, const Json::json_pointer& here, std::vector<Json::json_pointer>* found) {
   if (!here.empty()) found->push_back(here);
   if (data.is_object()) {
-    for (const auto& item : data.items()) Places(item.value(), here / item.key(), found);
+    for (const auto& item : data.items()) AppendPlaces(item.value(), here / item.key(), found);
   } else if (data.is_array()) {
-    for (size_t i = 0; i < data.size(); ++i) Places(data[i], here / i, found);
+    for (size_t i = 0; i < data.size(); ++i) AppendPlaces(data[i], here / i, found);
   }
 }
 
 }  // namespace
 
 TEST_CASE("the manifest is read") {
-  const skd::Manifest manifest = skd::ParseManifest(Whole().dump());
+  const skd::Manifest manifest = skd::ParseManifest(ManifestJson().dump());
   REQUIRE(manifest.model.num_layers == 6);
   REQUIRE(manifest.targets.size() == 1);
   REQUIRE(manifest.model.state_layers.empty());
-  const auto groups = skd::ParseManifest(Hybrid().dump()).model.state_layers;
+  const auto groups = skd::ParseManifest(HybridManifestJson().dump()).model.state_layers;
   REQUIRE(groups.size() == 3);
   REQUIRE(groups[0].layers == std::vector<int64_t>{1, 3});
   REQUIRE_FALSE(groups[0].keys);
@@ -65,9 +65,9 @@ TEST_CASE("the manifest is read") {
 }
 
 TEST_CASE("every field of another type, or missing, is refused by name and never a crash") {
-  const Json whole = Hybrid();
+  const Json whole = HybridManifestJson();
   std::vector<Json::json_pointer> places;
-  Places(whole, Json::json_pointer(), &places);
+  AppendPlaces(whole, Json::json_pointer(), &places);
   REQUIRE(places.size() > 100);
   const std::vector<Json> values = {nullptr, -1, 1e300, 18446744073709551615U, "", Json::array(), Json::object(), true, 2.5};
   for (const auto& place : places) {
@@ -76,7 +76,7 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
       if (damaged[place] == value) continue;
       damaged[place] = value;
       try {
-        skd::ParseManifest(damaged.dump());  // some values are as good as the old ones: a name, a hash
+        skd::ParseManifest(damaged.dump());  // some values are as valid as the old ones: a name, a hash
       } catch (const skd::Error& error) {
         REQUIRE(error.code() == SKD_ERROR_BUNDLE);
         REQUIRE(std::string(error.what()).find('\n') == std::string::npos);
@@ -91,7 +91,7 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
 }
 
 TEST_CASE("a key that is shown in part is cut between characters") {
-  Json edited = Whole();
+  Json edited = ManifestJson();
   const std::string umlaut = "\xC3\xA4";
   std::string key = "x", shown = "x";
   while (key.size() < 60) key += umlaut;
@@ -105,7 +105,7 @@ TEST_CASE("a manifest that is there and cannot be read is not told to be missing
   const auto folder = std::filesystem::temp_directory_path() / ("skd_unreadable_" + std::to_string(getpid()));
   std::filesystem::create_directory(folder);
   REQUIRE_THROWS_WITH(skd::ReadManifest(folder), Catch::Contains("there is no bundle.json here"));
-  // permissions would not stop root
+  // a link to itself, because permissions would not stop root
   std::filesystem::create_symlink("bundle.json", folder / "bundle.json");
   REQUIRE_THROWS_WITH(skd::ReadManifest(folder), Catch::EndsWith("bundle.json: cannot be read (Too many levels of symbolic "
                                                                  "links); check its name and permissions"));
@@ -126,7 +126,7 @@ TEST_CASE("a manifest that is there and cannot be read is not told to be missing
 
 TEST_CASE("layers read keys and values of layers below them that have their own and are computed at every position") {
   const auto refused = [](const char* place, const Json& value, const char* says) {
-    Json edited = Hybrid();
+    Json edited = HybridManifestJson();
     edited["model"]["state_layers"][Json::json_pointer(place)] = value;
     INFO(place << " " << value);
     REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains(says));
@@ -145,7 +145,7 @@ TEST_CASE("layers read keys and values of layers below them that have their own 
 
 TEST_CASE("states are of layers of the model in their order, of each once, and have sizes that an array can have") {
   const auto parse = [](const char* place, const Json& value) {
-    Json edited = Hybrid();
+    Json edited = HybridManifestJson();
     edited["model"]["state_layers"][Json::json_pointer(place)] = value;
     skd::ParseManifest(edited.dump());
   };
@@ -167,21 +167,21 @@ TEST_CASE("states are of layers of the model in their order, of each once, and h
   refused("/1/states/0/name", "value");
   REQUIRE_NOTHROW(parse("/0/layers", std::vector<int64_t>{}));
   REQUIRE_NOTHROW(parse("/0/states", Json::array()));
-  REQUIRE_NOTHROW(parse("/0/states/0/name", "value"));  // no keys and values beside it
+  REQUIRE_NOTHROW(parse("/0/states/0/name", "value"));  // this layer has no keys and values
   REQUIRE_NOTHROW(parse("/0/states/0/shape", {most, 3}));
 }
 
 TEST_CASE("sizes whose product no memory holds are refused, whichever of them is large") {
   const auto refused = [](const char* part, const char* field, const Json& value) {
-    Json edited = Hybrid();
+    Json edited = HybridManifestJson();
     edited["limits"]["max_batch"] = int64_t{1} << 31;
     edited[Json::json_pointer(part)][field] = value;
     REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains("model and limits are too large for any memory"));
   };
-  const int64_t heads = Whole()["model"]["num_kv_heads"], head_size = Whole()["model"]["head_size"];
-  // fits for a layer, not for all six
+  const int64_t heads = ManifestJson()["model"]["num_kv_heads"], head_size = ManifestJson()["model"]["head_size"];
+  // fits for one layer, not for all six
   refused("/limits", "max_length", (int64_t{1} << 28) / (heads * head_size));
-  refused("/model", "hidden_size", int64_t{1} << 31);                               // fits a row, not all
-  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 9});            // fits for a layer, not for two
-  refused("/model/state_layers/0/states/1", "shape", {1 << 30, 1 << 30, 1 << 30});  // which no 64 bits count
+  refused("/model", "hidden_size", int64_t{1} << 31);                               // fits for one row, not for all
+  refused("/model/state_layers/0/states/0", "shape", {1 << 20, 1 << 9});            // fits for one layer, not for two
+  refused("/model/state_layers/0/states/1", "shape", {1 << 30, 1 << 30, 1 << 30});  // overflows 64 bits
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-size_t HugeBytes() {
+size_t HugePageBytes() {
   std::ifstream rollup("/proc/self/smaps_rollup");
   for (std::string word; rollup >> word;) {
     size_t kib = 0;
@@ -32,8 +32,8 @@ TEST_CASE("a large block, as a KV buffer is, lies in huge pages from its first t
     WARN("this system has no transparent huge pages, or they are switched off");
     return;
   }
-  const size_t huge = HugeBytes();
+  const size_t huge = HugePageBytes();
   const skd::Block block = skd::Memory(skd::Device::kCpu, "float32").Allocate(32 * kMiB);
   std::memset(block.get(), 7, 32 * kMiB);
-  CHECK(HugeBytes() >= huge + 16 * kMiB);
+  CHECK(HugePageBytes() >= huge + 16 * kMiB);
 }

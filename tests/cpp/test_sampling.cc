@@ -1,4 +1,4 @@
-// Tokens that the host chooses, against a vocabulary that is sorted.
+// Tokens that the host chooses, compared with those chosen from a sorted vocabulary.
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cmath>
@@ -25,13 +25,13 @@ skd_row_options Options(double temperature, uint32_t top_k, double top_p) {
   return options;
 }
 
-// The tokens that may be chosen, likeliest first, and the mass down to each.
+// The tokens that may be chosen, likeliest first, and the running mass at each.
 struct Kept {
   std::vector<int64_t> ids;
-  std::vector<double> running;
+  std::vector<double> cumulative_mass;
 };
 
-Kept Sorted(const Logits& logits, const skd_row_options& options) {
+Kept KeepLikeliest(const Logits& logits, const skd_row_options& options) {
   std::vector<int64_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
   const auto logit = [&logits](int64_t id) { return logits[static_cast<size_t>(id)]; };
@@ -44,17 +44,18 @@ Kept Sorted(const Logits& logits, const skd_row_options& options) {
   for (double running = 0; kept.ids.size() < order.size() && running < options.top_p * total;) {
     running += mass[kept.ids.size()];
     kept.ids.push_back(order[kept.ids.size()]);
-    kept.running.push_back(running);
+    kept.cumulative_mass.push_back(running);
   }
   return kept;
 }
 
-int64_t Drawn(const Kept& kept, double draw) {
-  const auto found = std::upper_bound(kept.running.begin(), kept.running.end(), draw * kept.running.back());
-  return kept.ids[static_cast<size_t>(std::min(found, kept.running.end() - 1) - kept.running.begin())];
+int64_t TokenAt(const Kept& kept, double draw) {
+  const auto found =
+      std::upper_bound(kept.cumulative_mass.begin(), kept.cumulative_mass.end(), draw * kept.cumulative_mass.back());
+  return kept.ids[static_cast<size_t>(std::min(found, kept.cumulative_mass.end() - 1) - kept.cumulative_mass.begin())];
 }
 
-// Peaked, flat, all within a bin, full of equal ones, masked.
+// Logits: peaked, flat, all within one bin, with many equal ones, masked.
 std::vector<Logits> Examples(size_t count) {
   std::mt19937 generator(static_cast<uint32_t>(count));
   std::normal_distribution<float> normal;
@@ -81,12 +82,12 @@ TEST_CASE("the token is that of a sorted vocabulary, peaked and flat") {
       skd::Sampler sampler;
       sampler.Prepare(static_cast<int64_t>(count), options);
       for (size_t example = 0; example < examples.size(); ++example) {
-        const Kept kept = Sorted(examples[example], options);
+        const Kept kept = KeepLikeliest(examples[example], options);
         for (uint64_t step = 0; step < 20; ++step) {
           INFO(count << " tokens, example " << example << ", step " << step << ", temperature " << options.temperature
                      << ", top_k " << options.top_k << ", top_p " << options.top_p);
           const double draw = skd::Uniform(5, 0, step);
-          REQUIRE(sampler.Choose(examples[example].data(), static_cast<int64_t>(count), options, draw) == Drawn(kept, draw));
+          REQUIRE(sampler.Choose(examples[example].data(), static_cast<int64_t>(count), options, draw) == TokenAt(kept, draw));
         }
       }
     }
@@ -119,7 +120,7 @@ TEST_CASE("a draw next to 1 takes one of the tokens that are kept, none of no pr
       skd::Sampler sampler;
       sampler.Prepare(6000, options);
       const int64_t found = sampler.Choose(examples[example].data(), 6000, options, 0x1.fffffffffffffp-1);
-      const Kept kept = Sorted(examples[example], options);
+      const Kept kept = KeepLikeliest(examples[example], options);
       CHECK((std::find(kept.ids.begin(), kept.ids.end(), found) != kept.ids.end()));
       CHECK(examples[example][static_cast<size_t>(found)] > -std::numeric_limits<float>::infinity());
     }

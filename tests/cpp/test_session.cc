@@ -1,5 +1,5 @@
-// Sessions through the public header alone. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model,
-// SKD_TEST_HYBRID_BUNDLE and SKD_TEST_ABSOLUTE_HYBRID_BUNDLE of one whose layers have attention and linear attention.
+// Sessions through the public header only. SKD_TEST_BUNDLE and SKD_TEST_ABSOLUTE_BUNDLE name bundles of a small model.
+// SKD_TEST_HYBRID_BUNDLE and SKD_TEST_ABSOLUTE_HYBRID_BUNDLE name bundles of models with both attention and linear attention.
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -24,7 +24,7 @@
 
 namespace {
 
-void Collect(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
+void AppendTokens(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
   for (const skd_event& event : events) (*found)[event.row].push_back(event.token);
 }
 
@@ -45,20 +45,20 @@ TEST_CASE("rows that join and leave at any time get the tokens they get alone") 
     std::map<uint64_t, Tokens> found, wanted;
     const auto join = [&](size_t prompt, uint32_t length, uint64_t seed) {
       const uint64_t row = session.Add(kPrompts[prompt], Options(length, seed));
-      wanted[row] = Alone(bundle, kPrompts[prompt], Options(length, seed));
+      wanted[row] = TokensAlone(bundle, kPrompts[prompt], Options(length, seed));
     };
     join(1, 20, 0);
-    for (int i = 0; i < 4; ++i) Collect(session.Step(), &found);
+    for (int i = 0; i < 4; ++i) AppendTokens(session.Step(), &found);
     join(0, 9, 7);
     join(2, 3, 0);
-    for (int i = 0; i < 3; ++i) Collect(session.Step(), &found);
+    for (int i = 0; i < 3; ++i) AppendTokens(session.Step(), &found);
     join(3, 16, 3);
-    Collect(session.Step(), &found);
-    join(2, 12, 0);  // in the place of the one that ended
+    AppendTokens(session.Step(), &found);
+    join(2, 12, 0);  // takes the place of the row that ended
     for (;;) {
       const auto& events = session.Step();
       if (events.empty()) break;
-      Collect(events, &found);
+      AppendTokens(events, &found);
     }
     REQUIRE(found == wanted);
   }
@@ -71,23 +71,23 @@ TEST_CASE("a cancelled row frees its place and the others go on as before") {
   const uint64_t stays = session.Add(kPrompts[0], Options(15));
   const uint64_t leaves = session.Add(kPrompts[1], Options(15));
   REQUIRE_THROWS_WITH(session.Add(kPrompts[2], Options(5)), Catch::Contains("all 2 rows are in use; wait until one ends"));
-  for (int i = 0; i < 5; ++i) Collect(session.Step(), &found);
+  for (int i = 0; i < 5; ++i) AppendTokens(session.Step(), &found);
   session.Cancel(leaves);
   REQUIRE_THROWS_WITH(session.Cancel(leaves), Catch::Contains("is not in this session"));
   const uint64_t joins = session.Add(kPrompts[2], Options(10));
-  for (auto events = session.Step(); !events.empty(); events = session.Step()) Collect(events, &found);
-  REQUIRE(found[stays] == Alone(bundle, kPrompts[0], Options(15)));
-  REQUIRE(found[joins] == Alone(bundle, kPrompts[2], Options(10)));
+  for (auto events = session.Step(); !events.empty(); events = session.Step()) AppendTokens(events, &found);
+  REQUIRE(found[stays] == TokensAlone(bundle, kPrompts[0], Options(15)));
+  REQUIRE(found[joins] == TokensAlone(bundle, kPrompts[2], Options(10)));
   REQUIRE(found[leaves].size() == 5);
 }
 
 TEST_CASE("sessions of one bundle run beside each other on threads of their own") {
   const skipdecode::Bundle& bundle = Bundle();
   std::vector<Tokens> wanted, found(8);
-  for (size_t i = 0; i < found.size(); ++i) wanted.push_back(Alone(bundle, kPrompts[i % 4], Options(12, i)));
+  for (size_t i = 0; i < found.size(); ++i) wanted.push_back(TokensAlone(bundle, kPrompts[i % 4], Options(12, i)));
   std::vector<std::thread> threads;
   for (size_t i = 0; i < found.size(); ++i) {
-    threads.emplace_back([&, i] { found[i] = Alone(bundle, kPrompts[i % 4], Options(12, i)); });
+    threads.emplace_back([&, i] { found[i] = TokensAlone(bundle, kPrompts[i % 4], Options(12, i)); });
   }
   for (std::thread& thread : threads) thread.join();
   REQUIRE(found == wanted);
@@ -124,12 +124,12 @@ TEST_CASE("bundles that come and go on two threads take no memory from others") 
   };
   std::atomic<bool> loading{true};
   std::atomic<int> lost{0};
-  const auto own = [&] {
+  const auto hold_memory = [&] {
     while (loading) {
-      std::vector<std::pair<char*, size_t>> blocks;  // small mappings, which take the places of others
+      std::vector<std::pair<char*, size_t>> blocks;  // small mappings, which take the addresses of others
       for (size_t pages = 1; pages <= 40; ++pages) {
         void* block = mmap(nullptr, pages * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (block == MAP_FAILED) std::abort();  // Catch's assertions are for one thread
+        if (block == MAP_FAILED) std::abort();  // Catch's assertions are not thread-safe
         std::memset(block, 'Z', pages * 4096);
         blocks.emplace_back(static_cast<char*>(block), pages * 4096);
       }
@@ -140,7 +140,7 @@ TEST_CASE("bundles that come and go on two threads take no memory from others") 
       }
     }
   };
-  std::thread first(own), second(own), other(come_and_go);
+  std::thread first(hold_memory), second(hold_memory), other(come_and_go);
   come_and_go();
   other.join();
   loading = false;
@@ -197,24 +197,24 @@ TEST_CASE("what does not fit is refused with a line, and the session goes on") {
   REQUIRE(session.Step().size() == 1);
 }
 
-// Calls until it succeeds, each time with one more allocation that goes through; returns how often it failed.
+// Repeat a call until it succeeds, each time with one more allocation that succeeds. Returns how often it failed.
 template <typename Call>
-int Failures(Call call) {
+int CountFailures(Call call) {
   for (int failures = 0;; ++failures) {
     FailAllocationAfter(failures);
     try {
       call();
-      LetAllocationsBe();
+      StopFailingAllocations();
       return failures;
     } catch (const skipdecode::Error&) {
-    } catch (const std::bad_alloc&) {  // of the header's own
+    } catch (const std::bad_alloc&) {  // from the C++ header's own code
     }
-    LetAllocationsBe();
+    StopFailingAllocations();
   }
 }
 
 TEST_CASE("a call that runs out of memory anywhere leaves the session as it was") {
-  // in the second, rows that join move others, with what linear attention has summed up of them
+  // in the second bundle, rows that join move others, together with their linear-attention states
   for (const auto& [variable, seed] : {std::pair("SKD_TEST_BUNDLE", 7U), std::pair("SKD_TEST_ABSOLUTE_HYBRID_BUNDLE", 0U)}) {
     const skipdecode::Bundle& bundle = Bundle(variable);
     skipdecode::Session session(bundle, Room(3));
@@ -223,20 +223,20 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
     for (size_t prompt = 0; prompt < 3; ++prompt) {
       uint64_t row = 0;
       const skd_row_options options = Options(6 + static_cast<uint32_t>(prompt), seed);
-      failures += Failures([&] { row = session.Add(kPrompts[prompt], options); });
-      REQUIRE(row == prompt);  // no failure took a place or a number
-      wanted[row] = Alone(bundle, kPrompts[prompt], options);
+      failures += CountFailures([&] { row = session.Add(kPrompts[prompt], options); });
+      REQUIRE(row == prompt);  // no failure used up a place or a number
+      wanted[row] = TokensAlone(bundle, kPrompts[prompt], options);
     }
     bool ended = false;
     while (!ended) {
       std::vector<skd_event> events;
       events.reserve(3);
-      failures += Failures([&] {
+      failures += CountFailures([&] {
         const auto& told = session.Step();
         events.assign(told.begin(), told.end());
       });
       ended = events.empty();
-      Collect(events, &found);
+      AppendTokens(events, &found);
     }
     REQUIRE(found == wanted);
     REQUIRE(failures > 10);
@@ -247,7 +247,7 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
 TEST_CASE("a load that runs out of memory behind its manifest is refused, and another can follow") {
   const char* const path = std::getenv("SKD_TEST_BUNDLE");
   REQUIRE(path != nullptr);
-  // on one core, where no other thread takes a part of the work, loads are alike
+  // on one core, where no other thread takes part of the work, all loads allocate alike
   cpu_set_t before, one;
   REQUIRE(sched_getaffinity(0, sizeof before, &before) == 0);
   CPU_ZERO(&one);
@@ -255,8 +255,8 @@ TEST_CASE("a load that runs out of memory behind its manifest is refused, and an
     if (CPU_ISSET(core, &before)) CPU_SET(core, &one);
   }
   REQUIRE(sched_setaffinity(0, sizeof one, &one) == 0);
-  Bundle();  // what the first load does for all is done
-  // whether it fails, and how many allocations of so many it does not come to
+  Bundle();  // what only a process's first load does is done
+  // whether it fails, and how many of the `after` allocations it does not reach
   const auto load = [path](int after, const char* target) {
     skd_load_options options = skipdecode::LoadOptions();
     options.target = target;
@@ -264,58 +264,59 @@ TEST_CASE("a load that runs out of memory behind its manifest is refused, and an
     FailAllocationAfter(after);
     skd_status* const status = skd_bundle_load(path, &options, &bundle);
     const std::pair<bool, int> found(status != nullptr, AllocationsLeft());
-    LetAllocationsBe();
+    StopFailingAllocations();
     skd_status_destroy(status);
     skd_bundle_destroy(bundle);
     return found;
   };
   constexpr int kMany = 1 << 30;
-  // nlohmann-json allocates where a value ends, too, and ends the process where it cannot
+  // begins after the manifest: nlohmann-json also allocates to destroy a value, and ends the process if that fails
   const int manifest = kMany - load(kMany, "nowhere").second, count = kMany - load(kMany, "cpu").second;
   REQUIRE(count > manifest + 100);
   int failed = 0;
   for (int after = manifest; after < count; after += (count - manifest) / 30) failed += load(after, "cpu").first ? 1 : 0;
-  // up to the last, which are of the handles of what is loaded; a few more or fewer where a sanitizer has mapped more or less
+  // up to the last, for the handles of what is loaded; their number varies a little with what a sanitizer has mapped
   int last = count - 40;
   while (load(last, "cpu").first) ++last;
   sched_setaffinity(0, sizeof before, &before);
   CHECK(failed > 20);
   CHECK(last > count - 20);
-  CHECK(Alone(skipdecode::Bundle::Load(path), {5, 6}, Options(3)) == Alone(Bundle(), {5, 6}, Options(3)));
+  CHECK(TokensAlone(skipdecode::Bundle::Load(path), {5, 6}, Options(3)) == TokensAlone(Bundle(), {5, 6}, Options(3)));
 }
 
 TEST_CASE("lengths that no session takes are refused by skd_generate, whatever their sum") {
-  const auto said = [](size_t length, uint32_t max_new_tokens) {
+  const auto generate = [](size_t length, uint32_t max_new_tokens) {
     const int64_t id = 5;
     const skd_row_options options = Options(max_new_tokens);
     const skd_callback ignore = [](void*, const skd_event*) { return 0; };
-    return Said(skd_generate(Bundle().get(), &id, &length, 1, &options, 0, ignore, nullptr));
+    return CodeAndMessage(skd_generate(Bundle().get(), &id, &length, 1, &options, 0, ignore, nullptr));
   };
-  CHECK(said(1, 0).second == "0 new tokens: the bundle takes 1 or more; choose another skd_row_options.max_new_tokens");
-  CHECK_THAT(said(SIZE_MAX, 1).second, Catch::Contains("18446744073709551615 tokens and 1 new ones exceed the bundle's"));
-  CHECK_THAT(said(SIZE_MAX - 1, UINT32_MAX).second,
+  CHECK(generate(1, 0).second == "0 new tokens: the bundle takes 1 or more; choose another skd_row_options.max_new_tokens");
+  CHECK_THAT(generate(SIZE_MAX, 1).second, Catch::Contains("18446744073709551615 tokens and 1 new ones exceed the bundle's"));
+  CHECK_THAT(generate(SIZE_MAX - 1, UINT32_MAX).second,
              Catch::Contains("18446744073709551614 tokens and 4294967295 new ones exceed"));
-  CHECK(said(1, 1).first == SKD_OK);
+  CHECK(generate(1, 1).first == SKD_OK);
 }
 
 TEST_CASE("lines are UTF-8, whatever a path is made of") {
   skd_bundle* bundle = nullptr;
-  CHECK(Said(skd_bundle_load("no\nwh\xff\xc3re/\xc3\xa9", nullptr, &bundle)).second ==
+  CHECK(CodeAndMessage(skd_bundle_load("no\nwh\xff\xc3re/\xc3\xa9", nullptr, &bundle)).second ==
         "no wh\xEF\xBF\xBD\xEF\xBF\xBDre/\xc3\xa9: there is no bundle.json here; name the folder that skip-export wrote");
 }
 
 TEST_CASE("mistakes at the C border are statuses") {
   skd_session* session = nullptr;
-  REQUIRE(Said(skd_session_create(nullptr, nullptr, &session)) ==
+  REQUIRE(CodeAndMessage(skd_session_create(nullptr, nullptr, &session)) ==
           std::pair(SKD_ERROR_INTERNAL, std::string("bundle or session is NULL; see skipdecode.h")));
   skd_session_options wrong = skd_session_options_default();
   wrong.struct_size = 4096;
-  REQUIRE(Said(skd_session_create(Bundle().get(), &wrong, &session)).second == "struct_size is wrong; see skipdecode.h");
-  CHECK(Said(skd_bundle_get_info(Bundle().get(), nullptr)) ==
+  REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), &wrong, &session)).second ==
+          "struct_size is wrong; see skipdecode.h");
+  CHECK(CodeAndMessage(skd_bundle_get_info(Bundle().get(), nullptr)) ==
         std::pair(SKD_ERROR_INTERNAL, std::string("bundle or info is NULL; see skipdecode.h")));
-  wrong.struct_size = sizeof wrong.struct_size + sizeof wrong.max_rows;  // of a caller that knows fewer fields
+  wrong.struct_size = sizeof wrong.struct_size + sizeof wrong.max_rows;  // as from a caller that knows fewer fields
   REQUIRE(skd_session_create(Bundle().get(), &wrong, &session) == nullptr);
-  CHECK(Said(skd_session_get_counters(session, nullptr)) ==
+  CHECK(CodeAndMessage(skd_session_get_counters(session, nullptr)) ==
         std::pair(SKD_ERROR_INTERNAL, std::string("session or counters is NULL; see skipdecode.h")));
   skd_session_destroy(session);
   skd_session_destroy(nullptr);

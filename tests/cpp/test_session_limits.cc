@@ -1,5 +1,5 @@
-// Sessions at the very edge of what they take, what they tell of a row's first and last token, and the C border's edges.
-// SKD_TEST_BUNDLE: six layers, rows of 48 tokens, four of them.
+// Sessions at the limits of what they take, what they report of a row's first and last token, and edge cases of the C
+// interface. SKD_TEST_BUNDLE has six layers and takes four rows of 48 tokens.
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
@@ -45,7 +45,8 @@ TEST_CASE("a session takes what its limits say to the last row and token, and no
 TEST_CASE("of more prompts than a bundle takes rows not one is looked at") {
   const size_t length = kPrompts[0].size();
   const skd_callback never = [](void*, const skd_event*) { return 1; };
-  const auto said = Said(skd_generate(Bundle().get(), kPrompts[0].data(), &length, SIZE_MAX, nullptr, 0, never, nullptr));
+  const auto said =
+      CodeAndMessage(skd_generate(Bundle().get(), kPrompts[0].data(), &length, SIZE_MAX, nullptr, 0, never, nullptr));
   CHECK(said.first == SKD_ERROR_CAPACITY);
   CHECK_THAT(said.second, Catch::EndsWith("rows: the bundle takes 1..4; choose fewer, or export with a larger --max-batch"));
 }
@@ -70,7 +71,7 @@ TEST_CASE("a row that ends with its first token is told so, and is gone") {
   REQUIRE(first.size() == 2);
   for (const skd_event& event : first) {
     CHECK(event.prefill != 0);
-    CHECK(event.layers == 6);  // a prompt's pass
+    CHECK(event.layers == 6);  // prefill
     CHECK(event.finish == (event.row == ends ? SKD_FINISH_LENGTH : SKD_FINISH_NONE));
   }
   CHECK_THROWS_WITH(session.Cancel(ends), Catch::Contains("is not in this session"));
@@ -86,7 +87,7 @@ TEST_CASE("a last token that ends sequences is a stop, whatever max_new_tokens s
   for (uint64_t seed = 1; seed < 60; ++seed) {
     skd_row_options options = Options(20, seed);
     options.ignore_eos = 0;
-    options.max_new_tokens = static_cast<uint32_t>(Alone(Bundle(), kPrompts[0], options).size());
+    options.max_new_tokens = static_cast<uint32_t>(TokensAlone(Bundle(), kPrompts[0], options).size());
     if (options.max_new_tokens == 20) continue;
     skd_finish last = SKD_FINISH_NONE;
     skipdecode::Generate(Bundle(), {kPrompts[0]}, options, [&last](const skd_event& event) {
@@ -137,7 +138,7 @@ TEST_CASE("row i of a call samples as generator_row + i") {
   });
   for (uint32_t row = 0; row < 3; ++row) {
     options.generator_row = 5 + row;
-    CHECK(found[row] == Alone(Bundle(), kPrompts[0], options));
+    CHECK(found[row] == TokensAlone(Bundle(), kPrompts[0], options));
   }
   CHECK(found[0] != found[1]);
 }
@@ -171,7 +172,7 @@ TEST_CASE("a caller that knows fewer fields is given these, and no byte behind t
   skd_bundle_info info{};
   info.struct_size = offsetof(skd_bundle_info, num_variants);
   info.num_variants = 12345;
-  CHECK(Said(skd_bundle_get_info(Bundle().get(), &info)).first == SKD_OK);
+  CHECK(CodeAndMessage(skd_bundle_get_info(Bundle().get(), &info)).first == SKD_OK);
   CHECK(info.num_layers == 6);
   CHECK(info.num_variants == 12345);
   CHECK(info.struct_size == offsetof(skd_bundle_info, num_variants));
@@ -180,9 +181,10 @@ TEST_CASE("a caller that knows fewer fields is given these, and no byte behind t
 TEST_CASE("options that are NULL are the defaults, which the header tells") {
   skd_session* session = nullptr;
   uint64_t row = 7;
-  REQUIRE(Said(skd_session_create(Bundle().get(), nullptr, &session)).first == SKD_OK);
+  REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), nullptr, &session)).first == SKD_OK);
   const std::string all = "64 new tokens: the session takes 1..24; choose another skd_row_options.max_new_tokens";
-  CHECK_THAT(Said(skd_session_add(session, kPrompts[0].data(), kPrompts[0].size(), nullptr, &row)).second, Catch::Contains(all));
+  CHECK_THAT(CodeAndMessage(skd_session_add(session, kPrompts[0].data(), kPrompts[0].size(), nullptr, &row)).second,
+             Catch::Contains(all));
   CHECK(row == 7);  // untouched
   skd_session_destroy(session);
 }
@@ -190,15 +192,15 @@ TEST_CASE("options that are NULL are the defaults, which the header tells") {
 TEST_CASE("a step that has no room for all rows is refused before it runs") {
   skd_session* session = nullptr;
   const skd_session_options room = Room(2);
-  REQUIRE(Said(skd_session_create(Bundle().get(), &room, &session)).first == SKD_OK);
+  REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), &room, &session)).first == SKD_OK);
   skd_event events[2];
   size_t count = 9;
-  CHECK(Said(skd_session_step(session, events, 1, &count)) ==
+  CHECK(CodeAndMessage(skd_session_step(session, events, 1, &count)) ==
         std::pair(SKD_ERROR_INTERNAL, std::string("events has room for fewer than max_rows; see skipdecode.h")));
-  CHECK(Said(skd_session_step(session, nullptr, 2, &count)).first == SKD_ERROR_INTERNAL);
-  CHECK(Said(skd_session_step(session, events, 2, nullptr)).first == SKD_ERROR_INTERNAL);
+  CHECK(CodeAndMessage(skd_session_step(session, nullptr, 2, &count)).first == SKD_ERROR_INTERNAL);
+  CHECK(CodeAndMessage(skd_session_step(session, events, 2, nullptr)).first == SKD_ERROR_INTERNAL);
   CHECK(count == 9);
-  CHECK(Said(skd_session_step(session, events, 2, &count)).first == SKD_OK);
+  CHECK(CodeAndMessage(skd_session_step(session, events, 2, &count)).first == SKD_OK);
   CHECK(count == 0);
   skd_session_destroy(session);
 }

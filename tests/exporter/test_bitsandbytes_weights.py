@@ -109,7 +109,7 @@ def test_blocks_cross_rows_and_the_last_may_be_a_part(shape: tuple[int, int], bl
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     packed, state = functional.quantize_4bit(matrix, blocksize=block, compress_statistics=nested, quant_type=kind)
     tensors = {"weight": packed} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
-    found = bitsandbytes_weights.of_4_bits(tensors)
+    found = bitsandbytes_weights.dequantise_4_bit(tensors)
     torch.testing.assert_close(found, functional.dequantize_4bit(packed, state), rtol=0, atol=0)
     assert 0 < (found - matrix).norm() / matrix.norm() < 0.25
 

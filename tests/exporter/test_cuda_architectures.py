@@ -20,7 +20,7 @@ from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.engines import ort as engines_ort
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.graph_passes.conventions import NORMS, scales_numbers
+from skipdecode.graph_passes.conventions import NORMS, scales_last_axis_only
 from skipdecode.graph_passes.replace_maximum import ReplaceMaximumPass
 from skipdecode.graph_passes.slice_uneven_splits import SliceUnevenSplitsPass
 from skipdecode.graph_passes.widen_graph import WidenGraphPass
@@ -104,7 +104,7 @@ def test_no_norm_has_a_scale_of_each_group_or_head(name: str, bundle: Callable[[
     """Of which CUDA's kernels would take the first one's for all; a CPU's take each."""
     graphs = [ir.load(path).graph for path in (bundle(name, "fp16", "none") / "targets" / "cuda").glob("*.onnx")]
     norms = [node for graph in graphs for node in graph if node.op_type in NORMS]
-    assert norms and all(scales_numbers(node) for node in norms)
+    assert norms and all(scales_last_axis_only(node) for node in norms)
 
 
 def test_one_product_makes_query_key_and_value_though_a_checkpoint_has_them_head_by_head(

@@ -18,7 +18,7 @@ from skipdecode import manifest as manifests
 from skipdecode.cli import inspect
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
-from skipdecode.engines import Engines, Sharing
+from skipdecode.engines import Engines, SharingEngine
 from skipdecode.engines import ort as engines_ort
 from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
 from skipdecode.exporter import command
@@ -186,7 +186,7 @@ def test_a_tied_embedding_and_head_are_given_one_matrix(both: Path, zoo: Zoo) ->
         assert bindings.TIED_WEIGHT in [value.name for value in graph.inputs]
         assert all(value.shape != wanted.shape for value in graph.initializers.values()), "it has a copy of its own"
     _, engines = _on_cpu(both)
-    assert isinstance(engines.embed, Sharing) and isinstance(engines.head, Sharing)
+    assert isinstance(engines.embed, SharingEngine) and isinstance(engines.head, SharingEngine)
     assert engines.embed.weights[bindings.TIED_WEIGHT] is engines.head.weights[bindings.TIED_WEIGHT]
     assert cuda.head_weight_bytes >= stored.nbytes
 
@@ -223,8 +223,8 @@ def test_keys_values_and_logits_are_those_of_the_cpu_engines(both: Path) -> None
         decoder.decode_step(np.array([5, 6]))
     np.testing.assert_allclose(narrow.logits, exact.logits, rtol=0, atol=0.02 * np.abs(exact.logits).max())
     for row in range(2):
-        others = narrow.kv.rows(5, slice(row, row + 1))
-        for name, one in exact.kv.rows(5, slice(row, row + 1)).items():
+        others = narrow.kv.layer_arrays(5, slice(row, row + 1))
+        for name, one in exact.kv.layer_arrays(5, slice(row, row + 1)).items():
             np.testing.assert_allclose(narrow.memory.to_host(others[name]), exact.memory.to_host(one), rtol=0.02, atol=0.02)
 
 

@@ -45,14 +45,14 @@ def test_no_supported_models_forward_pass_needs_numbers_or_memory(name: str, mon
 
 
 def _assert_runs_without_numbers(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "_ASKS_FOR_NUMBERS", ())
+    monkeypatch.setattr(dry_run, "_DATA_DEPENDENT_ERRORS", ())
     before = made.to_dict()
     check_runs(made)
     assert made.to_dict() == before
 
 
 def test_a_forward_pass_that_needs_numbers_is_left_to_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "settle", lambda rotary: rotary)
+    monkeypatch.setattr(dry_run, "freeze_rotary", lambda rotary: rotary)
     check_runs(_config("llama", {"rope_type": "dynamic", "factor": 2.0}))
     assert torch.zeros(1).item() == 0  # no fake tensors from here on
 

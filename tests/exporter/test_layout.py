@@ -10,7 +10,7 @@ import pytest
 
 from skipdecode.engines.ort import OrtEngine, use_threads
 from skipdecode.exporter.layout import move_to_file, remove_lowered, save_engine, save_tied, weight_bytes
-from skipdecode.graph_passes.write_out_experts import READ_SHARE
+from skipdecode.graph_passes.write_out_experts import READ_FRACTION
 from tests.graph_passes.running import Array, with_parameters
 
 HEADER = '<ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]> g'
@@ -50,7 +50,7 @@ def test_a_weight_that_another_engine_has_under_its_name_is_written_once_whateve
     save_engine(head, tmp_path / "head.onnx")
     own = _drawn(64, 16)[:, 0]
     embed = with_parameters(TURNED, {"weight": weight.reshape(64, 16), "bias": bias, "own": own})
-    save_engine(embed, tmp_path / "embed.onnx", shares=tmp_path / "head.onnx")
+    save_engine(embed, tmp_path / "embed.onnx", shared_with=tmp_path / "head.onnx")
     assert not (tmp_path / "embed.bin").exists(), "it has no large one of its own"
     expected = (X @ weight.reshape(64, 16).T) * own + bias
     np.testing.assert_allclose(_answer(tmp_path / "embed.onnx"), expected, rtol=1e-5)
@@ -85,7 +85,7 @@ def test_rows_behind_the_last_one_of_a_tied_weight_are_zero(tmp_path: Path) -> N
 def test_a_step_reads_every_weight_once() -> None:
     model, weight, bias = _product()
     assert weight_bytes(model.graph) == weight.nbytes + bias.nbytes
-    model.graph.initializers["layer.weight"].meta[READ_SHARE] = 1 / 4  # a mixture's that is written out
+    model.graph.initializers["layer.weight"].meta[READ_FRACTION] = 1 / 4  # a mixture's that is written out
     assert weight_bytes(model.graph) == weight.nbytes // 4 + bias.nbytes
 
 

@@ -30,7 +30,7 @@ def test_long_prompts_give_the_references_logits_alone_and_in_a_ragged_batch(
     name: str, chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Query, key and value in one matrix; a norm between; a cap on scores, for which there is one kernel."""
-    monkeypatch.setattr(choose_attention_kernel, "_WORTH", WORTH)
+    monkeypatch.setattr(choose_attention_kernel, "_MIN_WIDTH_TIMES_POSITIONS", WORTH)
     config = CONFIGS[name]()
     config.num_key_value_heads, config.max_position_embeddings = 1, POSITIONS
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

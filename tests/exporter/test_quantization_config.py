@@ -11,7 +11,7 @@ import pytest
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.model_names import load_config
-from skipdecode.exporter.quantization_config import in_few_bits
+from skipdecode.exporter.quantization_config import has_at_most_4_bits
 from tests.zoo import Zoo
 
 
@@ -83,4 +83,4 @@ def test_another_way_of_quantising_is_one_line(settings: dict[str, Any], says: s
     ],
 )
 def test_integers_of_4_bits_are_what_int4_keeps(settings: dict[str, Any] | None, few: bool) -> None:
-    assert in_few_bits(SimpleNamespace(quantization_config=settings)) is few
+    assert has_at_most_4_bits(SimpleNamespace(quantization_config=settings)) is few

@@ -22,8 +22,8 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
-from skipdecode.kv_buffer import LEAST_SLOTS
-from skipdecode.model import Keys, StateLayers
+from skipdecode.kv_buffer import MIN_SLOTS
+from skipdecode.model import KeyValueSizes, LayerGroup
 from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.agreement import assert_gives_the_references_logits
@@ -97,7 +97,7 @@ def test_inspect_shows_plans_and_their_static_buffers(plans_only: Path, capsys: 
     assert f"a row of at most {MAX_LENGTH} tokens" in page
     assert inspect.main([str(plans_only), "--json"]) == 0
     (target,) = json.loads(capsys.readouterr().out)["targets"]
-    assert target["kv_bytes_per_row"] == 6 * LEAST_SLOTS * 2 * 64 * 2  # layers, slots, key and value, width, fp16
+    assert target["kv_bytes_per_row"] == 6 * MIN_SLOTS * 2 * 64 * 2  # layers, slots, key and value, width, fp16
 
 
 def test_a_slim_bundle_of_plans_holds_plans_alone(plans_only: Path) -> None:
@@ -233,13 +233,13 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
 
 
 def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to() -> None:
-    keys = Keys(num_heads=2, head_size=16)
+    keys = KeyValueSizes(num_heads=2, head_size=16)
     skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes={"model.norm.weight": (32,)}, parts=NO_LAYERS)
     for length in (2000, 671):
         with pytest.raises(TargetError, match="choose --max-length 640 or less, or fewer --max-batch rows"):
             tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=length, max_batch=10**5), full_depth(6))
     tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
-    skeleton.state_layers = (StateLayers(layers=(5,), keys=Keys(num_heads=2, head_size=32), keys_of=None, states=()),)
+    skeleton.state_layers = (LayerGroup(layers=(5,), keys=KeyValueSizes(num_heads=2, head_size=32), keys_of=None, states=()),)
     with pytest.raises(TargetError, match="choose --max-length 256 or less"):
         tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
 
@@ -247,7 +247,7 @@ def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to
 def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be_split_is_not() -> None:
     """Command R+ has the one, Gemma 4's E2B the other."""
     limits, embedding = manifests.Limits(max_length=64, max_batch=1), {"model.embed_tokens.weight": (256000, 12288)}
-    keys = Keys(num_heads=2, head_size=16)
+    keys = KeyValueSizes(num_heads=2, head_size=16)
     skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes=embedding, parts=NO_LAYERS)
     with pytest.raises(TargetError, match=r"--target: model\.embed_tokens\.weight has more than .*; choose cpu or cuda"):
         tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))

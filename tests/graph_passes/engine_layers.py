@@ -24,16 +24,16 @@ class EngineLayer:
 def built_layers(request: PlanRequest) -> tuple[EngineLayer, ...]:
     """Builds `request.plan`, listening to all that the builder says."""
     said: list[str] = []
-    log_of = tensorrt.log_of
+    make_log = tensorrt.make_log
 
     def listening(trt: Any, **named: Any) -> Any:
-        log = log_of(trt, **named)
+        log = make_log(trt, **named)
         told = log.log
         log.log = lambda severity, message: (said.append(message), told(severity, message))
         return log
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorrt, "log_of", listening)
+        patch.setattr(tensorrt, "make_log", listening)
         build_plan(request)
     return tuple(layer for message in said for line in message.splitlines() for layer in _listed(line))
 

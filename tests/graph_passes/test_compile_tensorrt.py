@@ -201,7 +201,7 @@ def test_a_step_of_linear_attention_inverts_nothing(
     """A step has one token, whose inverse is 1: what is left are products with the state, and of one query and key."""
     written_out = (
         WriteOutConvolutionPass(),
-        WriteOutLinearAttentionPass(most_tokens=PREFILL.tokens[2]),
+        WriteOutLinearAttentionPass(max_tokens=PREFILL.tokens[2]),
     )
     layers = build(part(name, (0,), dtype), tmp_path, *LOWERING, *written_out)
     of_states = [layer.name for layer in layers if layer.name.startswith("node_MatMul")]
@@ -227,7 +227,7 @@ def test_a_step_of_a_mixture_looks_its_experts_up_where_it_multiplies_by_them(
 
 def test_a_table_in_parts_builds(part: Part, tmp_path: Path) -> None:
     """Of per-layer inputs, 99 x 144 here."""
-    layers = build(part("reading_others", "embed"), tmp_path, DropUnusedInputsPass(), SplitTablePass(most=10_000))
+    layers = build(part("reading_others", "embed"), tmp_path, DropUnusedInputsPass(), SplitTablePass(max_elements=10_000))
     assert len(ir.load(tmp_path / "lowered.onnx").graph.initializers.keys() & {f"{PER_LAYER}.{first}" for first in (0, 50)}) == 2
     assert layers
 
@@ -263,7 +263,7 @@ def test_what_the_builder_may_spend_is_told_to_it() -> None:
         request = PlanRequest(
             target="tensorrt-rtx", source="", plan="", profiles=(), options=options, capabilities=("sm86", "sm89")
         )
-        config = compile_tensorrt._config(trt, polygraphy, builder, network, request)
+        config = compile_tensorrt._create_config(trt, polygraphy, builder, network, request)
         found.append((config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE), config.builder_optimization_level))
         made_for = [config.get_compute_capability(index) for index in range(config.num_compute_capabilities)]
         assert made_for == [trt.ComputeCapability.SM86, trt.ComputeCapability.SM89]
@@ -312,13 +312,13 @@ def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tm
 
 
 def test_a_builder_that_finds_no_memory_is_told_as_that(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log_of = tensorrt.log_of
+    make_log = tensorrt.make_log
 
     def without_memory(*given: Any, **named: Any) -> Any:
-        log = log_of(*given, **named)
+        log = make_log(*given, **named)
         log.first_error = lambda: "Unexpected exception std::bad_alloc"  # as TensorRT-RTX 1.7.1 was seen to say under `ulimit -v`
         return log
 
-    monkeypatch.setattr(tensorrt, "log_of", without_memory)
+    monkeypatch.setattr(tensorrt, "make_log", without_memory)
     with pytest.raises(TargetError, match=r"could not build it \(Unexpected exception std::bad_alloc\); free some memory$"):
         build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)

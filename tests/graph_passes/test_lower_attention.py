@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.conventions import required
+from skipdecode.graph_passes.conventions import required_input
 from skipdecode.graph_passes.lower_attention import LowerAttentionPass
 from tests.graph_passes.running import run_model, with_shapes
 
@@ -187,7 +187,7 @@ def test_beside_biases_the_operator_is_told_each_rows_last_position_padding_or_n
     LowerAttentionPass(max_length=9)(model)
     (node,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
     assert "seqlens_k" not in [value.name for value in model.graph.inputs]
-    model.graph.outputs.append(required(node, 5))
+    model.graph.outputs.append(required_input(node, 5))
     rows, new = np.shape(positions)
     feeds = {
         "rows_q": np.zeros((rows, new, 32), np.float32),

@@ -9,7 +9,7 @@ import pytest
 from skipdecode.graph_passes.quantization import METHODS, Quantization
 from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPass
 from skipdecode.graph_passes.quantize_plan_weights import QuantizePlanWeightsPass
-from skipdecode.graph_passes.write_out_experts import READ_SHARE
+from skipdecode.graph_passes.write_out_experts import READ_FRACTION
 from tests.graph_passes.running import Array, run_model, with_parameters
 from tests.graph_passes.test_kept_levels import stored
 from tests.graph_passes.test_quantize_weights import quantisable
@@ -59,13 +59,13 @@ def test_experts_on_levels_keep_them_where_the_zeros_of_some_are_others() -> Non
 def test_levels_are_stored_once_and_scales_in_fp32_whatever_the_weights_are() -> None:
     for bits, kind in ((4, ir.DataType.INT4), (8, ir.DataType.INT8)):
         model = with_parameters(TEXT.replace("float[", "float16["), {"weight": _weight().astype(np.float16)})
-        model.graph.initializers["layer.weight"].meta[READ_SHARE] = 2 / 3
+        model.graph.initializers["layer.weight"].meta[READ_FRACTION] = 2 / 3
         QuantizePlanExpertsPass(Quantization(bits=bits))(model)
         found = {name.rsplit(".", 1)[-1]: value for name, value in model.graph.initializers.items()}
         assert found.keys() == {"levels", "scales"}
         assert (found["levels"].dtype, found["scales"].dtype) == (kind, ir.DataType.FLOAT)
         assert list(found["levels"].shape or ()) == [EXPERTS * OUTPUTS, INPUTS]
-        assert {value.meta[READ_SHARE] for value in found.values()} == {2 / 3}
+        assert {value.meta[READ_FRACTION] for value in found.values()} == {2 / 3}
         assert _looked_up(model)[0].dtype == np.float16
 
 

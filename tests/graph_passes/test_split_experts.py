@@ -10,7 +10,7 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from skipdecode.graph_passes.split_experts import SplitExpertsPass
-from skipdecode.graph_passes.write_out_experts import READ_SHARE
+from skipdecode.graph_passes.write_out_experts import READ_FRACTION
 from tests.graph_passes.running import relative_error, run_model
 from tests.graph_passes.test_lower_experts import EXPERTS, GELU, GRAPH, TOKENS, WEIGHTS, feeds, mixture
 
@@ -51,7 +51,7 @@ def test_each_expert_has_matrices_of_its_own_of_which_it_is_known_what_a_step_re
     assert stored.keys() == {
         f"layer.{name}.{expert}{part}" for name in ("gate_up", "down") for expert in range(EXPERTS) for part in parts
     }
-    assert {value.meta[READ_SHARE] for value in stored.values()} == {2 / EXPERTS}
+    assert {value.meta[READ_FRACTION] for value in stored.values()} == {2 / EXPERTS}
 
 
 @pytest.mark.parametrize("bits", [4, 8])

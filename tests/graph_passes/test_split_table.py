@@ -25,10 +25,10 @@ def _model(text: str = LOOKED_UP) -> ir.Model:
 @pytest.mark.parametrize(("most", "rows"), [(20, [4, 3]), (12, [4, 3]), (11, [3, 3, 1]), (3, [1] * 7)])
 def test_each_row_is_found_in_the_part_that_it_lies_in(most: int, rows: list[int]) -> None:
     model = _model()
-    assert SplitTablePass(most=most)(model).modified
+    assert SplitTablePass(max_elements=most)(model).modified
     assert [value.const_value.shape.numpy()[0] for value in model.graph.initializers.values() if value.const_value] == rows
     np.testing.assert_array_equal(run_model(model, {"ids": IDS})[0], TABLE[IDS])
-    assert not SplitTablePass(most=most)(model).modified
+    assert not SplitTablePass(max_elements=most)(model).modified
 
 
 def test_the_parts_of_a_table_in_a_file_lie_where_it_lies(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_parts_of_a_table_in_a_file_lie_where_it_lies(tmp_path: Path) -> Non
     table.const_value = ir.ExternalTensor(
         path.name, before, TABLE.nbytes, ir.DataType.FLOAT, shape=ir.Shape(TABLE.shape), name=table.name, base_dir=tmp_path
     )
-    assert SplitTablePass(most=11)(model).modified
+    assert SplitTablePass(max_elements=11)(model).modified
     parts = [value.const_value for value in model.graph.initializers.values()]
     assert all(isinstance(part, ir.ExternalTensor) and part.path == str(path) for part in parts)
     np.testing.assert_array_equal(np.concatenate([part.numpy() for part in parts if part is not None]), TABLE)
@@ -48,5 +48,5 @@ def test_what_is_small_or_also_multiplied_stays_whole() -> None:
     multiplied = LOOKED_UP.replace(
         "hidden = Gather <axis = 0> (table, ids)", "one = Gather <axis = 0> (table, ids)  hidden = MatMul (one, table)"
     )
-    assert not SplitTablePass(most=21)(_model()).modified
-    assert not SplitTablePass(most=20)(_model(multiplied)).modified
+    assert not SplitTablePass(max_elements=21)(_model()).modified
+    assert not SplitTablePass(max_elements=20)(_model(multiplied)).modified

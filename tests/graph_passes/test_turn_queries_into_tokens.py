@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.conventions import required, static_dim
+from skipdecode.graph_passes.conventions import required_input, static_dim
 from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoTokensPass
 from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass
 from tests.graph_passes.running import run_model, with_shapes
@@ -32,7 +32,7 @@ def _lowered(model: ir.Model, slots: int) -> ir.Model:
 def test_heads_become_tokens_or_are_written_out_with_the_same_result(heads: int, kv_heads: int, left: int, tokens: int) -> None:
     before = _attention(heads, kv_heads, MOST + 8)
     after = _lowered(before, MOST + 8)
-    found = [static_dim(required(node), 1) for node in after.graph if node.op_type == "Attention"]
+    found = [static_dim(required_input(node), 1) for node in after.graph if node.op_type == "Attention"]
     assert found == ([left] if left >= 4 else [])
     rng = np.random.default_rng(0)
     shapes = {"query": (2, heads, tokens, 16), **dict.fromkeys(("key", "value"), (2, kv_heads, MOST + 8, 16))}

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from skipdecode.graph_passes.write_out_experts import READ_SHARE, WriteOutExpertsPass
+from skipdecode.graph_passes.write_out_experts import READ_FRACTION, WriteOutExpertsPass
 from tests.graph_passes.running import Array, run_model
 from tests.graph_passes.test_lower_experts import BIASED, EXPERTS, GELU, GRAPH, SQUARED, TURNED, WIDTH, mixture
 
@@ -82,7 +82,7 @@ def test_what_a_step_looks_up_is_what_a_prompt_multiplies_by(kind: str) -> None:
 def test_of_each_parameter_it_is_known_what_a_step_reads(kind: str) -> None:
     model = mixture(_of_rows(KINDS[kind]))
     WriteOutExpertsPass()(model)
-    shares = {value.meta.get(READ_SHARE) for name, value in model.graph.initializers.items() if name.startswith("layer.")}
+    shares = {value.meta.get(READ_FRACTION) for name, value in model.graph.initializers.items() if name.startswith("layer.")}
     assert shares == {2 / EXPERTS}
 
 

@@ -35,12 +35,12 @@ def _feeds(tokens: int) -> dict[str, Array]:
 def _assert_gives_the_same(text: str, feeds: dict[str, Array], most_tokens: int = 512, error: float = 2e-6) -> None:
     model = ir.from_onnx_text(text)
     before = run_model(model, feeds)
-    assert WriteOutLinearAttentionPass(most_tokens=most_tokens)(model).modified
+    assert WriteOutLinearAttentionPass(max_tokens=most_tokens)(model).modified
     assert model.graph.opset_imports == {"": 24}
     assert "LinearAttention" not in [node.op_type for node in model.graph]
     for expected, found in zip(before, run_model(model, feeds), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=error * np.abs(expected).max())
-    assert not WriteOutLinearAttentionPass(most_tokens=most_tokens)(model).modified
+    assert not WriteOutLinearAttentionPass(max_tokens=most_tokens)(model).modified
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 31, 200, 512])
@@ -86,7 +86,7 @@ def test_blocks_are_joined_as_far_as_a_pass_has_tokens() -> None:
     counts = {}
     for most in (8, 16, 512):
         model = ir.from_onnx_text(BEFORE)
-        WriteOutLinearAttentionPass(most_tokens=most)(model)
+        WriteOutLinearAttentionPass(max_tokens=most)(model)
         counts[most] = sum(node.op_type == "MatMul" for node in model.graph)
     assert counts[16] == counts[8] + 2 and counts[512] == counts[8] + 2 * 6
     _assert_gives_the_same(BEFORE, _feeds(16), most_tokens=16)

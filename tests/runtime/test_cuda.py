@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skipdecode import manifest as manifests
-from skipdecode.device_loop import AHEAD
+from skipdecode.device_loop import STEPS_AHEAD
 from skipdecode.schedule import Anchor
 from tests.runtime import device
 from tests.standin import package
@@ -49,7 +49,7 @@ def test_generations_are_those_of_the_loop_on_the_host(
     host = device.load(gpu_bundle(anchor), "tensorrt-rtx", None, monkeypatch)
     answers = json.loads(done.stdout)
     assert answers["replayed"] > 0, "no step was a graph"
-    assert 0 < answers["events"] <= AHEAD + 2, "events are made once and recorded again"
+    assert 0 < answers["events"] <= STEPS_AHEAD + 2, "events are made once and recorded again"
     for answer, request in zip(answers["generations"], requests, strict=True):
         expected = host.generate(**request)
         assert answer["tokens"] == [row.token_ids for row in expected.sequences]

@@ -29,7 +29,7 @@ def test_rows_that_are_kept_go_on_as_they_would_among_all(name: str, anchor: Anc
         decoder.prefill(PROMPTS)
     for step, tokens in enumerate(fed):
         if step in KEPT:
-            alone.keep(KEPT[step])
+            alone.keep_rows(KEPT[step])
             rows = [rows[index] for index in KEPT[step]]
         among_all.decode_step(tokens)
         assert alone.decode_step(tokens[rows]) == schedule.layers_at(
@@ -48,7 +48,7 @@ def test_steps_beyond_those_there_is_room_for_are_refused(zoo: Zoo, capfd: pytes
     for _ in range(2):
         with pytest.raises(CapacityError, match="the KV buffer's 4 slots are full; make the decoder for more steps"):
             decoder.decode_step([8, 9])
-    decoder._room += 1  # what ONNX Runtime says where nobody asked before
+    decoder._capacity += 1  # what ONNX Runtime says where nobody asked before
     says = (
         r"segment_000\.onnx: ONNX Runtime stopped \(.*GroupQueryAttention.*\); check the bundle with skip-inspect --check-hashes$"
     )
@@ -61,7 +61,7 @@ def test_steps_beyond_those_there_is_room_for_are_refused(zoo: Zoo, capfd: pytes
 def test_the_room_for_steps_is_that_of_the_longest_row_that_is_left(zoo: Zoo) -> None:
     decoder = skipdecode.load(zoo.bundle("llama")).decoder([2, 1], 2)
     decoder.prefill([[5, 6], [7]])
-    decoder.keep([1])
+    decoder.keep_rows([1])
     for _ in range(3):
         decoder.decode_step([9])
     with pytest.raises(CapacityError, match="the KV buffer's 4 slots are full"):

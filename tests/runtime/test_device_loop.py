@@ -14,7 +14,7 @@ import pytest
 
 from skipdecode import decoder
 from skipdecode.device import Call, HostDevice
-from skipdecode.device_loop import AHEAD, DeviceLoop
+from skipdecode.device_loop import STEPS_AHEAD, DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
 from skipdecode.generation import Generation, Row, Step
@@ -66,7 +66,7 @@ def test_it_gives_the_tokens_and_layers_of_the_loop_on_the_host(how: dict[str, A
 def test_routes_that_make_way_for_others_take_their_graphs_with_them(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
     host, generator = load(False).generate(PROMPTS, **given), load(True)
-    monkeypatch.setattr(decoder, "MOST_ROUTES", 2)
+    monkeypatch.setattr(decoder, "MAX_ROUTES", 2)
     for _ in range(3):
         assert _ids(generator.generate(PROMPTS, **given)) == _ids(host)
     assert generator._kept_loop is not None and 0 < generator._kept_loop.graphs <= 2
@@ -101,7 +101,7 @@ def test_a_token_comes_while_the_next_steps_are_under_way(load: Load) -> None:
     under_way = []
     for step, _ in enumerate(loop.tokens([PROMPTS[0]], NEW, Sampling(), np.arange(1), ())):
         under_way.append(int(loop.decoder.kv.lengths[0]) - len(PROMPTS[0]) - step)
-    assert under_way == [AHEAD] * (NEW - AHEAD) + list(range(AHEAD))[::-1]
+    assert under_way == [STEPS_AHEAD] * (NEW - STEPS_AHEAD) + list(range(STEPS_AHEAD))[::-1]
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
@@ -112,13 +112,13 @@ def test_where_a_capture_fails_the_loop_goes_on_with_calls_and_says_so_once(
     given = {"max_new_tokens": NEW, "ignore_eos": True}
     expected, generator, left = _ids(load(False).generate(PROMPTS, **given)), load(True), [None] * captures
 
-    def captured(self: HostDevice, calls: Call) -> Call:
+    def capture(self: HostDevice, calls: Call) -> Call:
         if not left:
             raise RuntimeError("no such node")
         left.pop()
         return calls
 
-    monkeypatch.setattr(HostDevice, "captured", captured)
+    monkeypatch.setattr(HostDevice, "capture", capture)
     for _ in range(3):
         assert _ids(generator.generate(PROMPTS, **given)) == expected
     assert generator._kept_loop is not None and generator._kept_loop.graphs == captures

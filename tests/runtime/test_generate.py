@@ -23,7 +23,7 @@ from skipdecode.engines import ort
 from skipdecode.errors import BundleError, CapacityError, ScheduleError, TargetError
 from skipdecode.generate import Generator
 from skipdecode.generation import Row, Step
-from skipdecode.model import StateLayers
+from skipdecode.model import LayerGroup
 from skipdecode.sampling import Sampling
 from skipdecode.schedule import Schedule, full_depth
 from tests.manifests import make_manifest
@@ -133,8 +133,8 @@ def test_rows_go_on_alone_when_half_of_them_have_ended(generator: Generator, mon
     expected = [ids[: next((at + 1 for at, token in enumerate(ids) if token in stops), 16)] for ids in free]
     assert len({len(ids) for ids in expected}) == len(prompts)
     kept: list[int] = []
-    keep = Decoder.keep
-    monkeypatch.setattr(Decoder, "keep", lambda decoder, rows: (kept.append(len(rows)), keep(decoder, rows)))
+    keep_rows = Decoder.keep_rows
+    monkeypatch.setattr(Decoder, "keep_rows", lambda decoder, rows: (kept.append(len(rows)), keep_rows(decoder, rows)))
     _end_at(generator, monkeypatch, *stops)
     found = generator.generate(prompts, **how)
     assert [row.token_ids for row in found.sequences] == expected
@@ -189,7 +189,7 @@ def test_a_schedule_that_cuts_through_a_segment_is_refused(zoo: Zoo, tmp_path_fa
 def test_a_schedule_that_skips_a_layer_whose_keys_others_read_is_refused(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading = StateLayers(layers=(5,), keys=None, keys_of=0, states=())
+    reading = LayerGroup(layers=(5,), keys=None, keys_of=0, states=())
     model = dataclasses.replace(generator.manifest.model, state_layers=(reading,))
     monkeypatch.setattr(generator, "manifest", dataclasses.replace(generator.manifest, model=model))
     skipping = Schedule(name="table", num_layers=LAYERS, warmup_layers=0, layers=(6, 3))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skipdecode.device import ALIGNMENT, HostDevice
 from skipdecode.kv_buffer import (
-    LEAST_SLOTS,
+    MIN_SLOTS,
     KVBuffer,
     fixed_slots,
     keys_read,
@@ -23,7 +23,7 @@ from skipdecode.kv_buffer import (
     static_slots,
 )
 from skipdecode.memory import DeviceMemory, HostMemory
-from skipdecode.model import Keys, Model, State, StateLayers
+from skipdecode.model import KeyValueSizes, LayerGroup, Model, State
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.manifests import make_manifest
 from tests.runtime.test_schedule import schedules
@@ -52,24 +52,24 @@ def test_static_slots_hold_every_run_of_the_longest_length_in_aligned_rows(
     schedule = dataclasses.replace(schedule, anchor=data.draw(st.sampled_from(Anchor)))
     prompt = data.draw(st.integers(1, longest - 1))
     needed = slots_per_layer(schedule, prompt, longest - prompt)
-    keys, slot_bytes = Keys(num_heads=1, head_size=width), width * 2
+    keys, slot_bytes = KeyValueSizes(num_heads=1, head_size=width), width * 2
     for slots, most in zip(needed, static_slots(schedule, longest, (), keys, 2), strict=True):
-        assert max(slots, LEAST_SLOTS) <= most and most * slot_bytes % ALIGNMENT == 0
-        assert most - max(longest, LEAST_SLOTS) < ALIGNMENT // slot_bytes or most <= max(longest, LEAST_SLOTS)
+        assert max(slots, MIN_SLOTS) <= most and most * slot_bytes % ALIGNMENT == 0
+        assert most - max(longest, MIN_SLOTS) < ALIGNMENT // slot_bytes or most <= max(longest, MIN_SLOTS)
         assert most, "a prompt passes through layers that no decode step computes"
 
 
 def test_a_layer_that_reads_anothers_keys_reads_all_the_slots_that_those_have() -> None:
     schedule = Schedule(name="step", num_layers=4, warmup_layers=1, layers=(4,) * 150 + (2,), anchor=Anchor.ABSOLUTE)
-    keys, reader = Keys(num_heads=1, head_size=128), StateLayers(layers=(2,), keys=None, keys_of=0, states=())
+    keys, reader = KeyValueSizes(num_heads=1, head_size=128), LayerGroup(layers=(2,), keys=None, keys_of=0, states=())
     assert static_slots(schedule, 500, (), keys, 2) == (500, 150, 150, 500)
     assert static_slots(schedule, 500, (reader,), keys, 2) == (500, 150, 500, 500)
 
 
 def test_each_row_is_aligned_where_keys_of_some_layers_are_narrower_than_those_of_the_others() -> None:
     keys, narrow = (
-        Keys(num_heads=1, head_size=128),
-        StateLayers(layers=(1,), keys=Keys(num_heads=1, head_size=24), keys_of=None, states=()),
+        KeyValueSizes(num_heads=1, head_size=128),
+        LayerGroup(layers=(1,), keys=KeyValueSizes(num_heads=1, head_size=24), keys_of=None, states=()),
     )
     assert static_slots(full_depth(2), 500, (), keys, 2) == (500, 500)
     assert static_slots(full_depth(2), 500, (narrow,), keys, 2) == (512, 512), "500 slots of 48 bytes end between two addresses"
@@ -77,7 +77,7 @@ def test_each_row_is_aligned_where_keys_of_some_layers_are_narrower_than_those_o
 
 def test_a_prompts_keys_pass_through_layers_that_no_step_computes_at_the_longest_length() -> None:
     never = Schedule(name="step", num_layers=4, warmup_layers=1, layers=(2,), anchor=Anchor.ABSOLUTE)
-    assert static_slots(never, 500, (), Keys(num_heads=1, head_size=128), 2) == (500,) * 4
+    assert static_slots(never, 500, (), KeyValueSizes(num_heads=1, head_size=128), 2) == (500,) * 4
     assert fixed_slots(slots_per_layer(never, 3, 9), (500,) * 4) == (500, 0, 0, 500), "and none of them is kept"
 
 
@@ -117,13 +117,13 @@ def _flags(address: int) -> list[str]:
 def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> None:
     buffer = KVBuffer(MODEL, 5, (7, 0, 4), HostMemory())
     assert sum(array.nbytes for layer in buffer.layers for array in layer.values()) == 2 * 5 * 2 * 4 * 4 * (7 + 4)
-    assert [buffer.has(layer) for layer in range(3)] == [True, False, True]
+    assert [buffer.has_slots(layer) for layer in range(3)] == [True, False, True]
 
 
 def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
     """Each step's rounding would stay in a state."""
     conv = State(name="conv_state", shape=(7, 3))
-    groups = (StateLayers(layers=(1,), keys=Keys(num_heads=1, head_size=6), keys_of=None, states=(conv,)),)
+    groups = (LayerGroup(layers=(1,), keys=KeyValueSizes(num_heads=1, head_size=6), keys_of=None, states=(conv,)),)
     model = dataclasses.replace(MODEL, num_layers=2, state_layers=groups)
     memory = DeviceMemory(HostDevice(), "bfloat16")
     buffer = KVBuffer(model, 3, (7, 4), memory)
@@ -133,7 +133,7 @@ def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
         {"past_key.0": keys, "past_value.0": keys},
         {"past_key.1": own, "past_value.1": own, "past_conv_state.1": 84},
     ]
-    assert [state_bytes(model.kept(layer), slots, 2) for layer, slots in enumerate((7, 4))] == [2 * keys, 2 * own + 84]
+    assert [state_bytes(model.layer_group(layer), slots, 2) for layer, slots in enumerate((7, 4))] == [2 * keys, 2 * own + 84]
     state, half = buffer.layers[1]["past_conv_state.1"], np.full((1, 7, 3), 0.1, dtype=np.float32)
     memory.device.send(state[1:2].pointer, half)
     np.testing.assert_array_equal(memory.to_host(state)[1:2], half)
@@ -144,9 +144,9 @@ def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
 def test_layers_keep_states_or_keys_of_their_own_sizes_or_read_anothers_and_only_states_are_cleared() -> None:
     conv, recurrent = State(name="conv_state", shape=(7, 3)), State(name="recurrent_state", shape=(2, 4, 5))
     groups = (
-        StateLayers(layers=(0, 1), keys=None, keys_of=None, states=(conv, recurrent)),
-        StateLayers(layers=(3,), keys=Keys(num_heads=1, head_size=6), keys_of=None, states=(conv,)),
-        StateLayers(layers=(4,), keys=None, keys_of=3, states=()),
+        LayerGroup(layers=(0, 1), keys=None, keys_of=None, states=(conv, recurrent)),
+        LayerGroup(layers=(3,), keys=KeyValueSizes(num_heads=1, head_size=6), keys_of=None, states=(conv,)),
+        LayerGroup(layers=(4,), keys=None, keys_of=3, states=()),
     )
     model = dataclasses.replace(MODEL, num_layers=5, state_layers=groups)
     buffer = KVBuffer(model, 5, (7, 0, 4, 2, 7), HostMemory())
@@ -158,12 +158,13 @@ def test_layers_keep_states_or_keys_of_their_own_sizes_or_read_anothers_and_only
         {"past_key.3": (5, 1, 2, 6), "past_value.3": (5, 1, 2, 6), "past_conv_state.3": (5, 7, 3)},
         {},
     ]
-    assert [buffer.has(layer) for layer in range(5)] == [True, False, True, True, True]
-    assert buffer.read((3, 4), slice(None)) == {} and keys_read(model, (4, 0)) == ((3, "past_key.3"), (3, "past_value.3"))
-    read, own = buffer.read((4,), slice(2, None)), buffer.rows(3, slice(2, None))
+    assert [buffer.has_slots(layer) for layer in range(5)] == [True, False, True, True, True]
+    assert buffer.source_arrays((3, 4), slice(None)) == {}
+    assert keys_read(model, (4, 0)) == ((3, "past_key.3"), (3, "past_value.3"))
+    read, own = buffer.source_arrays((4,), slice(2, None)), buffer.layer_arrays(3, slice(2, None))
     assert {*read} == {"present_key.3", "present_value.3"} and np.shares_memory(read["present_key.3"], own["past_key.3"])
     for layer in (0, 2, 3):
-        for array in buffer.rows(layer, slice(2, None)).values():
+        for array in buffer.layer_arrays(layer, slice(2, None)).values():
             array[:] = 1
     buffer.clear()
     for layer in (0, 2, 3):

@@ -18,7 +18,7 @@ def test_a_position_of_each_row_is_copied_out(memory: Memory) -> None:
         memory.device.send(rows.pointer, numbers)
     else:
         rows[...] = numbers
-    chosen = memory.chosen(rows, np.array([3, 0, 2]))
+    chosen = memory.gather_positions(rows, np.array([3, 0, 2]))
     memory.clear(rows)
     np.testing.assert_array_equal(memory.to_host(chosen), numbers[[0, 1, 2], [3, 0, 2]][:, None])
 

@@ -17,7 +17,7 @@ from skipdecode.device import Call
 from skipdecode.engines import Engine, Segment
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.memory import Array
-from skipdecode.prefill import _passes
+from skipdecode.prefill import _group_rows
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import LAYERS
@@ -34,7 +34,7 @@ SCHEDULES = {
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 100), st.integers(0, 6))
 def test_passes_take_every_row_once_and_share_only_what_fits(lengths: list[int], most: int, padding: int) -> None:
     lengths.sort(reverse=True)
-    passes = list(_passes(lengths, most, padding))
+    passes = list(_group_rows(lengths, most, padding))
     assert [row for rows in passes for row in range(rows.start, rows.stop)] == list(range(len(lengths)))
     for rows in passes:
         shared = lengths[rows]
@@ -42,9 +42,9 @@ def test_passes_take_every_row_once_and_share_only_what_fits(lengths: list[int],
 
 
 def test_short_prompts_of_about_the_same_length_share_a_pass() -> None:
-    assert list(_passes([8, 6, 6, 1], 512, 4)) == [slice(0, 3), slice(3, 4)]
-    assert list(_passes([8, 8, 8, 8], 16, 4)) == [slice(0, 2), slice(2, 4)]
-    assert list(_passes([8, 6, 6, 1], 512, 0)) == [slice(0, 1), slice(1, 3), slice(3, 4)]
+    assert list(_group_rows([8, 6, 6, 1], 512, 4)) == [slice(0, 3), slice(3, 4)]
+    assert list(_group_rows([8, 8, 8, 8], 16, 4)) == [slice(0, 2), slice(2, 4)]
+    assert list(_group_rows([8, 6, 6, 1], 512, 0)) == [slice(0, 1), slice(1, 3), slice(3, 4)]
 
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gemma2", "qwen3_5_text"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Anchor
-from skipdecode.schedule_builders import ScheduleRequest, build_schedule, disagreements
+from skipdecode.schedule_builders import ScheduleRequest, build_schedule, unmet_requests
 
 SHAPES = st.sampled_from(["linear", "step", "power"])
 
@@ -90,7 +90,7 @@ def test_equal_ends_are_one_count(name: str) -> None:
 
 
 def test_the_longest_span_is_built_and_one_more_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipdecode.schedule_builders._MOST_POSITIONS", 8)
+    monkeypatch.setattr("skipdecode.schedule_builders._MAX_SPAN", 8)
     assert build_schedule(ScheduleRequest(span=8), 6).span == 8
     _refused(ScheduleRequest(span=9), "choose --span 8 or less")
 
@@ -142,25 +142,25 @@ def test_what_is_asked_and_does_not_hold_of_a_table_is_told(tmp_path: Path) -> N
     path.write_text("[6, 4, 2]")
     agreeing = ScheduleRequest(name=f"table:{path}", speedup=1.5, max_layers=6, min_layers=2)
     table = build_schedule(agreeing, 6)
-    assert (table.layers, list(disagreements(agreeing, table))) == ((6, 4, 2), [])
+    assert (table.layers, list(unmet_requests(agreeing, table))) == ((6, 4, 2), [])
     for other in ({"speedup": 3.0}, {"max_layers": 5}, {"min_layers": 3}, {"speedup": 0.0}, {"speedup": float("nan")}):
         asked = dataclasses.replace(agreeing, **other)  # type: ignore[arg-type]
         assert build_schedule(asked, 6) == table
-        (told,) = disagreements(asked, table)
+        (told,) = unmet_requests(asked, table)
         option, value = next(iter(other.items()))
         assert told.startswith(f"--{option.replace('_', '-')} {value:g} changes nothing: the table schedule has 6 -> 2 layers")
 
 
 def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> None:
     for asked in (ScheduleRequest(name="full", speedup=2), ScheduleRequest(name="power", alpha=0.5, speedup=2)):
-        (told,) = disagreements(asked, build_schedule(asked, 24))
+        (told,) = unmet_requests(asked, build_schedule(asked, 24))
         assert told.startswith("--speedup 2 changes nothing: the ")
     for asked in (
         ScheduleRequest(speedup=2),
         ScheduleRequest(name="step", speedup=3, max_layers=12),
         ScheduleRequest(name="full"),
     ):
-        assert list(disagreements(asked, build_schedule(asked, 24))) == []
+        assert list(unmet_requests(asked, build_schedule(asked, 24))) == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> 
     ],
 )
 def test_what_rounding_to_few_levels_does_not_meet_is_told(asked: ScheduleRequest, says: str | None) -> None:
-    told = list(disagreements(asked, build_schedule(asked, 24)))
+    told = list(unmet_requests(asked, build_schedule(asked, 24)))
     assert not told if says is None else told[0].startswith(says)
 
 
@@ -195,12 +195,12 @@ def test_where_warm_up_layers_leave_less_than_the_default_speedup_it_is_the_near
     asked = ScheduleRequest(name=name, warmup_layers=24)
     schedule = build_schedule(asked, 42)
     assert schedule.layers[-1] == 25 and schedule.mean_layers < 26
-    (told,) = disagreements(asked, schedule)
+    (told,) = unmet_requests(asked, schedule)
     assert told.startswith("of 42 layers at least 25 are computed, so that the default of 2x cannot be reached: it is 1.6")
     with pytest.raises(ScheduleError, match=r"the nearest that can is --speedup 1\.6"):
         build_schedule(dataclasses.replace(asked, speedup=2), 42)
     few = dataclasses.replace(asked, warmup_layers=1, max_variants=2)
-    assert list(disagreements(few, build_schedule(few, 42))) == []
+    assert list(unmet_requests(few, build_schedule(few, 42))) == []
 
 
 def test_one_position_has_the_count_that_the_speedup_asks_for() -> None:

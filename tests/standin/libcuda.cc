@@ -48,8 +48,8 @@ struct CUevent_st {
 
 namespace {
 
-constexpr size_t kMemory = size_t{1} << 30;           // bytes of GPU memory
-thread_local bool entered = false;                    // whether this thread made the context current
+constexpr size_t kMemoryBytes = size_t{1} << 30;      // bytes of GPU memory
+thread_local bool context_is_current = false;         // whether this thread made the context current
 const auto kNothing = reinterpret_cast<CUmodule>(2);  // the module whose kernel does nothing
 struct Block {
   size_t bytes;
@@ -57,48 +57,48 @@ struct Block {
 };
 std::map<uintptr_t, Block> blocks;
 std::mutex blocks_mutex;  // several threads load engines
-std::atomic<size_t> taken{0};
-int replayed = 0;
-int events = 0;            // that were created
-int others = 0;            // streams and modules with the turn-around that were created
-std::atomic<int> sent{0};  // copies from the host
-std::string captured;      // the last graph's nodes, one per line
+std::atomic<size_t> taken_bytes{0};
+int num_launches = 0;
+int num_events = 0;            // that were created
+int num_other_objects = 0;     // streams and modules with the turn-around that were created
+std::atomic<int> num_sent{0};  // copies from the host
+std::string last_graph_nodes;  // the last graph's nodes, one per line
 
 // The work of all streams that nobody has waited for yet. Never destroyed, because memory may be freed late.
 struct Queue {
   std::recursive_mutex mutex;  // recursive: work that calls Python may collect garbage, which frees memory
   std::deque<Work> waiting;
-  uint64_t asked = 0, done = 0;
+  uint64_t num_queued = 0, num_done = 0;
 };
 Queue& queue = *new Queue;
 
-void Ask(Work work) {
+void PutInQueue(Work work) {
   const std::lock_guard<std::recursive_mutex> lock(queue.mutex);
   queue.waiting.push_back(std::move(work));
-  ++queue.asked;
+  ++queue.num_queued;
 }
 
-uint64_t Asked() {
+uint64_t NumQueued() {
   const std::lock_guard<std::recursive_mutex> lock(queue.mutex);
-  return queue.asked;
+  return queue.num_queued;
 }
 
 void WaitFor(uint64_t count) {
   const std::lock_guard<std::recursive_mutex> lock(queue.mutex);
-  while (queue.done < count) {
+  while (queue.num_done < count) {
     const Work work = std::move(queue.waiting.front());
     queue.waiting.pop_front();
-    ++queue.done;
+    ++queue.num_done;
     work();
   }
 }
 
 CUresult Enqueue(CUstream stream, CUgraphNode_st node) {
-  if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!context_is_current) return CUDA_ERROR_INVALID_CONTEXT;
   if (stream->capture != nullptr)
     stream->capture->nodes.push_back(std::move(node));
   else
-    Ask(std::move(node.work));
+    PutInQueue(std::move(node.work));
   return CUDA_SUCCESS;
 }
 
@@ -115,20 +115,20 @@ std::optional<Block> BlockOf(uintptr_t pointer) {
   return pointer < start + block.bytes ? std::optional(block) : std::nullopt;
 }
 
-bool IsOf(const void* pointer, CUmemorytype type) {
+bool HasMemoryType(const void* pointer, CUmemorytype type) {
   const auto block = BlockOf(reinterpret_cast<uintptr_t>(pointer));
   return block && block->type == type;
 }
 
 CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
-  if (!entered) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!context_is_current) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   const std::lock_guard<std::mutex> lock(blocks_mutex);
-  if (bytes > kMemory - taken) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (bytes > kMemoryBytes - taken_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
   std::memset(reinterpret_cast<void*>(*pointer), 0xA5, bytes);  // nobody may rely on zeros
   blocks[*pointer] = {bytes, type};
-  taken += bytes;
+  taken_bytes += bytes;
   return CUDA_SUCCESS;
 }
 
@@ -137,10 +137,10 @@ CUresult Free(uintptr_t pointer) {
     const std::lock_guard<std::mutex> lock(blocks_mutex);
     const auto found = blocks.find(pointer);
     if (found == blocks.end()) return CUDA_ERROR_INVALID_VALUE;
-    taken -= found->second.bytes;
+    taken_bytes -= found->second.bytes;
     blocks.erase(found);
   }
-  Ask([pointer] { std::free(reinterpret_cast<void*>(pointer)); });  // the driver waits for work that may need it
+  PutInQueue([pointer] { std::free(reinterpret_cast<void*>(pointer)); });  // the driver waits for work that may need it
   return CUDA_SUCCESS;
 }
 
@@ -150,12 +150,12 @@ extern "C" {
 
 // For tests: how many graphs were launched, events created, objects created and copies from the host sent; how much memory is
 // taken (also pinned); take all of the GPU's memory.
-int standin_replayed() { return replayed; }
-int standin_events() { return events; }
-int standin_objects() { return events + others; }
-int standin_sent() { return sent; }
-size_t standin_taken() { return taken; }
-void standin_fill() { taken = kMemory; }
+int standin_replayed() { return num_launches; }
+int standin_events() { return num_events; }
+int standin_objects() { return num_events + num_other_objects; }
+int standin_sent() { return num_sent; }
+size_t standin_taken() { return taken_bytes; }
+void standin_fill() { taken_bytes = kMemoryBytes; }
 int standin_without_pinned = 0, standin_without_graphs = 0, standin_without_kernels = 0;  // 1: out of memory for these
 int standin_without_contexts = 0;                                                         // 1: out of memory for another one
 int standin_wait_ms = 0;                                                                  // how long waiting for an event takes
@@ -165,7 +165,7 @@ int standin_kernels_of_nothing = 0;  // launched so far, in another context
 int standin_copies_left = -1;        // copies within the GPU that still work before they fail; below 0: all work
 
 // For tests: the nodes of the last graph that was created, one per line: a kernel's name, or "no kernel".
-const char* standin_captured() { return captured.c_str(); }
+const char* standin_captured() { return last_graph_nodes.c_str(); }
 
 CUresult standin_kernel(CUstream stream, const char* name) {
   return Enqueue(stream, {[] {}, CU_GRAPH_NODE_TYPE_KERNEL, 0, name});
@@ -192,22 +192,22 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetName(char* name, int length, CUdevice) { return std::snprintf(name, length, "a stand-in"), CUDA_SUCCESS; }
-CUresult cuDeviceTotalMem(size_t* bytes, CUdevice) { return *bytes = kMemory, CUDA_SUCCESS; }
+CUresult cuDeviceTotalMem(size_t* bytes, CUdevice) { return *bytes = kMemoryBytes, CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
 }
-CUresult cuCtxSetCurrent(CUcontext) { return entered = true, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext) { return context_is_current = true, CUDA_SUCCESS; }
 // A second context, for one kernel. When it is destroyed, no context is current on this thread, not the first one either.
 CUresult cuCtxCreate(CUcontext* context, CUctxCreateParams*, unsigned, CUdevice) {
   if (standin_without_contexts) return CUDA_ERROR_OUT_OF_MEMORY;
-  return entered = true, *context = reinterpret_cast<CUcontext>(2), CUDA_SUCCESS;
+  return context_is_current = true, *context = reinterpret_cast<CUcontext>(2), CUDA_SUCCESS;
 }
 #undef cuCtxCreate
 CUresult cuCtxCreate_v2(CUcontext* context, unsigned flags, CUdevice device) {
   return cuCtxCreate_v4(context, nullptr, flags, device);
 }
 CUresult cuCtxSynchronize() { return CUDA_SUCCESS; }
-CUresult cuCtxDestroy(CUcontext) { return entered = false, CUDA_SUCCESS; }
+CUresult cuCtxDestroy(CUcontext) { return context_is_current = false, CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the driver would put it", CUDA_SUCCESS; }
 
 CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) {
@@ -219,7 +219,9 @@ CUresult cuMemAllocHost(void** pointer, size_t bytes) {
   return Allocate(reinterpret_cast<uintptr_t*>(pointer), bytes, CU_MEMORYTYPE_HOST);
 }
 CUresult cuMemFreeHost(void* pointer) { return Free(reinterpret_cast<uintptr_t>(pointer)); }
-CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = kMemory - taken, *total = kMemory, CUDA_SUCCESS; }
+CUresult cuMemGetInfo(size_t* free, size_t* total) {
+  return *free = kMemoryBytes - taken_bytes, *total = kMemoryBytes, CUDA_SUCCESS;
+}
 CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
   const Work work = [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); };
   return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMSET});
@@ -230,36 +232,36 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute name, CUdevicept
   return *static_cast<unsigned*>(value) = block->type, CUDA_SUCCESS;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-  ++sent;
+  ++num_sent;
   if (BlockOf(reinterpret_cast<uintptr_t>(from))) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
   if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (standin_reads_host_pages) {
     return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});
   }
   const auto* first = static_cast<const char*>(from);  // pageable memory is read at once
-  const std::vector<char> read(first, first + bytes);
-  return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), read.data(), bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});
+  const std::vector<char> copied(first, first + bytes);
+  return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), copied.data(), bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});
 }
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   const CUresult result = Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
-  if (!BlockOf(reinterpret_cast<uintptr_t>(to))) WaitFor(Asked());  // pageable memory is written before the call returns
+  if (!BlockOf(reinterpret_cast<uintptr_t>(to))) WaitFor(NumQueued());  // pageable memory is written before the call returns
   return result;
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  if (standin_copies_left == 0) return CUDA_ERROR_LAUNCH_FAILED;
+  if (standin_copies_left == 0) return CUDA_ERROR_OUT_OF_MEMORY;
   standin_copies_left -= standin_copies_left > 0 ? 1 : 0;
   return Copy(to, from, bytes, stream);
 }
 
-CUresult cuStreamCreate(CUstream* stream, unsigned) { return ++others, *stream = new CUstream_st, CUDA_SUCCESS; }
+CUresult cuStreamCreate(CUstream* stream, unsigned) { return ++num_other_objects, *stream = new CUstream_st, CUDA_SUCCESS; }
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_HOST});
 }
-CUresult cuEventCreate(CUevent* event, unsigned) { return ++events, *event = new CUevent_st, CUDA_SUCCESS; }
+CUresult cuEventCreate(CUevent* event, unsigned) { return ++num_events, *event = new CUevent_st, CUDA_SUCCESS; }
 CUresult cuEventDestroy(CUevent event) { return delete event, CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (stream->capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
-  return event->after = Asked(), CUDA_SUCCESS;
+  return event->after = NumQueued(), CUDA_SUCCESS;
 }
 CUresult cuEventSynchronize(CUevent event) {
   std::this_thread::sleep_for(std::chrono::milliseconds(standin_wait_ms));
@@ -267,7 +269,7 @@ CUresult cuEventSynchronize(CUevent event) {
 }
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
-  return stream->capture = new CUgraph_st, entered ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+  return stream->capture = new CUgraph_st, context_is_current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
   *graph = stream->capture;
@@ -291,19 +293,19 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
-  taken += graph->nodes.size();
-  captured.clear();
+  taken_bytes += graph->nodes.size();
+  last_graph_nodes.clear();
   for (const CUgraphNode_st& node : graph->nodes)
-    captured += (node.type == CU_GRAPH_NODE_TYPE_KERNEL ? node.name : "no kernel") + "\n";
+    last_graph_nodes += (node.type == CU_GRAPH_NODE_TYPE_KERNEL ? node.name : "no kernel") + "\n";
   return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec executable) {
-  taken -= executable->nodes.size();
+  taken_bytes -= executable->nodes.size();
   return delete executable, CUDA_SUCCESS;
 }
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
-  ++replayed;
+  ++num_launches;
   for (const CUgraphNode_st& node : executable->nodes)
     if (const CUresult code = Enqueue(stream, node)) return code;
   return CUDA_SUCCESS;
@@ -314,7 +316,7 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   if (std::strstr(text, ".visible .entry nothing(") != nullptr) return *module = kNothing, CUDA_SUCCESS;
   if (std::strstr(text, ".visible .entry skd_turnaround_kernel(") == nullptr) return CUDA_ERROR_INVALID_PTX;
   if (standin_old) return CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
-  return ++others, *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
+  return ++num_other_objects, *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   if (module == kNothing) return *function = reinterpret_cast<CUfunction>(kNothing), CUDA_SUCCESS;
@@ -329,8 +331,8 @@ CUresult cuLaunchKernel(CUfunction kernel, unsigned x, unsigned, unsigned, unsig
   if (x != static_cast<unsigned>(state.rows) || threads != SKD_TURNAROUND_THREADS) return CUDA_ERROR_INVALID_VALUE;
   using Pointers = std::initializer_list<const void*>;
   for (const void* pointer : Pointers{state.logits, state.sampling, state.row_ids, state.steps, state.input_ids})
-    if (!IsOf(pointer, CU_MEMORYTYPE_DEVICE)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-  if (!IsOf(state.tokens, CU_MEMORYTYPE_HOST)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    if (!HasMemoryType(pointer, CU_MEMORYTYPE_DEVICE)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  if (!HasMemoryType(state.tokens, CU_MEMORYTYPE_HOST)) return CUDA_ERROR_ILLEGAL_ADDRESS;
   return Enqueue(stream, {[state] { skd_turnaround_host(&state); }, CU_GRAPH_NODE_TYPE_KERNEL, 0, "skd_turnaround_kernel"});
 }
 CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,

@@ -22,12 +22,12 @@ int Capability() {
 }
 
 // A driver's error as the runtime's: they have the same numbers.
-cudaError_t Said(CUresult code) { return static_cast<cudaError_t>(code); }
+cudaError_t AsRuntimeError(CUresult code) { return static_cast<cudaError_t>(code); }
 
 CUdeviceptr Address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
 
 // The driver's stream for one of the runtime's. Also makes the one context current on this thread.
-CUstream On(cudaStream_t stream) {
+CUstream DriverStream(cudaStream_t stream) {
   cuCtxSetCurrent(nullptr);
   static CUstream unnamed = [] {
     CUstream made = nullptr;
@@ -38,21 +38,23 @@ CUstream On(cudaStream_t stream) {
 }
 
 // The kernels' names, by the host functions that launch them. Filled by static initialisers when the provider is loaded.
-std::unordered_map<const void*, std::string>& Kernels() {
-  static auto& kernels = *new std::unordered_map<const void*, std::string>;
-  return kernels;
+std::unordered_map<const void*, std::string>& KernelNames() {
+  static auto& names = *new std::unordered_map<const void*, std::string>;
+  return names;
 }
 
 std::string NameOf(const void* function) {
-  const auto found = Kernels().find(function);
-  if (found == Kernels().end()) return "a kernel of a library";
+  const auto found = KernelNames().find(function);
+  if (found == KernelNames().end()) return "a kernel of a library";
   char* readable = abi::__cxa_demangle(found->second.c_str(), nullptr, nullptr, nullptr);
   std::string name = readable != nullptr ? readable : found->second;
   std::free(readable);
   return name;
 }
 
-cudaError_t Launch(const std::string& name, cudaStream_t stream) { return Said(standin_kernel(On(stream), name.c_str())); }
+cudaError_t Launch(const std::string& name, cudaStream_t stream) {
+  return AsRuntimeError(standin_kernel(DriverStream(stream), name.c_str()));
+}
 
 struct Configuration {
   dim3 grid, block;
@@ -71,8 +73,8 @@ extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaSetDevice(int) { return Said(cuCtxSetCurrent(nullptr)); }
-cudaError_t cudaDriverGetVersion(int* version) { return Said(cuDriverGetVersion(version)); }
+cudaError_t cudaSetDevice(int) { return AsRuntimeError(cuCtxSetCurrent(nullptr)); }
+cudaError_t cudaDriverGetVersion(int* version) { return AsRuntimeError(cuDriverGetVersion(version)); }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int) {
   const std::unordered_map<int, int> known{{cudaDevAttrComputeCapabilityMajor, Capability() / 10},
@@ -104,7 +106,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
   properties->unifiedAddressing = properties->canMapHostMemory = properties->concurrentKernels = 1;
   size_t free = 0;
-  return Said(cuMemGetInfo(&free, &properties->totalGlobalMem));
+  return AsRuntimeError(cuMemGetInfo(&free, &properties->totalGlobalMem));
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
@@ -113,18 +115,19 @@ const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorMemoryAllocation ? "out of memory" : "as the runtime would put it";
 }
 
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return Said(cuMemGetInfo(free, total)); }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return AsRuntimeError(cuMemGetInfo(free, total)); }
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  On(nullptr);
-  return bytes == 0 ? (*pointer = nullptr, cudaSuccess) : Said(cuMemAlloc(reinterpret_cast<CUdeviceptr*>(pointer), bytes));
+  DriverStream(nullptr);  // makes the context current
+  return bytes == 0 ? (*pointer = nullptr, cudaSuccess)
+                    : AsRuntimeError(cuMemAlloc(reinterpret_cast<CUdeviceptr*>(pointer), bytes));
 }
-cudaError_t cudaFree(void* pointer) { return pointer == nullptr ? cudaSuccess : Said(cuMemFree(Address(pointer))); }
+cudaError_t cudaFree(void* pointer) { return pointer == nullptr ? cudaSuccess : AsRuntimeError(cuMemFree(Address(pointer))); }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
-  On(nullptr);
-  return Said(cuMemAllocHost(pointer, bytes));
+  DriverStream(nullptr);  // makes the context current
+  return AsRuntimeError(cuMemAllocHost(pointer, bytes));
 }
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return cudaMallocHost(pointer, bytes); }
-cudaError_t cudaFreeHost(void* pointer) { return Said(cuMemFreeHost(pointer)); }
+cudaError_t cudaFreeHost(void* pointer) { return AsRuntimeError(cuMemFreeHost(pointer)); }
 cudaError_t cudaMemPoolCreate(cudaMemPool_t*, const cudaMemPoolProps*) { return cudaErrorNotSupported; }
 cudaError_t cudaMemPoolDestroy(cudaMemPool_t) { return cudaErrorNotSupported; }
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaErrorNotSupported; }
@@ -144,17 +147,17 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
-  if (kind == cudaMemcpyHostToDevice) return Said(cuMemcpyHtoDAsync(Address(to), from, bytes, On(stream)));
-  if (kind == cudaMemcpyDeviceToHost) return Said(cuMemcpyDtoHAsync(to, Address(from), bytes, On(stream)));
-  return Said(cuMemcpyDtoDAsync(Address(to), Address(from), bytes, On(stream)));
+  if (kind == cudaMemcpyHostToDevice) return AsRuntimeError(cuMemcpyHtoDAsync(Address(to), from, bytes, DriverStream(stream)));
+  if (kind == cudaMemcpyDeviceToHost) return AsRuntimeError(cuMemcpyDtoHAsync(to, Address(from), bytes, DriverStream(stream)));
+  return AsRuntimeError(cuMemcpyDtoDAsync(Address(to), Address(from), bytes, DriverStream(stream)));
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  if (standin_capturing(On(stream))) return cudaErrorStreamCaptureUnsupported;
+  if (standin_capturing(DriverStream(stream))) return cudaErrorStreamCaptureUnsupported;
   CUevent event = nullptr;
   cuEventCreate(&event, 0);
-  cuEventRecord(event, On(stream));
+  cuEventRecord(event, DriverStream(stream));
   cuEventSynchronize(event);
-  return Said(cuEventDestroy(event));
+  return AsRuntimeError(cuEventDestroy(event));
 }
 cudaError_t cudaDeviceSynchronize() { return cudaStreamSynchronize(nullptr); }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
@@ -172,29 +175,33 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 }
 cudaError_t cudaMemcpyFromSymbol(void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaErrorNotSupported; }
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
-  return bytes == 0 ? cudaSuccess : Said(cuMemsetD8Async(Address(pointer), static_cast<unsigned char>(value), bytes, On(stream)));
+  return bytes == 0
+             ? cudaSuccess
+             : AsRuntimeError(cuMemsetD8Async(Address(pointer), static_cast<unsigned char>(value), bytes, DriverStream(stream)));
 }
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return cudaMemsetAsync(pointer, value, bytes, nullptr); }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return Said(cuStreamCreate(stream, 0)); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return AsRuntimeError(cuStreamCreate(stream, 0)); }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }  // work is done in order
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return Said(cuEventCreate(event, 0)); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return AsRuntimeError(cuEventCreate(event, 0)); }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) { return Said(cuEventDestroy(event)); }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return Said(cuEventRecord(event, On(stream))); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) { return AsRuntimeError(cuEventDestroy(event)); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return AsRuntimeError(cuEventRecord(event, DriverStream(stream)));
+}
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return Said(cuEventSynchronize(event)); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return AsRuntimeError(cuEventSynchronize(event)); }
 // All kernels are equally fast, for callers that measure which one is best.
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return *ms = 1, cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* data) {
-  return Said(cuLaunchHostFunc(On(stream), call, data));
+  return AsRuntimeError(cuLaunchHostFunc(DriverStream(stream), call, data));
 }
 
 // The provider's own graphs, of one engine each, are not supported: this project captures its steps through the driver.
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = standin_capturing(On(stream)) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = standin_capturing(DriverStream(stream)) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cudaErrorNotSupported; }
@@ -208,7 +215,7 @@ void** __cudaRegisterFatBinary(void* binary) { return new void*(binary); }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void** handle) { delete handle; }
 void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
-  Kernels()[function] = name;
+  KernelNames()[function] = name;
 }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st* stream) {

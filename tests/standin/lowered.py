@@ -11,7 +11,7 @@ from skipdecode import manifest as manifests
 from skipdecode.exporter.graphs import StandardGraphs
 from skipdecode.exporter.request import QUANTIZED_BITS
 from skipdecode.exporter.tensorrt_target import lower
-from skipdecode.graph_passes.conventions import NORMS, scales_numbers
+from skipdecode.graph_passes.conventions import NORMS, scales_last_axis_only
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.stitch import stitch
 from skipdecode.kv_buffer import plan_slots
@@ -33,7 +33,8 @@ def lower_and_write(bundle: Path, made: manifests.Manifest, target: manifests.Ta
         source = stitch(graphs, name=part) if graphs else ir.load(bundle / "graphs" / f"{part}.onnx")
         most = slots[layers[0]] if layers else PREFILL_CHUNK
         plan = lower(source, most, tied, quantization)
-        assert all(scales_numbers(node) for node in plan.graph if node.op_type in NORMS), "a norm whose scale is not one for all"
+        norms = [node for node in plan.graph if node.op_type in NORMS]
+        assert all(scales_last_axis_only(node) for node in norms), "a norm whose scale is not one for all"
         known[path] = f"graphs/lowered_{target.name}_{part}.onnx", most
         ir.save(plan, bundle / known[path][0])
     listed.write_text(json.dumps(known))

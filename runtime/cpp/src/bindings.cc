@@ -12,11 +12,11 @@ namespace {
 constexpr int64_t kAny = -1;
 
 Tensor Int64s(const Memory& memory, const char* name, std::vector<int64_t> shape) {
-  return memory.Of(name, nullptr, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
+  return memory.TensorAt(name, nullptr, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
 }
 
 Tensor Int32s(const Memory& memory, const char* name) {
-  return memory.Of(name, nullptr, {kAny}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
+  return memory.TensorAt(name, nullptr, {kAny}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
 }
 
 Tensor Hidden(const Memory& memory, const Model& model, const char* name) {
@@ -70,7 +70,7 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
   for (const Tensor& tensor : found) {
     const auto same = std::find_if(wanted.begin(), wanted.end(), [&](const Tensor& each) { return each.name == tensor.name; });
     if (same == wanted.end()) {
-      throw BundleError("its " + kind + " '" + Cut(tensor.name, 80) + "' is none that bundle.json calls for", where);
+      throw BundleError("its " + kind + " '" + FirstBytes(tensor.name, 80) + "' is none that bundle.json calls for", where);
     }
     if (Fits(tensor, *same)) continue;
     throw BundleError("its " + kind + " '" + tensor.name + "' is " + NameOf(tensor.type) + " " + ShapeOf(tensor) +
@@ -90,8 +90,8 @@ ONNXTensorElementDataType TypeOf(const Memory& memory, const StateArray& array) 
 void Bindings::AddInPlace(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
   const ONNXTensorElementDataType type = TypeOf(memory, array);
   std::vector<int64_t> shape = WithRows(array, rows);
-  inputs.push_back(memory.Of(array.past, data, shape, type));
-  outputs.push_back(memory.Of(array.present, data, std::move(shape), type));
+  inputs.push_back(memory.TensorAt(array.past, data, shape, type));
+  outputs.push_back(memory.TensorAt(array.present, data, std::move(shape), type));
 }
 
 void Bindings::AddRead(const Memory& memory, const StateArray& array, std::byte* data, int64_t rows) {
@@ -121,7 +121,7 @@ Bindings SegmentBindings(const Memory& memory, const Model& model, const std::ve
 
 Bindings HeadBindings(const Memory& memory, const Model& model) {
   return {{Hidden(memory, model, names::kHidden), Int64s(memory, names::kLast, {kAny}), TiedWeight(memory, model)},
-          {memory.Of(names::kLogits, nullptr, {kAny, model.vocab_size}, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)}};
+          {memory.TensorAt(names::kLogits, nullptr, {kAny, model.vocab_size}, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)}};
 }
 
 void CheckBindings(const Engine& engine, const Bindings& wanted, const std::string& where) {

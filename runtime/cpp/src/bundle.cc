@@ -164,11 +164,11 @@ std::unique_ptr<const Bundle> Load(const std::filesystem::path& path, const Iden
 
 // Held while bundles are loaded and destroyed: a mapping that ReleaseLoadingMemory has found must not be unmapped, and its
 // address reused, before it is given back.
-std::mutex mapping;
+std::mutex mapping_mutex;
 
 struct Unmap {
   void operator()(const Bundle* bundle) const {
-    const std::lock_guard lock(mapping);
+    const std::lock_guard lock(mapping_mutex);
     delete bundle;
   }
 };
@@ -180,10 +180,11 @@ std::shared_ptr<const Bundle> LoadBundle(const std::filesystem::path& path, cons
                                          std::optional<Device> device) {
   std::unique_ptr<const Bundle, Unmap> loaded;
   {
-    const std::lock_guard lock(mapping);
+    const std::lock_guard lock(mapping_mutex);
     const Identity identity = IdentityOf(path);
-    ReadOne(path, identity, "while it was loaded",
-            [&] { loaded.reset(Load(path, identity, target, threads, onnxruntime_library, cuda_graphs, device).release()); });
+    ReadUnchanged(path, identity, "while it was loaded", [&] {
+      loaded.reset(Load(path, identity, target, threads, onnxruntime_library, cuda_graphs, device).release());
+    });
   }
   return loaded;  // after the lock, which Unmap takes if there is no memory for the shared_ptr
 }

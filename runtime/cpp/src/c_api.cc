@@ -66,30 +66,30 @@ skd_status* Guarded(Body body) {
   }
 }
 
-void Need(bool holds, const char* what) {
+void Require(bool holds, const char* what) {
   if (!holds) throw skd::Error(SKD_ERROR_INTERNAL, what, "see skipdecode.h");
 }
 
 // The caller's options. The struct is shorter if the caller was compiled with an older header; defaults complete it.
 template <typename Options>
-Options Given(const Options* given, Options defaults) {
+Options WithDefaults(const Options* given, Options defaults) {
   if (given == nullptr) return defaults;
-  Need(given->struct_size >= sizeof given->struct_size && given->struct_size <= sizeof defaults, "struct_size is wrong");
+  Require(given->struct_size >= sizeof given->struct_size && given->struct_size <= sizeof defaults, "struct_size is wrong");
   std::memcpy(&defaults, given, given->struct_size);
   return defaults;
 }
 
 // Copies as much of `filled` as the caller's struct has room for.
 template <typename Info>
-void Give(Info filled, Info* wanted) {
-  Need(wanted->struct_size >= sizeof wanted->struct_size && wanted->struct_size <= sizeof filled, "struct_size is wrong");
+void CopyOut(Info filled, Info* wanted) {
+  Require(wanted->struct_size >= sizeof wanted->struct_size && wanted->struct_size <= sizeof filled, "struct_size is wrong");
   filled.struct_size = wanted->struct_size;
   std::memcpy(wanted, &filled, wanted->struct_size);
 }
 
-std::string TextOf(const char* text) { return text == nullptr ? "" : text; }
+std::string TextOrEmpty(const char* text) { return text == nullptr ? "" : text; }
 
-void* Copied(const void* data, size_t size) {
+void* MallocCopy(const void* data, size_t size) {
   void* memory = std::malloc(std::max<size_t>(size, 1));  // NOLINT(cppcoreguidelines-no-malloc)
   if (memory == nullptr) throw std::bad_alloc();
   if (size > 0) std::memcpy(memory, data, size);
@@ -152,23 +152,23 @@ skd_row_options skd_row_options_default(void) { return {sizeof(skd_row_options),
 
 skd_status* skd_bundle_load(const char* path, const skd_load_options* options, skd_bundle** bundle) {
   return Guarded([&] {
-    Need(path != nullptr && bundle != nullptr, "path or bundle is NULL");
-    const skd_load_options given = Given(options, skd_load_options_default());
+    Require(path != nullptr && bundle != nullptr, "path or bundle is NULL");
+    const skd_load_options given = WithDefaults(options, skd_load_options_default());
     const auto target = given.target == nullptr ? std::nullopt : std::optional<std::string>(given.target);
-    auto loaded = skd::LoadBundle(path, target, given.threads, TextOf(given.onnxruntime_library), given.no_cuda_graphs == 0);
+    auto loaded = skd::LoadBundle(path, target, given.threads, TextOrEmpty(given.onnxruntime_library), given.no_cuda_graphs == 0);
     *bundle = new skd_bundle{std::move(loaded)};
   });
 }
 
 skd_status* skd_bundle_get_info(const skd_bundle* bundle, skd_bundle_info* info) {
   return Guarded([&] {
-    Need(bundle != nullptr && info != nullptr, "bundle or info is NULL");
+    Require(bundle != nullptr && info != nullptr, "bundle or info is NULL");
     const skd::Manifest& m = bundle->bundle->manifest;
-    Give({sizeof(skd_bundle_info), m.model.name.c_str(), m.dtype.c_str(), static_cast<uint32_t>(m.model.num_layers),
-          static_cast<uint32_t>(m.variants.size()), static_cast<uint32_t>(m.segments.size()),
-          static_cast<uint64_t>(m.model.vocab_size), static_cast<uint64_t>(m.limits.max_length),
-          static_cast<uint64_t>(m.limits.max_batch), m.schedule.mean_layers(), bundle->bundle->load_s},
-         info);
+    CopyOut({sizeof(skd_bundle_info), m.model.name.c_str(), m.dtype.c_str(), static_cast<uint32_t>(m.model.num_layers),
+             static_cast<uint32_t>(m.variants.size()), static_cast<uint32_t>(m.segments.size()),
+             static_cast<uint64_t>(m.model.vocab_size), static_cast<uint64_t>(m.limits.max_length),
+             static_cast<uint64_t>(m.limits.max_batch), m.schedule.mean_layers(), bundle->bundle->load_s},
+            info);
   });
 }
 
@@ -176,8 +176,8 @@ void skd_bundle_destroy(skd_bundle* bundle) { delete bundle; }
 
 skd_status* skd_session_create(const skd_bundle* bundle, const skd_session_options* options, skd_session** session) {
   return Guarded([&] {
-    Need(bundle != nullptr && session != nullptr, "bundle or session is NULL");
-    *session = new skd_session{skd::Session(bundle->bundle, Given(options, skd_session_options_default()))};
+    Require(bundle != nullptr && session != nullptr, "bundle or session is NULL");
+    *session = new skd_session{skd::Session(bundle->bundle, WithDefaults(options, skd_session_options_default()))};
   });
 }
 
@@ -186,15 +186,15 @@ void skd_session_destroy(skd_session* session) { delete session; }
 skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
                             uint64_t* row) {
   return Guarded([&] {
-    Need(session != nullptr && row != nullptr && (prompt != nullptr || length == 0), "session, prompt or row is NULL");
-    *row = session->session.Add(prompt, length, Given(options, skd_row_options_default()));
+    Require(session != nullptr && row != nullptr && (prompt != nullptr || length == 0), "session, prompt or row is NULL");
+    *row = session->session.Add(prompt, length, WithDefaults(options, skd_row_options_default()));
   });
 }
 
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count) {
   return Guarded([&] {
-    Need(session != nullptr && events != nullptr && count != nullptr, "session, events or count is NULL");
-    Need(capacity >= static_cast<size_t>(session->session.max_rows()), "events has room for fewer than max_rows");
+    Require(session != nullptr && events != nullptr && count != nullptr, "session, events or count is NULL");
+    Require(capacity >= static_cast<size_t>(session->session.max_rows()), "events has room for fewer than max_rows");
     const std::vector<skd_event>& found = session->session.Step();
     std::copy(found.begin(), found.end(), events);
     *count = found.size();
@@ -203,22 +203,22 @@ skd_status* skd_session_step(skd_session* session, skd_event* events, size_t cap
 
 skd_status* skd_session_cancel(skd_session* session, uint64_t row) {
   return Guarded([&] {
-    Need(session != nullptr, "session is NULL");
+    Require(session != nullptr, "session is NULL");
     session->session.Cancel(row);
   });
 }
 
 skd_status* skd_session_logits(const skd_session* session, uint64_t row, const float** logits) {
   return Guarded([&] {
-    Need(session != nullptr && logits != nullptr, "session or logits is NULL");
+    Require(session != nullptr && logits != nullptr, "session or logits is NULL");
     *logits = session->session.Logits(row);
   });
 }
 
 skd_status* skd_session_get_counters(const skd_session* session, skd_counters* counters) {
   return Guarded([&] {
-    Need(session != nullptr && counters != nullptr, "session or counters is NULL");
-    Give(session->session.Counters(), counters);
+    Require(session != nullptr && counters != nullptr, "session or counters is NULL");
+    CopyOut(session->session.Counters(), counters);
   });
 }
 
@@ -226,8 +226,8 @@ skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const siz
                          const skd_row_options* options, int full_depth, skd_callback callback, void* user) {
   return Guarded([&] {
     if (rows == 0) throw skd::CapacityError("there is no prompt", "give at least one");
-    Need(bundle != nullptr && ids != nullptr && lengths != nullptr && callback != nullptr, "an argument is NULL");
-    const skd_row_options given = Given(options, skd_row_options_default());
+    Require(bundle != nullptr && ids != nullptr && lengths != nullptr && callback != nullptr, "an argument is NULL");
+    const skd_row_options given = WithDefaults(options, skd_row_options_default());
     skd::CheckRows(*bundle->bundle, rows);  // before so many lengths are read
     const Prompts prompts = Split(ids, lengths, rows);
     skd::Session session(bundle->bundle, RoomFor(prompts, given, full_depth, bundle->bundle->manifest));
@@ -249,8 +249,8 @@ skd_status* skd_generate(const skd_bundle* bundle, const int64_t* ids, const siz
 
 skd_status* skd_tokenizer_create(const skd_bundle* bundle, const char* genai_library, skd_tokenizer** tokenizer) {
   return Guarded([&] {
-    Need(bundle != nullptr && tokenizer != nullptr, "bundle or tokenizer is NULL");
-    *tokenizer = new skd_tokenizer{{bundle->bundle, TextOf(genai_library)}};
+    Require(bundle != nullptr && tokenizer != nullptr, "bundle or tokenizer is NULL");
+    *tokenizer = new skd_tokenizer{{bundle->bundle, TextOrEmpty(genai_library)}};
   });
 }
 
@@ -258,18 +258,18 @@ void skd_tokenizer_destroy(skd_tokenizer* tokenizer) { delete tokenizer; }
 
 skd_status* skd_tokenizer_encode(skd_tokenizer* tokenizer, const char* text, int64_t** ids, size_t* count) {
   return Guarded([&] {
-    Need(tokenizer != nullptr && text != nullptr && ids != nullptr && count != nullptr, "an argument is NULL");
+    Require(tokenizer != nullptr && text != nullptr && ids != nullptr && count != nullptr, "an argument is NULL");
     const std::vector<int64_t> found = tokenizer->tokenizer.Encode(text);
-    *ids = static_cast<int64_t*>(Copied(found.data(), found.size() * sizeof(int64_t)));
+    *ids = static_cast<int64_t*>(MallocCopy(found.data(), found.size() * sizeof(int64_t)));
     *count = found.size();
   });
 }
 
 skd_status* skd_tokenizer_decode(skd_tokenizer* tokenizer, const int64_t* ids, size_t count, char** text, size_t* length) {
   return Guarded([&] {
-    Need(tokenizer != nullptr && text != nullptr && (ids != nullptr || count == 0), "an argument is NULL");
+    Require(tokenizer != nullptr && text != nullptr && (ids != nullptr || count == 0), "an argument is NULL");
     const std::string found = tokenizer->tokenizer.Decode(ids, count);
-    *text = static_cast<char*>(Copied(found.c_str(), found.size() + 1));
+    *text = static_cast<char*>(MallocCopy(found.c_str(), found.size() + 1));
     if (length != nullptr) *length = found.size();
   });
 }

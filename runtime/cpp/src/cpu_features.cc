@@ -10,8 +10,8 @@ namespace skd {
 
 std::vector<std::string> CpuFeatures() {
   // those for which ONNX Runtime's MLAS chooses another matrix kernel, in the order of runtime/cpu.py
-  static const char* const kKernels[] = {"avx",      "avx2",     "fma",   "avx512f", "avx512bw", "avx512_vnni", "avx_vnni",
-                                         "amx_tile", "amx_int8", "asimd", "asimddp", "i8mm",     "sve"};
+  static const char* const kKnownFeatures[] = {"avx",      "avx2",     "fma",   "avx512f", "avx512bw", "avx512_vnni", "avx_vnni",
+                                               "amx_tile", "amx_int8", "asimd", "asimddp", "i8mm",     "sve"};
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {
     const size_t colon = line.find(':');
@@ -20,7 +20,7 @@ std::vector<std::string> CpuFeatures() {
     std::set<std::string> flags;
     for (std::string word; words >> word;) flags.insert(word);
     std::vector<std::string> found;
-    for (const char* name : kKernels) {
+    for (const char* name : kKnownFeatures) {
       if (flags.count(name) > 0) found.emplace_back(name);
     }
     return found;

@@ -16,17 +16,17 @@ using cuda_driver::Driver;
 using cuda_driver::Node;
 using cuda_driver::Result;
 
-constexpr unsigned kApart = 1;        // CU_STREAM_NON_BLOCKING: this stream and the default stream do not wait for each other
-constexpr unsigned kWithoutTime = 2;  // CU_EVENT_DISABLE_TIMING
-constexpr int kRelaxed = 2;           // CU_STREAM_CAPTURE_MODE_RELAXED: engines may allocate while they are recorded
-constexpr int kMemoryType = 2;        // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-constexpr char kNothing[] = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n";
+constexpr unsigned kNonBlocking = 1;     // CU_STREAM_NON_BLOCKING: this stream and the default stream do not wait for each other
+constexpr unsigned kDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
+constexpr int kRelaxedCapture = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED: engines may allocate while they are recorded
+constexpr int kMemoryTypeAttribute = 2;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr char kEmptyKernelPtx[] = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n";
 
 struct Shared {
   cuda_driver::Stream* stream = nullptr;
   cuda_driver::Event* event = nullptr;  // recorded by WaitForAll
   std::mutex mutex;                     // held while work is put on the stream
-  bool settled = false;
+  bool ran_in_other_context = false;
 };
 
 // Never destroyed, because other static objects may free their blocks after it would have been.
@@ -34,8 +34,8 @@ Shared& TheStream() {
   static Shared* const shared = new Shared();
   static const bool made = [] {  // if this throws, the next call tries again, keeping what has been created
     const Driver& driver = cuda_driver::Ready();
-    if (shared->stream == nullptr) Check(driver, driver.create_stream(&shared->stream, kApart));
-    Check(driver, driver.create_event(&shared->event, kWithoutTime));
+    if (shared->stream == nullptr) Check(driver, driver.create_stream(&shared->stream, kNonBlocking));
+    Check(driver, driver.create_event(&shared->event, kDisableTiming));
     return true;
   }();
   static_cast<void>(made);
@@ -51,7 +51,7 @@ struct Turn {
 
 // Runs `work` and ignores what it throws, for destructors. If the driver is gone, so are its memory and graphs.
 template <typename Work>
-void Quietly(Work work) noexcept {
+void IgnoringErrors(Work work) noexcept {
   try {
     work(Turn());
   } catch (...) {  // NOLINT(bugprone-empty-catch)
@@ -63,17 +63,17 @@ void WaitForAll(const Turn& turn) {
   Check(turn.driver, turn.driver.wait(turn.shared.event));
 }
 
-Address Of(const std::byte* memory) { return reinterpret_cast<Address>(memory); }
+Address AddressOf(const std::byte* memory) { return reinterpret_cast<Address>(memory); }
 
-bool ReadsTheHost(const Driver& driver, const cuda_driver::Copy3D& copy) {
+bool ReadsHostMemory(const Driver& driver, const cuda_driver::Copy3D& copy) {
   if (copy.source_type == cuda_driver::kHostMemory) return true;
   // ask for the address's type too: under unified addressing a copy may declare pinned host memory as the device's
   unsigned type = 0;
-  Check(driver, driver.attribute(&type, kMemoryType, copy.source_device));
+  Check(driver, driver.attribute(&type, kMemoryTypeAttribute, copy.source_device));
   return type != cuda_driver::kDeviceMemory;
 }
 
-void CheckRepeats(const Driver& driver, cuda_driver::Graph* graph) {
+void CheckRepeatable(const Driver& driver, cuda_driver::Graph* graph) {
   size_t count = 0;
   Check(driver, driver.nodes(graph, nullptr, &count));
   std::vector<Node*> nodes(count);
@@ -84,7 +84,7 @@ void CheckRepeats(const Driver& driver, cuda_driver::Graph* graph) {
     Check(driver, driver.node_type(node, &type));
     cuda_driver::Copy3D copy{};
     if (type == cuda_driver::kCopyNode) Check(driver, driver.copy_of(node, &copy));
-    if (type == cuda_driver::kHostNode || (type == cuda_driver::kCopyNode && ReadsTheHost(driver, copy))) {
+    if (type == cuda_driver::kHostNode || (type == cuda_driver::kCopyNode && ReadsHostMemory(driver, copy))) {
       throw TargetError("a graph calls the host or reads its memory", "decode without graphs");
     }
   }
@@ -92,14 +92,14 @@ void CheckRepeats(const Driver& driver, cuda_driver::Graph* graph) {
 
 // Runs a kernel in another context of this process, once, after the engines' kernels have run. From then on the GPU takes
 // less time between two kernels (runtime/cuda.py). If there is no memory for the context, steps take as long as before.
-void Settle(const Turn& turn) {
-  turn.shared.settled = true;
+void RunKernelInOtherContext(const Turn& turn) {
+  turn.shared.ran_in_other_context = true;
   const Driver& driver = turn.driver;
   void* context = nullptr;
   if (driver.create_context(&context, 0, driver.device) != 0) return;
   cuda_driver::Module* module = nullptr;
   cuda_driver::Kernel* kernel = nullptr;
-  if (driver.load(&module, kNothing) == 0 && driver.kernel_of(&kernel, module, "nothing") == 0 &&
+  if (driver.load(&module, kEmptyKernelPtx) == 0 && driver.kernel_of(&kernel, module, "nothing") == 0 &&
       driver.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, nullptr, nullptr, nullptr) == 0) {
     driver.wait_for_context();
   }
@@ -108,9 +108,9 @@ void Settle(const Turn& turn) {
 }
 
 // Returns the graph of what `calls` put on the stream. Recording ends even if `calls` throw.
-cuda_driver::Graph* Recorded(const Turn& turn, const Calls& calls) {
+cuda_driver::Graph* RecordGraph(const Turn& turn, const Calls& calls) {
   const auto& [shared, lock, driver] = turn;
-  Check(driver, driver.begin_capture(shared.stream, kRelaxed));
+  Check(driver, driver.begin_capture(shared.stream, kRelaxedCapture));
   cuda_driver::Graph* graph = nullptr;
   try {
     calls();
@@ -143,9 +143,9 @@ std::byte* Allocate(size_t bytes) {
 }
 
 void Free(std::byte* memory) noexcept {
-  Quietly([memory](const Turn& turn) {
+  IgnoringErrors([memory](const Turn& turn) {
     WaitForAll(turn);
-    turn.driver.free(Of(memory));
+    turn.driver.free(AddressOf(memory));
   });
 }
 
@@ -157,7 +157,7 @@ std::byte* AllocateHost(size_t bytes) {
 }
 
 void FreeHost(std::byte* memory) noexcept {
-  Quietly([memory](const Turn& turn) {
+  IgnoringErrors([memory](const Turn& turn) {
     WaitForAll(turn);
     turn.driver.free_host(memory);
   });
@@ -165,13 +165,13 @@ void FreeHost(std::byte* memory) noexcept {
 
 void Send(std::byte* to, const void* from, size_t bytes) {
   const Turn turn;
-  Check(turn.driver, turn.driver.send(Of(to), from, bytes, turn.shared.stream));
+  Check(turn.driver, turn.driver.send(AddressOf(to), from, bytes, turn.shared.stream));
 }
 
 void Receive(void* to, const std::byte* from, size_t bytes) {
   {
     const Turn turn;
-    Check(turn.driver, turn.driver.receive(to, Of(from), bytes, turn.shared.stream));
+    Check(turn.driver, turn.driver.receive(to, AddressOf(from), bytes, turn.shared.stream));
   }
   WaitForAll();
 }
@@ -188,12 +188,12 @@ void WaitForAll() {
 
 void Copy(std::byte* to, const std::byte* from, size_t bytes) {
   const Turn turn;
-  Check(turn.driver, turn.driver.copy(Of(to), Of(from), bytes, turn.shared.stream));
+  Check(turn.driver, turn.driver.copy(AddressOf(to), AddressOf(from), bytes, turn.shared.stream));
 }
 
 void Clear(std::byte* memory, size_t bytes) {
   const Turn turn;
-  Check(turn.driver, turn.driver.set(Of(memory), 0, bytes, turn.shared.stream));
+  Check(turn.driver, turn.driver.set(AddressOf(memory), 0, bytes, turn.shared.stream));
 }
 
 void* Handle() { return TheStream().stream; }
@@ -224,11 +224,11 @@ void Launch(cuda_driver::Kernel* kernel, unsigned blocks, unsigned threads, void
 
 Event::Event() {
   const Turn turn;
-  Check(turn.driver, turn.driver.create_event(&event_, kWithoutTime));
+  Check(turn.driver, turn.driver.create_event(&event_, kDisableTiming));
 }
 
 Event::~Event() {
-  Quietly([this](const Turn& turn) { turn.driver.destroy_event(event_); });
+  IgnoringErrors([this](const Turn& turn) { turn.driver.destroy_event(event_); });
 }
 
 void Event::Record() {
@@ -244,10 +244,10 @@ void Event::Wait() const {
 Graph::Graph(const Calls& calls) : launchable_(nullptr) {
   const Turn turn;
   const Driver& driver = turn.driver;
-  if (!turn.shared.settled) Settle(turn);
-  cuda_driver::Graph* graph = Recorded(turn, calls);
+  if (!turn.shared.ran_in_other_context) RunKernelInOtherContext(turn);
+  cuda_driver::Graph* graph = RecordGraph(turn, calls);
   try {
-    CheckRepeats(driver, graph);
+    CheckRepeatable(driver, graph);
     Check(driver, driver.instantiate(&launchable_, graph, 0));
   } catch (...) {
     driver.destroy_graph(graph);
@@ -258,7 +258,7 @@ Graph::Graph(const Calls& calls) : launchable_(nullptr) {
 
 Graph::~Graph() {
   // the driver defers this until a launch in progress is done
-  Quietly([this](const Turn& turn) { turn.driver.destroy_launchable(launchable_); });
+  IgnoringErrors([this](const Turn& turn) { turn.driver.destroy_launchable(launchable_); });
 }
 
 void Graph::Launch() const {

@@ -17,24 +17,24 @@ constexpr int64_t kPrefillChunk = 512;  // prompt tokens a pass: bounds the atte
 size_t Size(int64_t count) { return static_cast<size_t>(count); }
 
 Tensor Int64s(const Memory& memory, std::string name, std::byte* data, std::vector<int64_t> shape) {
-  return memory.Of(std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
+  return memory.TensorAt(std::move(name), data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
 }
 
 Tensor SeqlensK(const Memory& memory, std::byte* data, int64_t count) {
-  return memory.Of(names::kSeqlensK, data, {count}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
+  return memory.TensorAt(names::kSeqlensK, data, {count}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
 }
 
 Tensor Total(int32_t* data) { return {names::kTotalSequenceLength, data, {1}, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32}; }
 
 Tensor LogitsAt(const Memory& memory, std::byte* data, std::vector<int64_t> shape) {
-  return memory.Of(names::kLogits, data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+  return memory.TensorAt(names::kLogits, data, std::move(shape), ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
 }
 
 }  // namespace
 
-void ThrowHalfway(const Error& error) {
+void RethrowAsHalfDone(const Error& error, const std::string& work) {
   if (error.code() != SKD_ERROR_CAPACITY) throw error;
-  throw TargetError("a decode step ended halfway (" + std::string(error.what()) + ")", "destroy the session and make another");
+  throw TargetError(work + " ended halfway (" + error.what() + ")", "destroy the session and make another");
 }
 
 Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new)
@@ -55,9 +55,9 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
       seqlens_k_(bundle_->memory, max_rows),
       prompt_seqlens_k_(bundle_->memory, max_prompt),
       totals_(Size(max_rows)),
-      climbs_(Size(max_rows)),
-      embeds_(Size(max_rows)),
-      heads_(Size(max_rows)) {
+      bound_segments_(Size(max_rows)),
+      bound_embeds_(Size(max_rows)),
+      bound_heads_(Size(max_rows)) {
   positions_.reserve(Size(max_rows));
   counts_.reserve(Size(max_rows));
   route_counts_.reserve(Size(max_rows));
@@ -68,8 +68,8 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
   for (const SegmentEngine& segment : bundle_->segments) {
     least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
     most_totals_.push_back(static_cast<int32_t>(kv_.SlotsOf(segment.layers.front())));
-    const auto keeps = [this](int64_t layer) { return Keeps(bundle_->manifest.model, layer); };
-    if (std::any_of(segment.layers.begin(), segment.layers.end(), keeps)) first_keeping_none_ = least_counts_.size();
+    const auto keeps_state = [this](int64_t layer) { return KeepsState(bundle_->manifest.model, layer); };
+    if (std::any_of(segment.layers.begin(), segment.layers.end(), keeps_state)) first_stateless_segment_ = least_counts_.size();
   }
 }
 
@@ -99,7 +99,7 @@ int64_t Decoder::Step() {
     // nothing happens between two calls, so one clock times all of them (a reading takes 50 ns)
     for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
   } catch (const Error& error) {
-    ThrowHalfway(error);
+    RethrowAsHalfDone(error, "a decode step");
   }
   engine_ns_ += NanosecondsSince(began);
   for (Position& position : positions_) {
@@ -114,20 +114,21 @@ const float* Decoder::Logits(int64_t row) const {
   return logits_.data() + row * vocab_size_;
 }
 
-Decoder::Seen Decoder::At(int64_t row) {
-  return {reinterpret_cast<int64_t*>(ids_.seen(row)), reinterpret_cast<int64_t*>(position_ids_.seen(row)),
-          reinterpret_cast<int32_t*>(seqlens_k_.seen(row)), reinterpret_cast<const float*>(logits_.seen(row * vocab_size_))};
+Decoder::RowView Decoder::ViewFrom(int64_t row) {
+  return {reinterpret_cast<int64_t*>(ids_.engine_address(row)), reinterpret_cast<int64_t*>(position_ids_.engine_address(row)),
+          reinterpret_cast<int32_t*>(seqlens_k_.engine_address(row)),
+          reinterpret_cast<const float*>(logits_.engine_address(row * vocab_size_))};
 }
 
 // A segment runs on the suffix of the rows that compute its layers: layer counts never fall from row to row.
 void Decoder::FindRoute() {
   route_counts_.clear();  // if Bind throws, `route_` must not look complete
-  route_.assign(1, Embed().call());
+  route_.assign(1, BoundEmbed().call());
   for (size_t segment = 0; segment < least_counts_.size(); ++segment) {
     const auto first = std::lower_bound(counts_.begin(), counts_.end(), least_counts_[segment]);
-    if (first != counts_.end()) route_.push_back(Climb(segment, first - counts_.begin()).call());
+    if (first != counts_.end()) route_.push_back(BoundSegment(segment, first - counts_.begin()).call());
   }
-  route_.push_back(Head().call());
+  route_.push_back(BoundHead().call());
   route_counts_ = counts_;
 }
 
@@ -136,8 +137,8 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
   std::copy(prompt, prompt + length, prompt_ids_.data());
   prompt_ids_.Send(length);
   bundle_->embed
-      .Bind({Int64s(memory, names::kInputIds, prompt_ids_.seen(), {1, length}),
-             Int64s(memory, names::kPositionIds, prompt_positions_.seen(), {1, length})},
+      .Bind({Int64s(memory, names::kInputIds, prompt_ids_.engine_address(), {1, length}),
+             Int64s(memory, names::kPositionIds, prompt_positions_.engine_address(), {1, length})},
             {memory.Floats(names::kHidden, prompt_hidden_.get(), {1, length, hidden_size_})})
       .Run();
   kv_.ClearRow(row);
@@ -145,12 +146,12 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
     const SegmentEngine& segment = bundle_->segments[index];
     const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
     const std::optional<int64_t> cap = absolute ? schedule_.Cap(segment.layers.front()) : std::nullopt;
-    PrefillSegment(segment, row, index < first_keeping_none_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
+    PrefillSegment(segment, row, index < first_stateless_segment_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
   }
   bundle_->head
       .Bind({memory.Floats(names::kHidden, Hidden(prompt_hidden_, length - 1), {1, 1, hidden_size_}),
-             Int64s(memory, names::kLast, prompt_last_.seen(), {1})},
-            {LogitsAt(memory, logits_.seen(row * vocab_size_), {1, vocab_size_})})
+             Int64s(memory, names::kLast, prompt_last_.engine_address(), {1})},
+            {LogitsAt(memory, logits_.engine_address(row * vocab_size_), {1, vocab_size_})})
       .Run();
 }
 
@@ -170,8 +171,8 @@ void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t 
     std::byte* hidden = Hidden(prompt_hidden_, start);
     auto total = static_cast<int32_t>(start + size);
     Bindings bound{{memory.Floats(names::kHidden, hidden, {1, size, hidden_size_}),
-                    Int64s(memory, names::kPositionIds, prompt_positions_.seen(start), {1, size}),
-                    SeqlensK(memory, prompt_seqlens_k_.seen(total - 1), 1), Total(&total)},
+                    Int64s(memory, names::kPositionIds, prompt_positions_.engine_address(start), {1, size}),
+                    SeqlensK(memory, prompt_seqlens_k_.engine_address(total - 1), 1), Total(&total)},
                    {memory.Floats(names::kHiddenOut, hidden, {1, size, hidden_size_})}};
     for (const int64_t layer : segment.layers) kv.Bind(layer, passing ? 0 : row, 1, &bound);
     for (const int64_t source : KeySources(bundle_->manifest.model, segment.layers)) kv_.BindRead(source, row, 1, &bound);
@@ -185,50 +186,51 @@ std::byte* Decoder::Hidden(const Block& block, int64_t index) const {
 }
 
 // Segment `segment` on rows `start ..`, bound when first needed.
-const Binding& Decoder::Climb(size_t segment, int64_t start) {
+const Binding& Decoder::BoundSegment(size_t segment, int64_t start) {
   const Memory& memory = bundle_->memory;
   const int64_t count = rows() - start;
-  auto& of_rows = climbs_[Size(rows() - 1)];
+  auto& of_rows = bound_segments_[Size(rows() - 1)];
   if (of_rows.empty()) of_rows.resize(Size(rows()));
   auto& bound = of_rows[Size(start)];
   if (bound.empty()) bound.resize(least_counts_.size());
   if (bound[segment]) return *bound[segment];
   std::byte* hidden = Hidden(hidden_, start);
-  Bindings wanted{
-      {memory.Floats(names::kHidden, hidden, {count, 1, hidden_size_}),
-       Int64s(memory, names::kPositionIds, position_ids_.seen(start), {count, 1}),
-       SeqlensK(memory, seqlens_k_.seen(start), count), Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])},
-      {memory.Floats(names::kHiddenOut, hidden, {count, 1, hidden_size_})}};
+  Bindings wanted{{memory.Floats(names::kHidden, hidden, {count, 1, hidden_size_}),
+                   Int64s(memory, names::kPositionIds, position_ids_.engine_address(start), {count, 1}),
+                   SeqlensK(memory, seqlens_k_.engine_address(start), count),
+                   Total(memory.on_host() ? &totals_[Size(start)] : &most_totals_[segment])},
+                  {memory.Floats(names::kHiddenOut, hidden, {count, 1, hidden_size_})}};
   const std::vector<int64_t>& layers = bundle_->segments[segment].layers;
   for (const int64_t layer : layers) kv_.Bind(layer, start, count, &wanted);
   for (const int64_t source : KeySources(bundle_->manifest.model, layers)) kv_.BindRead(source, start, count, &wanted);
   return bound[segment].emplace(bundle_->segments[segment].engine.Bind(wanted.inputs, wanted.outputs));
 }
 
-const Binding& Decoder::Embed() {
+const Binding& Decoder::BoundEmbed() {
   const Memory& memory = bundle_->memory;
   const int64_t count = rows();
-  std::optional<Binding>& bound = embeds_[Size(count - 1)];
+  std::optional<Binding>& bound = bound_embeds_[Size(count - 1)];
   if (bound) return *bound;
-  return bound.emplace(bundle_->embed.Bind({Int64s(memory, names::kInputIds, ids_.seen(), {count, 1}),
-                                            Int64s(memory, names::kPositionIds, position_ids_.seen(), {count, 1})},
+  return bound.emplace(bundle_->embed.Bind({Int64s(memory, names::kInputIds, ids_.engine_address(), {count, 1}),
+                                            Int64s(memory, names::kPositionIds, position_ids_.engine_address(), {count, 1})},
                                            {memory.Floats(names::kHidden, hidden_.get(), {count, 1, hidden_size_})}));
 }
 
-const Binding& Decoder::Head() {
+const Binding& Decoder::BoundHead() {
   const Memory& memory = bundle_->memory;
   const int64_t count = rows();
-  std::optional<Binding>& bound = heads_[Size(count - 1)];
+  std::optional<Binding>& bound = bound_heads_[Size(count - 1)];
   if (bound) return *bound;
   return bound.emplace(bundle_->head.Bind({memory.Floats(names::kHidden, hidden_.get(), {count, 1, hidden_size_}),
-                                           Int64s(memory, names::kLast, last_.seen(), {count})},
-                                          {LogitsAt(memory, logits_.seen(), {count, vocab_size_})}));
+                                           Int64s(memory, names::kLast, last_.engine_address(), {count})},
+                                          {LogitsAt(memory, logits_.engine_address(), {count, vocab_size_})}));
 }
 
 void Decoder::CopyRow(int64_t from, int64_t to) {
   positions_[Size(to)] = positions_[Size(from)];
   kv_.CopyRow(from, to, positions_[Size(from)].length);
-  bundle_->memory.Copy(logits_.seen(to * vocab_size_), logits_.seen(from * vocab_size_), Size(vocab_size_) * sizeof(float));
+  bundle_->memory.Copy(logits_.engine_address(to * vocab_size_), logits_.engine_address(from * vocab_size_),
+                       Size(vocab_size_) * sizeof(float));
 }
 
 }  // namespace skd

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bindings.h"
@@ -15,9 +16,9 @@
 
 namespace skd {
 
-// Throws the error that ended a decode step halfway. SKD_ERROR_CAPACITY, which would mean that rows are unchanged, becomes
-// SKD_ERROR_TARGET.
-[[noreturn]] void ThrowHalfway(const Error& error);
+// Throws the error that ended `work`, such as "a decode step", halfway. SKD_ERROR_CAPACITY, which would mean that rows are
+// unchanged, becomes SKD_ERROR_TARGET.
+[[noreturn]] void RethrowAsHalfDone(const Error& error, const std::string& work);
 
 // A batch that is being decoded: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
 //
@@ -35,7 +36,7 @@ class Decoder {
   // Other rows may have moved: `moved(from, to)` is called for each of them, in order.
   template <typename Moved>
   int64_t Add(const int64_t* prompt, int64_t length, Moved moved);
-  // Free a row's place. `moved`: as for Add.
+  // Free a row's place. `moved`: as for Add. On a GPU throws SKD_ERROR_TARGET, after which rows may be half moved.
   template <typename Moved>
   void Remove(int64_t row, Moved moved);
   // Feed one token a row; returns how many layers the deepest row computed. Throws SKD_ERROR_CAPACITY if the step has not
@@ -46,12 +47,12 @@ class Decoder {
   // The logits [V] float32 of the next token of `row`. Valid until the next call.
   const float* Logits(int64_t row) const;
   // Where engines find a row, and the rows after it: the next step's inputs and the last step's logits.
-  struct Seen {
+  struct RowView {
     int64_t *ids, *positions;
     int32_t* seqlens_k;
     const float* logits;
   };
-  Seen At(int64_t row);
+  RowView ViewFrom(int64_t row);
 
   uint64_t engine_ns() const { return engine_ns_; }
   // How many runs of engines in decode steps were launches of CUDA graphs.
@@ -68,30 +69,30 @@ class Decoder {
   void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t first, int64_t count);
   std::byte* Hidden(const Block& block, int64_t index) const;
   void FindRoute();
-  const Binding& Climb(size_t segment, int64_t start);
-  const Binding& Embed();
-  const Binding& Head();
+  const Binding& BoundSegment(size_t segment, int64_t start);
+  const Binding& BoundEmbed();
+  const Binding& BoundHead();
   void CopyRow(int64_t from, int64_t to);
 
   std::shared_ptr<const Bundle> bundle_;
   Schedule schedule_;
   int64_t hidden_size_, vocab_size_;
-  std::vector<int64_t> least_counts_;  // of each segment, the least layer count that includes it
-  size_t first_keeping_none_ = 0;      // from this segment on, layers keep nothing: a prompt's last token is enough
+  std::vector<int64_t> least_counts_;   // of each segment, the least layer count that includes it
+  size_t first_stateless_segment_ = 0;  // from this segment on, layers keep nothing: a prompt's last token is enough
   KvBuffer kv_;
   std::vector<Position> positions_;
-  Block hidden_, prompt_hidden_;  // [rows, H], [max_prompt, H]
-  mutable Twin<float> logits_;    // copied to the host only when asked for
-  Twin<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
-  Twin<int32_t> seqlens_k_;
+  Block hidden_, prompt_hidden_;         // [rows, H], [max_prompt, H]
+  mutable MirroredArray<float> logits_;  // copied to the host only when asked for
+  MirroredArray<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
+  MirroredArray<int32_t> seqlens_k_;
   // 0, 1, ..: each pass over a part of a prompt reads its own element, so that none is overwritten before a pass has read it
-  Twin<int32_t> prompt_seqlens_k_;
+  MirroredArray<int32_t> prompt_seqlens_k_;
   // total_sequence_length, which engines read from the host wherever they run. totals_[row]: the most valid tokens of this
   // row and those after it. most_totals_[segment]: the most possible, for a GPU, whose graphs keep the value recorded.
   std::vector<int32_t> totals_, most_totals_;
   // bound when first needed
-  std::vector<std::vector<std::vector<std::optional<Binding>>>> climbs_;  // [rows - 1][first row][segment]
-  std::vector<std::optional<Binding>> embeds_, heads_;                    // [rows - 1]
+  std::vector<std::vector<std::vector<std::optional<Binding>>>> bound_segments_;  // [rows - 1][first row][segment]
+  std::vector<std::optional<Binding>> bound_embeds_, bound_heads_;                // [rows - 1]
   // the calls of a step, contiguous because the weights that a call reads push everything else out of the CPU's cache;
   // rebuilt when a row computes another number of layers, or rows come and go
   std::vector<Call> route_;
@@ -121,6 +122,7 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
       Remove(hole, moved);
     } catch (...) {  // the GPU cannot even copy: the rows are lost, but their number is right
       positions_.pop_back();
+      throw;  // what went wrong first may be SKD_ERROR_CAPACITY
     }
     throw;
   }
@@ -135,7 +137,11 @@ void Decoder::Remove(int64_t row, Moved moved) {
     const int64_t t = positions_[static_cast<size_t>(hole + 1)].t;
     int64_t last = hole + 1;
     while (last < rows() - 1 && positions_[static_cast<size_t>(last + 1)].t == t) ++last;
-    CopyRow(last, hole);
+    try {
+      CopyRow(last, hole);
+    } catch (const Error& error) {
+      RethrowAsHalfDone(error, "moving rows");
+    }
     moved(last, hole);
     hole = last;
   }

@@ -63,7 +63,7 @@ Opened LoadApi(const std::string& library) {
 // The first makes adjacent slices (Phi-3's query, key, value) an uneven Split, which copies from the host's memory in each
 // run and so cannot be part of a CUDA graph. The second moves a bias into a product with quantised weights, which rules out
 // CUTLASS's kernels.
-constexpr char kUnwanted[] = "GatherSliceToSplitFusion;MatMulNBitsFusion";
+constexpr char kDisabledOptimizers[] = "GatherSliceToSplitFusion;MatMulNBitsFusion";
 
 void UseCuda(Ort::SessionOptions& options) {
   const OrtApi& api = Ort::GetApi();
@@ -78,7 +78,7 @@ void UseCuda(Ort::SessionOptions& options) {
     Ort::ThrowOnError(api.UpdateCUDAProviderOptionsWithValue(cuda, "user_compute_stream", cuda_stream::Handle()));
     options.AddConfigEntry("session.use_device_allocator_for_initializers", "1");
     options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");  // a node on the CPU would make each step wait
-    options.AddConfigEntry("optimization.disable_specified_optimizers", kUnwanted);
+    options.AddConfigEntry("optimization.disable_specified_optimizers", kDisabledOptimizers);
     options.AppendExecutionProvider_CUDA_V2(*cuda);
   } catch (const Ort::Exception& error) {
     throw TargetError("ONNX Runtime cannot use cuda on this machine (" + Reason(error.what()) + ")",

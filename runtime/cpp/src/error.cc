@@ -3,6 +3,11 @@
 #include "utf8.h"
 
 namespace skd {
+namespace {
+
+bool ContinuesCharacter(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) == 0x80; }  // in UTF-8
+
+}  // namespace
 
 std::string OneLine(const std::string& text) {
   std::string line;
@@ -21,10 +26,17 @@ Error::Error(skd_code code, const std::string& what, const std::string& remedy, 
     : std::runtime_error(OneLine((where.empty() ? "" : where + ": ") + what + (remedy.empty() ? "" : "; " + remedy))),
       code_(code) {}
 
-std::string Cut(const std::string& text, size_t most) {
+std::string FirstBytes(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
-  while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;  // the next byte continues a character
+  while (most > 0 && ContinuesCharacter(text[most])) --most;
   return text.substr(0, most);
+}
+
+std::string LastBytes(const std::string& text, size_t most) {
+  if (text.size() <= most) return text;
+  size_t start = text.size() - most;
+  while (start < text.size() && ContinuesCharacter(text[start])) ++start;
+  return text.substr(start);
 }
 
 Error BundleError(const std::string& what, const std::string& where) {

@@ -24,7 +24,9 @@ class Error : public std::runtime_error {
 std::string OneLine(const std::string& text);
 
 // The first `most` bytes of a text, or a few fewer so that no UTF-8 character is cut in two.
-std::string Cut(const std::string& text, size_t most);
+std::string FirstBytes(const std::string& text, size_t most);
+// The same of the last ones.
+std::string LastBytes(const std::string& text, size_t most);
 
 Error BundleError(const std::string& what, const std::string& where);  // its remedy: export the model again
 Error CapacityError(const std::string& what, const std::string& remedy, const std::string& where = "");

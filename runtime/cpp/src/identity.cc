@@ -9,7 +9,9 @@
 namespace skd {
 namespace {
 
-auto Parts(const Identity& of) { return std::tie(of.device, of.inode, of.changed_s, of.changed_ns); }
+auto Parts(const Identity& identity) {
+  return std::tie(identity.device, identity.inode, identity.changed_s, identity.changed_ns);
+}
 
 }  // namespace
 

@@ -23,7 +23,7 @@ void CheckIdentity(const std::filesystem::path& bundle, const Identity& loaded, 
 // Runs `read`, then throws as CheckIdentity if it may have read parts of another bundle. That error replaces any that `read`
 // throws, since parts of two bundles may look damaged.
 template <typename Read>
-void ReadOne(const std::filesystem::path& bundle, const Identity& loaded, const std::string& when, Read read) {
+void ReadUnchanged(const std::filesystem::path& bundle, const Identity& loaded, const std::string& when, Read read) {
   try {
     read();
   } catch (...) {

@@ -40,7 +40,7 @@ class KvBuffer {
 
  private:
   struct Array {
-    StateArray of;
+    StateArray state;
     int64_t start, row_bytes;
   };
   std::byte* At(const Array& array, int64_t row) { return block_.get() + array.start + row * array.row_bytes; }

@@ -11,25 +11,25 @@ std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t sl
     const std::string of_layer = "_" + name + "." + std::to_string(layer);
     return StateArray{"past" + of_layer, "present" + of_layer, std::move(shape), has_slots};
   };
-  const StateLayers kept = model.Kept(layer);
+  const LayerGroup group = model.GroupOf(layer);
   std::vector<StateArray> arrays;
-  if (kept.keys) {
-    const std::vector<int64_t> shape{kept.keys->num_heads, slots, kept.keys->head_size};
+  if (group.keys) {
+    const std::vector<int64_t> shape{group.keys->num_heads, slots, group.keys->head_size};
     arrays = {array("key", shape, true), array("value", shape, true)};
   }
-  for (const State& state : kept.states) arrays.push_back(array(state.name, state.shape, false));
+  for (const State& state : group.states) arrays.push_back(array(state.name, state.shape, false));
   return arrays;
 }
 
-bool Keeps(const Model& model, int64_t layer) {
-  const StateLayers kept = model.Kept(layer);
-  return kept.keys || !kept.states.empty();
+bool KeepsState(const Model& model, int64_t layer) {
+  const LayerGroup group = model.GroupOf(layer);
+  return group.keys || !group.states.empty();
 }
 
 std::vector<int64_t> KeySources(const Model& model, const std::vector<int64_t>& layers) {
   std::set<int64_t> sources;
   for (const int64_t layer : layers) {
-    const std::optional<int64_t> source = model.Kept(layer).keys_of;
+    const std::optional<int64_t> source = model.GroupOf(layer).keys_of;
     if (source && std::find(layers.begin(), layers.end(), *source) == layers.end()) sources.insert(*source);
   }
   return {sources.begin(), sources.end()};

@@ -19,11 +19,11 @@ struct StateArray {
   bool has_slots;
 };
 
-// The arrays of `layer` for a row with `slots` slots, as key_state and constant_state of runtime/kv_buffer.py.
+// The arrays of `layer` for a row with `slots` slots, as key_shapes and state_shapes of runtime/kv_buffer.py.
 std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t slots);
 
 // Whether `layer` keeps anything of a row.
-bool Keeps(const Model& model, int64_t layer);
+bool KeepsState(const Model& model, int64_t layer);
 
 // The layers outside `layers` whose keys and values `layers` read.
 std::vector<int64_t> KeySources(const Model& model, const std::vector<int64_t>& layers);

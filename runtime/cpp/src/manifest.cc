@@ -23,13 +23,13 @@ State DecodeState(const Json& data, const std::string& where) {
   return {o.Text("name"), o.Integers("shape")};
 }
 
-std::optional<Keys> DecodeKeys(const Json& data, const std::string& where) {
+std::optional<KeyValueSizes> DecodeKeys(const Json& data, const std::string& where) {
   if (data.is_null()) return std::nullopt;
   const Object o(data, where, {"num_heads", "head_size"});
-  return Keys{o.Integer("num_heads"), o.Integer("head_size")};
+  return KeyValueSizes{o.Integer("num_heads"), o.Integer("head_size")};
 }
 
-StateLayers DecodeStateLayers(const Json& data, const std::string& where) {
+LayerGroup DecodeLayerGroup(const Json& data, const std::string& where) {
   const Object o(data, where, {"layers", "keys", "keys_of", "states"});
   return {o.Integers("layers"), DecodeKeys(o.at("keys"), o.Where("keys")), o.IntegerOrNull("keys_of"),
           o.Items<State>("states", DecodeState)};
@@ -48,7 +48,7 @@ Model DecodeModel(const Json& data) {
           o.Integer("head_size"),
           o.Integer("vocab_size"),
           o.Integer("num_parameters"),
-          o.Items<StateLayers>("state_layers", DecodeStateLayers),
+          o.Items<LayerGroup>("state_layers", DecodeLayerGroup),
           o.Integers("eos_token_ids")};
 }
 
@@ -139,21 +139,21 @@ void CheckFile(const std::filesystem::path& bundle, const File& file) {
 
 }  // namespace
 
-StateLayers Model::Kept(int64_t layer) const {
-  const auto has = [layer](const StateLayers& each) { return std::binary_search(each.layers.begin(), each.layers.end(), layer); };
+LayerGroup Model::GroupOf(int64_t layer) const {
+  const auto has = [layer](const LayerGroup& each) { return std::binary_search(each.layers.begin(), each.layers.end(), layer); };
   const auto group = std::find_if(state_layers.begin(), state_layers.end(), has);
   if (group != state_layers.end()) return *group;
-  return {{layer}, Keys{num_kv_heads, head_size}, std::nullopt, {}};
+  return {{layer}, KeyValueSizes{num_kv_heads, head_size}, std::nullopt, {}};
 }
 
 Manifest ParseManifest(const std::string& text, const std::string& where) {
   const Json data = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  const bool marked = text.rfind("\xEF\xBB\xBF", 0) == 0;  // a byte order mark is not JSON, but this parser skips it
-  if (data.is_discarded() || marked) throw BundleError("cannot be read (not JSON)", where);
-  const bool versioned = data.is_object() && data.contains("format_version");
-  if (!versioned || data["format_version"] != kFormatVersion || !data["format_version"].is_number_integer()) {
+  const bool has_byte_order_mark = text.rfind("\xEF\xBB\xBF", 0) == 0;  // a byte order mark is not JSON, but this parser skips it
+  if (data.is_discarded() || has_byte_order_mark) throw BundleError("cannot be read (not JSON)", where);
+  const bool has_version = data.is_object() && data.contains("format_version");
+  if (!has_version || data["format_version"] != kFormatVersion || !data["format_version"].is_number_integer()) {
     throw Error(SKD_ERROR_BUNDLE,
-                "format_version is " + (versioned ? Shown(data["format_version"]) : "missing") + ", this runtime reads " +
+                "format_version is " + (has_version ? Shown(data["format_version"]) : "missing") + ", this runtime reads " +
                     std::to_string(kFormatVersion),
                 "export the model with this version", where);
   }

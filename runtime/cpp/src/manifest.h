@@ -18,27 +18,27 @@ struct State {
 };
 
 // Sizes of a layer's keys, and of its values.
-struct Keys {
+struct KeyValueSizes {
   int64_t num_heads, head_size;
 };
 
 // Layers that keep the same of a row: keys and values, or those of another layer, and states of linear attention and the
 // like.
-struct StateLayers {
-  std::vector<int64_t> layers;     // rising
-  std::optional<Keys> keys;        // nullopt: they have none of their own
-  std::optional<int64_t> keys_of;  // a layer below, computed at every position, whose keys and values they read
+struct LayerGroup {
+  std::vector<int64_t> layers;        // rising
+  std::optional<KeyValueSizes> keys;  // nullopt: they have none of their own
+  std::optional<int64_t> keys_of;     // a layer below, computed at every position, whose keys and values they read
   std::vector<State> states;
 };
 
 struct Model {
   std::string name, model_type;
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, vocab_size, num_parameters;
-  std::vector<StateLayers> state_layers;  // any other layer keeps keys and values of the sizes above, and nothing else
+  std::vector<LayerGroup> state_layers;  // any other layer keeps keys and values of the sizes above, and nothing else
   std::vector<int64_t> eos_token_ids;
 
   // What `layer` keeps.
-  StateLayers Kept(int64_t layer) const;
+  LayerGroup GroupOf(int64_t layer) const;
 };
 
 struct Limits {

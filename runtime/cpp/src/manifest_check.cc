@@ -14,7 +14,7 @@ namespace skd {
 namespace {
 
 // Whether the arrays that the layers of `group` keep have valid sizes and names that differ.
-bool KeptOnce(const StateLayers& group) {
+bool HasValidArrays(const LayerGroup& group) {
   const auto is_size = [](int64_t size) { return size > 0 && size < int64_t{1} << 31; };
   std::set<std::string> names;
   if (group.keys) {
@@ -30,10 +30,10 @@ bool KeptOnce(const StateLayers& group) {
 void CheckStates(const Model& model) {
   std::set<int64_t> seen;
   const auto among_layers = [&](int64_t layer) { return layer >= 0 && layer < model.num_layers && seen.insert(layer).second; };
-  for (const StateLayers& group : model.state_layers) {
+  for (const LayerGroup& group : model.state_layers) {
     const auto& layers = group.layers;
     const bool holds = std::is_sorted(layers.begin(), layers.end()) && std::all_of(layers.begin(), layers.end(), among_layers);
-    if (!holds || !KeptOnce(group)) {
+    if (!holds || !HasValidArrays(group)) {
       throw Malformed("model.state_layers", "have layers out of range or twice, or parts without a size");
     }
   }
@@ -41,11 +41,11 @@ void CheckStates(const Model& model) {
 
 // A layer whose keys others read must be below them, have keys of its own, and be computed at every position.
 void CheckSources(const Manifest& manifest) {
-  for (const StateLayers& group : manifest.model.state_layers) {
+  for (const LayerGroup& group : manifest.model.state_layers) {
     if (!group.keys_of) continue;
     const int64_t source = *group.keys_of;
     const bool below = source >= 0 && !group.layers.empty() && source < group.layers.front();
-    if (group.keys || !below || !manifest.model.Kept(source).keys) {
+    if (group.keys || !below || !manifest.model.GroupOf(source).keys) {
       throw Malformed("model.state_layers", "read keys of layers that have none, or are above");
     }
     if (manifest.schedule.Cap(source)) throw Malformed("the schedule", "skips layers whose keys and values later layers read");
@@ -59,7 +59,7 @@ double StateNumbers(const Model& model, int64_t length) {
     return std::accumulate(sizes.begin(), sizes.end(), 1.0, std::multiplies<>());
   };
   double numbers = product({2, model.num_layers, model.num_kv_heads, model.head_size, length});
-  for (const StateLayers& group : model.state_layers) {
+  for (const LayerGroup& group : model.state_layers) {
     const auto layers = static_cast<int64_t>(group.layers.size());
     if (group.keys) numbers += product({2, layers, group.keys->num_heads, group.keys->head_size, length});
     for (const State& state : group.states) numbers += static_cast<double>(layers) * product(state.shape);
@@ -70,7 +70,7 @@ double StateNumbers(const Model& model, int64_t length) {
 // Whether all layers keep states instead of keys, so that the model has no attention heads.
 bool WithoutHeads(const Model& m) {
   int64_t without = 0;
-  for (const StateLayers& group : m.state_layers) without += group.keys ? 0 : static_cast<int64_t>(group.layers.size());
+  for (const LayerGroup& group : m.state_layers) without += group.keys ? 0 : static_cast<int64_t>(group.layers.size());
   return m.num_heads == 0 && m.num_kv_heads == 0 && m.head_size == 0 && without == m.num_layers;
 }
 
@@ -171,7 +171,7 @@ void CheckPaths(const Manifest& manifest) {
     const bool climbs = std::any_of(pure.begin(), pure.end(), [](const auto& part) { return part == ".."; });
     const bool odd = path.find('\\') != std::string::npos || path.find('\0') != std::string::npos;
     if (pure.is_absolute() || climbs || odd || known.count(path) == 0) {
-      throw Malformed("'" + Cut(path, 4 * kShown) + "'", "is outside the bundle or not among its files");
+      throw Malformed("'" + FirstBytes(path, 4 * kMaxShownBytes) + "'", "is outside the bundle or not among its files");
     }
   }
 }

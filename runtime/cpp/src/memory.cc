@@ -18,7 +18,7 @@ ONNXTensorElementDataType TypeOf(const std::string& floats) {
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 }
 
-constexpr size_t kLarge = size_t{4} << 20;  // as in numpy; below it little is gained
+constexpr size_t kHugePagesFromBytes = size_t{4} << 20;  // as in numpy; below it little is gained
 
 // Advice only. A step reads the whole KV buffer, which in pages of 4 KiB means a walk through the page table every 4 KiB.
 void AskForHugePages(std::byte* memory, size_t bytes) {
@@ -40,7 +40,7 @@ Block Memory::Allocate(size_t bytes) const {
   // zeroed by the system page by page, when a page is first touched
   auto* memory = static_cast<std::byte*>(std::calloc(bytes, 1));  // NOLINT(cppcoreguidelines-no-malloc)
   if (memory == nullptr) throw std::bad_alloc();
-  if (bytes >= kLarge) AskForHugePages(memory, bytes);
+  if (bytes >= kHugePagesFromBytes) AskForHugePages(memory, bytes);
   return {memory, FreeOnHost};
 }
 
@@ -86,10 +86,10 @@ void Memory::WaitForAll() const {
 }
 
 Tensor Memory::Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const {
-  return Of(std::move(name), data, std::move(shape), floats_);
+  return TensorAt(std::move(name), data, std::move(shape), floats_);
 }
 
-Tensor Memory::Of(std::string name, std::byte* data, std::vector<int64_t> shape, ONNXTensorElementDataType type) const {
+Tensor Memory::TensorAt(std::string name, std::byte* data, std::vector<int64_t> shape, ONNXTensorElementDataType type) const {
   return {std::move(name), data, std::move(shape), type, device_};
 }
 

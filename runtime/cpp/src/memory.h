@@ -38,7 +38,7 @@ class Memory {
 
   // Describe an array in this memory.
   Tensor Floats(std::string name, std::byte* data, std::vector<int64_t> shape) const;
-  Tensor Of(std::string name, std::byte* data, std::vector<int64_t> shape, ONNXTensorElementDataType type) const;
+  Tensor TensorAt(std::string name, std::byte* data, std::vector<int64_t> shape, ONNXTensorElementDataType type) const;
 
  private:
   Device device_;
@@ -47,9 +47,9 @@ class Memory {
 
 // An array on the host and the array that engines see: the same bytes, or a copy in `memory`, which must outlive this.
 template <typename T>
-class Twin {
+class MirroredArray {
  public:
-  Twin(const Memory& memory, int64_t count)
+  MirroredArray(const Memory& memory, int64_t count)
       : memory_(memory), host_(memory.AllocateHost(sizeof(T) * static_cast<size_t>(count))), copy_(nullptr, nullptr) {
     if (!memory.in_place()) copy_ = memory.Allocate(sizeof(T) * static_cast<size_t>(count));
   }
@@ -57,14 +57,16 @@ class Twin {
   T* data() { return reinterpret_cast<T*>(host_.get()); }
   const T* data() const { return reinterpret_cast<const T*>(host_.get()); }
   // The address of element `index` for engines.
-  std::byte* seen(int64_t index = 0) { return (copy_ ? copy_.get() : host_.get()) + index * static_cast<int64_t>(sizeof(T)); }
+  std::byte* engine_address(int64_t index = 0) {
+    return (copy_ ? copy_.get() : host_.get()) + index * static_cast<int64_t>(sizeof(T));
+  }
   // Copy `count` elements, from `first` on, to where engines see them.
   void Send(int64_t count, int64_t first = 0) {
-    if (copy_) memory_.Send(seen(first), data() + first, sizeof(T) * static_cast<size_t>(count));
+    if (copy_) memory_.Send(engine_address(first), data() + first, sizeof(T) * static_cast<size_t>(count));
   }
   // Copy `count` elements, from `first` on, back from there.
   void Receive(int64_t first, int64_t count) {
-    if (copy_) memory_.Receive(data() + first, seen(first), sizeof(T) * static_cast<size_t>(count));
+    if (copy_) memory_.Receive(data() + first, engine_address(first), sizeof(T) * static_cast<size_t>(count));
   }
 
  private:

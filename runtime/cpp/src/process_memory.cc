@@ -14,9 +14,9 @@ namespace skd {
 
 void ReleaseLoadingMemory(const std::vector<std::filesystem::path>& files) {
   malloc_trim(0);  // glibc would keep the freed heap
-  std::error_code none;
+  std::error_code ignored;
   std::set<std::string> names;  // with links resolved, as the system lists them
-  for (const std::filesystem::path& file : files) names.insert(std::filesystem::weakly_canonical(file, none).string());
+  for (const std::filesystem::path& file : files) names.insert(std::filesystem::weakly_canonical(file, ignored).string());
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
     std::istringstream words(line);

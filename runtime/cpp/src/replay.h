@@ -9,13 +9,13 @@ namespace skd {
 
 class Replay {
  public:
-  explicit Replay(bool graphs) : state_(graphs ? State::kNew : State::kCalls) {}
+  explicit Replay(bool graphs) : state_(graphs ? State::kNew : State::kCallsOnly) {}
   // `call`: the same every time. Returns whether a graph was launched; a run that cannot become a graph stays a call.
   bool Run(const cuda_stream::Calls& call);
 
  private:
   // not recorded the first time, when the engine allocates memory and chooses kernels
-  enum class State { kNew, kTaken, kRecorded, kCalls };
+  enum class State { kNew, kHasRun, kRecorded, kCallsOnly };
 
   State state_;
   std::optional<cuda_stream::Graph> graph_;

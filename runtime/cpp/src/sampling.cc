@@ -81,8 +81,8 @@ int64_t Sampler::Choose(const float* logits, int64_t vocab_size, const skd_row_o
   if (!PutIntoBins(row, count)) return likeliest;
   if (options.top_k > 0 && options.top_k < count) KeepLikeliest(row, options.top_k);
   double kept = Weigh(row);
-  if (options.top_p < 1) kept = Passing(row, std::nextafter(options.top_p * kept, 0.0)).mass;  // reaching top_p is enough
-  return Passing(row, std::min(draw * kept, std::nextafter(kept, 0.0))).id;
+  if (options.top_p < 1) kept = FirstAbove(row, std::nextafter(options.top_p * kept, 0.0)).mass;  // reaching top_p is enough
+  return FirstAbove(row, std::min(draw * kept, std::nextafter(kept, 0.0))).id;
 }
 
 bool Sampler::Distribution::Likelier(int32_t a, int32_t b) const {
@@ -132,7 +132,7 @@ double Sampler::Weigh(const Distribution& row) {
   return std::accumulate(mass_.begin(), mass_.end(), 0.0);
 }
 
-Sampler::Found Sampler::Passing(const Distribution& row, double limit) {
+Sampler::Found Sampler::FirstAbove(const Distribution& row, double limit) {
   double before = 0;
   uint16_t bin = 0;
   for (; !(before + mass_[bin] > limit); ++bin) before += mass_[bin];

@@ -46,7 +46,7 @@ class Sampler {
   // Fills `mass_` and returns the mass of all tokens.
   double Weigh(const Distribution& row);
   // The first token, likeliest first, that brings the running mass above `limit`, which must be below the mass of all tokens.
-  Found Passing(const Distribution& row, double limit);
+  Found FirstAbove(const Distribution& row, double limit);
   void Sort(const Distribution& row, uint16_t bin);
 
   std::vector<int32_t> ids_;          // of the tokens to choose from

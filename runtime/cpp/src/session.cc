@@ -12,12 +12,12 @@
 namespace skd {
 namespace {
 
-int64_t ChosenRows(const Bundle& bundle, const skd_session_options& options) {
+int64_t MaxRows(const Bundle& bundle, const skd_session_options& options) {
   CheckRows(bundle, options.max_rows);
   return options.max_rows;
 }
 
-int64_t ChosenPrompt(const Bundle& bundle, const skd_session_options& options) {
+int64_t MaxPromptTokens(const Bundle& bundle, const skd_session_options& options) {
   const int64_t length = bundle.manifest.limits.max_length;
   const int64_t prompt = options.max_prompt_tokens == 0 ? std::max<int64_t>(length / 2, 1) : options.max_prompt_tokens;
   if (prompt >= length) {
@@ -27,8 +27,8 @@ int64_t ChosenPrompt(const Bundle& bundle, const skd_session_options& options) {
   return prompt;
 }
 
-int64_t ChosenNew(const Bundle& bundle, const skd_session_options& options) {
-  const int64_t length = bundle.manifest.limits.max_length, left = length - ChosenPrompt(bundle, options);
+int64_t MaxNewTokens(const Bundle& bundle, const skd_session_options& options) {
+  const int64_t length = bundle.manifest.limits.max_length, left = length - MaxPromptTokens(bundle, options);
   const int64_t chosen = options.max_new_tokens == 0 ? left : options.max_new_tokens;
   if (chosen > left) {
     const std::string shorter = chosen < length ? ", max_prompt_tokens up to " + std::to_string(length - chosen) : "";
@@ -49,9 +49,9 @@ void CheckRows(const Bundle& bundle, uint64_t rows) {
 
 Session::Session(std::shared_ptr<const Bundle> bundle, const skd_session_options& options)
     : bundle_(std::move(bundle)),
-      max_rows_(ChosenRows(*bundle_, options)),
-      max_prompt_(ChosenPrompt(*bundle_, options)),
-      max_new_(ChosenNew(*bundle_, options)),
+      max_rows_(MaxRows(*bundle_, options)),
+      max_prompt_(MaxPromptTokens(*bundle_, options)),
+      max_new_(MaxNewTokens(*bundle_, options)),
       decoder_(bundle_,
                options.full_depth != 0 ? Schedule::FullDepth(bundle_->manifest.model.num_layers) : bundle_->manifest.schedule,
                max_rows_, max_prompt_, max_new_) {
@@ -85,7 +85,7 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
   if (!turn_around_) sampler_.Prepare(bundle_->manifest.model.vocab_size, options);
   const auto began = std::chrono::steady_clock::now();
   rows_.emplace_back();
-  gpu_knows_ = false;
+  gpu_inputs_current_ = false;
   size_t index = 0;
   try {
     index = static_cast<size_t>(decoder_.Add(prompt, static_cast<int64_t>(length), Mover{&rows_}));
@@ -96,7 +96,7 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
   rows_[index] = {next_id_, 0, 0, false, SKD_FINISH_NONE, options};
   try {
     if (turn_around_) {
-      turn_around_->Tell(static_cast<int64_t>(index), options, 0);
+      turn_around_->SetRow(static_cast<int64_t>(index), options, 0);
       turn_around_->Send(static_cast<int64_t>(index), 1);
     }
     Choose(index, 1);
@@ -113,8 +113,8 @@ const std::vector<skd_event>& Session::Step() {
   events_.clear();
   const auto full_depth = static_cast<uint32_t>(bundle_->manifest.model.num_layers);
   for (Row& row : rows_) {
-    if (row.told) continue;
-    row.told = true;
+    if (row.first_token_delivered) continue;
+    row.first_token_delivered = true;
     events_.push_back({row.id, row.token, full_depth, 1, row.finish});
   }
   if (events_.empty() && !rows_.empty()) {
@@ -124,7 +124,7 @@ const std::vector<skd_event>& Session::Step() {
     try {
       Choose(0, rows_.size());
     } catch (const Error& error) {
-      ThrowHalfway(error);
+      RethrowAsHalfDone(error, "a decode step");
     }
     if (turn_around_) waited_ns_ += NanosecondsSince(stepped);
     for (const Row& row : rows_) events_.push_back({row.id, row.token, layers, 0, row.finish});
@@ -156,24 +156,25 @@ size_t Session::Find(uint64_t row) const {
 
 // Runs one decode step of all rows; returns how many layers the deepest row computed.
 int64_t Session::DecodeStep() {
-  if (gpu_knows_) return decoder_.Step();
+  if (gpu_inputs_current_) return decoder_.Step();
   std::transform(rows_.begin(), rows_.end(), tokens_.begin(), [](const Row& row) { return row.token; });
   if (turn_around_) {
-    for (size_t i = 0; i < rows_.size(); ++i) turn_around_->Tell(static_cast<int64_t>(i), rows_[i].options, rows_[i].produced);
+    for (size_t i = 0; i < rows_.size(); ++i) turn_around_->SetRow(static_cast<int64_t>(i), rows_[i].options, rows_[i].produced);
     turn_around_->Send(0, static_cast<int64_t>(rows_.size()));
   }
   const int64_t layers = decoder_.Step(tokens_.data());
-  gpu_knows_ = turn_around_.has_value();
+  gpu_inputs_current_ = turn_around_.has_value();
   return layers;
 }
 
 // Chooses the next tokens of `count` rows, from `first` on, from their logits.
 void Session::Choose(size_t first, size_t count) {
   const auto start = static_cast<int64_t>(first);
-  const int64_t* chosen = turn_around_ ? turn_around_->Run(decoder_.At(start), start, static_cast<int64_t>(count)) : nullptr;
+  const int64_t* chosen =
+      turn_around_ ? turn_around_->Run(decoder_.ViewFrom(start), start, static_cast<int64_t>(count)) : nullptr;
   for (size_t index = first; index < first + count; ++index) {
     Row* row = &rows_[index];
-    Take(row, chosen != nullptr ? chosen[index - first] : ChooseOnHost(*row, static_cast<int64_t>(index)));
+    RecordToken(row, chosen != nullptr ? chosen[index - first] : ChooseOnHost(*row, static_cast<int64_t>(index)));
   }
 }
 
@@ -182,7 +183,7 @@ int64_t Session::ChooseOnHost(const Row& row, int64_t index) {
   return sampler_.Choose(decoder_.Logits(index), bundle_->manifest.model.vocab_size, row.options, draw);
 }
 
-void Session::Take(Row* row, int64_t token) {
+void Session::RecordToken(Row* row, int64_t token) {
   row->token = token;
   ++row->produced;
   ++counters_.tokens;
@@ -201,7 +202,7 @@ void Session::RemoveEnded() {
 }
 
 void Session::Remove(size_t index) {
-  gpu_knows_ = false;
+  gpu_inputs_current_ = false;
   decoder_.Remove(static_cast<int64_t>(index), Mover{&rows_});
   rows_.pop_back();
 }

@@ -36,7 +36,7 @@ class Session {
     uint64_t id;
     int64_t token;      // the newest, which the next step feeds
     uint32_t produced;  // tokens so far
-    bool told;          // whether its first token has been delivered
+    bool first_token_delivered;
     skd_finish finish;
     skd_row_options options;
   };
@@ -50,7 +50,7 @@ class Session {
   int64_t DecodeStep();
   void Choose(size_t first, size_t count);
   int64_t ChooseOnHost(const Row& row, int64_t index);
-  void Take(Row* row, int64_t token);
+  void RecordToken(Row* row, int64_t token);
   void RemoveEnded();
   void Remove(size_t index);
 
@@ -59,7 +59,7 @@ class Session {
   Decoder decoder_;
   Sampler sampler_;                        // chooses tokens on the host
   std::optional<TurnAround> turn_around_;  // chooses them on a GPU
-  bool gpu_knows_ = false;                 // whether it has each row's newest token, place and settings
+  bool gpu_inputs_current_ = false;        // whether it has each row's newest token, place and settings
   std::vector<Row> rows_;                  // in the decoder's order
   std::vector<int64_t> tokens_;
   std::vector<skd_event> events_;

@@ -16,7 +16,7 @@ namespace skd {
 
 using Json = nlohmann::json;
 
-constexpr size_t kShown = 40;  // bytes of a wrong value that an error shows
+constexpr size_t kMaxShownBytes = 40;  // bytes of a wrong value that an error shows
 
 // SKD_ERROR_BUNDLE for the place `where` in bundle.json; ParseManifest adds the file and what to do.
 Error Malformed(const std::string& where, const std::string& what);

@@ -31,7 +31,7 @@ struct GenAi {
 
 namespace {
 
-constexpr size_t kReason = 200;  // bytes of a reason that an error shows, since it may quote the file
+constexpr size_t kMaxReasonBytes = 200;  // bytes of a reason that an error shows, since it may quote the file
 
 // A text, and what Hugging Face's tokenizer made of it.
 struct Sample {
@@ -73,7 +73,7 @@ const GenAi& Api(const std::string& library) {
 
 void Check(const GenAi& api, void* result, const std::string& where) {
   if (result == nullptr) return;
-  const std::string reason = Cut(api.error(result), kReason);
+  const std::string reason = FirstBytes(api.error(result), kMaxReasonBytes);
   api.destroy_result(result);
   throw Error(SKD_ERROR_TOKENIZER, "the tokenizer failed (" + reason + ")", "tokenise elsewhere and give token ids", where);
 }
@@ -92,7 +92,7 @@ nlohmann::json ReadTokenization(const std::filesystem::path& bundle) {
 
 Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library)
     : bundle_(std::move(bundle)), api_(Api(library)) {
-  ReadOne(bundle_->path, bundle_->identity, "since it was loaded", [this] { Read(); });
+  ReadUnchanged(bundle_->path, bundle_->identity, "since it was loaded", [this] { Read(); });
 }
 
 void Tokenizer::Read() {
@@ -105,7 +105,7 @@ void Tokenizer::Read() {
     data.at("special").get_to(special_);
     for (const auto& sample : data.at("samples")) samples.push_back({sample.at("text"), sample.at("ids")});
   } catch (const nlohmann::json::exception& error) {
-    throw BundleError("tokenization.json cannot be read (" + Cut(error.what(), kReason) + ")", folder);
+    throw BundleError("tokenization.json cannot be read (" + FirstBytes(error.what(), kMaxReasonBytes) + ")", folder);
   }
   detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", bundle_->manifest.model.vocab_size, special_);
   void* created = nullptr;
@@ -117,9 +117,10 @@ void Tokenizer::Read() {
   Check(api_, api_.update_options(tokenizer_.get(), keys, values, 2), folder);
   for (const Sample& sample : samples) {
     if (Encode(sample.text.c_str()) == sample.ids) continue;
-    throw Error(SKD_ERROR_TOKENIZER,
-                "ONNX Runtime GenAI tokenises '" + Cut(sample.text, kReason) + "' in another way than Hugging Face",
-                "tokenise elsewhere and give token ids", folder);
+    throw Error(
+        SKD_ERROR_TOKENIZER,
+        "ONNX Runtime GenAI tokenises '" + FirstBytes(sample.text, kMaxReasonBytes) + "' in another way than Hugging Face",
+        "tokenise elsewhere and give token ids", folder);
   }
 }
 

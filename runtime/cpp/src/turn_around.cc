@@ -19,9 +19,9 @@ TurnAround::TurnAround(const Memory& memory, int64_t rows, int64_t vocab_size)
       finished_(memory.Allocate(sizeof(int32_t) * static_cast<size_t>(rows))),
       tokens_(memory.AllocateHost(sizeof(int64_t) * static_cast<size_t>(rows))) {}
 
-void TurnAround::Tell(int64_t row, const skd_row_options& options, uint32_t chosen) {
-  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // no vocabulary is larger
-  sampling_[row] = {options.do_sample != 0 ? 1 : 0, static_cast<int32_t>(std::min(options.top_k, kMost)), options.temperature,
+void TurnAround::SetRow(int64_t row, const skd_row_options& options, uint32_t chosen) {
+  constexpr uint32_t kMaxTopK = std::numeric_limits<int32_t>::max();  // no vocabulary is larger
+  sampling_[row] = {options.do_sample != 0 ? 1 : 0, static_cast<int32_t>(std::min(options.top_k, kMaxTopK)), options.temperature,
                     options.top_p, options.seed};
   row_ids_[row] = options.generator_row;
   steps_[row] = static_cast<int32_t>(chosen);
@@ -33,18 +33,18 @@ void TurnAround::Send(int64_t first, int64_t count) {
   steps_.Send(count, first);
 }
 
-const int64_t* TurnAround::Run(const Decoder::Seen& seen, int64_t first, int64_t count) {
+const int64_t* TurnAround::Run(const Decoder::RowView& rows, int64_t first, int64_t count) {
   SkdTurnaround state{};
   state.rows = static_cast<int32_t>(count);
   state.vocabulary = static_cast<int32_t>(vocab_size_);
   state.kept_steps = 1;
-  state.logits = seen.logits;
-  state.sampling = reinterpret_cast<SkdSampling*>(sampling_.seen(first));
-  state.row_ids = reinterpret_cast<int64_t*>(row_ids_.seen(first));
-  state.steps = reinterpret_cast<int32_t*>(steps_.seen(first));
-  state.input_ids = seen.ids;
-  state.position_ids = seen.positions;
-  state.seqlens_k = seen.seqlens_k;
+  state.logits = rows.logits;
+  state.sampling = reinterpret_cast<SkdSampling*>(sampling_.engine_address(first));
+  state.row_ids = reinterpret_cast<int64_t*>(row_ids_.engine_address(first));
+  state.steps = reinterpret_cast<int32_t*>(steps_.engine_address(first));
+  state.input_ids = rows.ids;
+  state.position_ids = rows.positions;
+  state.seqlens_k = rows.seqlens_k;
   state.finished = reinterpret_cast<int32_t*>(finished_.get());
   state.tokens = reinterpret_cast<int64_t*>(tokens_.get());
   cuda_stream::Launch(TurnAroundKernel(), static_cast<unsigned>(count), SKD_TURNAROUND_THREADS, &state);

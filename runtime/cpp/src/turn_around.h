@@ -22,19 +22,19 @@ class TurnAround {
   // `rows`: the most that there can be. `memory`: the GPU's, which must outlive this.
   TurnAround(const Memory& memory, int64_t rows, int64_t vocab_size);
 
-  // Tell notes how `row` chooses and how many tokens it has chosen so far; Send copies that to the GPU for `count` rows, from
+  // SetRow notes how `row` chooses and how many tokens it has chosen so far; Send copies that to the GPU for `count` rows, from
   // `first` on.
-  void Tell(int64_t row, const skd_row_options& options, uint32_t chosen);
+  void SetRow(int64_t row, const skd_row_options& options, uint32_t chosen);
   void Send(int64_t first, int64_t count);
   // Choose the next tokens of `count` rows, from `first` on, all of which must have been sent. Returns them on the host, when
   // all work put on the stream so far is done. The GPU counts on by itself: rows that keep their places need no Send.
-  const int64_t* Run(const Decoder::Seen& seen, int64_t first, int64_t count);
+  const int64_t* Run(const Decoder::RowView& rows, int64_t first, int64_t count);
 
  private:
   int64_t vocab_size_;
-  Twin<SkdSampling> sampling_;
-  Twin<int64_t> row_ids_;
-  Twin<int32_t> steps_;
+  MirroredArray<SkdSampling> sampling_;
+  MirroredArray<int64_t> row_ids_;
+  MirroredArray<int32_t> steps_;
   Block finished_;  // always zeros, because rows that end are removed
   Block tokens_;    // on the host
   cuda_stream::Event done_;

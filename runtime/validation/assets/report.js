@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page from the JSON that stands in it. A chart is a function from the data to an element; `page` is their order.
+// Draws the page from the JSON embedded in it. A chart is a function from the data to an element; the last statement orders them.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const schedule = data.bundle.schedule;
@@ -7,7 +7,7 @@ const depth = data.bundle.model.layers;
 const WIDE = 1040, HALF = 490;
 const BATCH_COLORS = ["var(--accent)", "var(--second)", "var(--third)", "var(--good)", "var(--soft)"];
 
-// null: it was measured and is no finite number
+// null: measured, but NaN or infinite
 const number = (value, digits = 2) => value == null ? "–" : value.toLocaleString("en", {minimumFractionDigits: digits, maximumFractionDigits: digits});
 const exponential = (value) => value == null ? "–" : value.toExponential(1);
 const percent = (value, digits = 0) => `${number(100 * value, digits)} %`;
@@ -41,7 +41,7 @@ function table(columns, rows, kind = "") {
 
 const verdict = (holds) => ({class: holds ? "good" : "bad", text: holds ? "holds" : "does not hold"});
 
-// a color as it is, not a value for a color scale
+// a color itself, not a value for a color scale
 const literal = (value) => ({value, scale: null});
 
 function plot(options) {
@@ -52,7 +52,7 @@ function plot(options) {
   });
 }
 
-// the first position at which a layer is no longer active; none: it always is
+// the first position at which a layer is no longer active; the span if it always is
 function activeUntil(layer) {
   const warmup = schedule.warmup_layers;
   const needed = layer < warmup ? layer + 1 : depth - layer + warmup;
@@ -159,7 +159,7 @@ function roofline(target) {
     `The dashed line is the measured memory bandwidth, ${number(target.read_gb_per_s, 1)} GB/s: no step can lie below it unless its weights stay in the processor's caches.`, drawing);
 }
 
-// with what split the texts into words, where that is not sacrebleu's default: only BLEU of the same compares
+// names the tokenizer if it is not sacrebleu's default: only BLEU scores with the same one are comparable
 const bleuName = ([{bleu_tokenizer: tokenizer}]) => tokenizer === "13a" ? "BLEU" : `BLEU (${tokenizer})`;
 
 function quality(target) {
@@ -209,7 +209,7 @@ function memory(target) {
 
 function parity(target) {
   if (!target.parity) return element("p", {class: "soft"}, "Not compared with the reference: add --reference MODEL.");
-  const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // a variant whose layers keep nothing
+  const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // 0: the variant's layers keep nothing
   return table(["variant", "largest logit error", "mean", "of the largest logit", "median step", "at most", "first token that differs", "largest KV error", ""],
     target.parity.map((row) => [row.name, exponential(row.max_logit_error), exponential(row.mean_logit_error),
       exponential(row.relative_error), exponential(row.median_error), `${row.bound} of ${row.bound_of}`,

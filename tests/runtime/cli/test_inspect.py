@@ -15,7 +15,7 @@ import pytest
 
 from skipdecode import manifest as manifests
 from skipdecode.cli.inspect import main, picture
-from skipdecode.model import Keys, State, StateLayers
+from skipdecode.model import KeyValueSizes, LayerGroup, State
 from skipdecode.schedule import Anchor, Schedule, full_depth
 from tests.manifests import make_manifest
 from tests.models import LAYERS
@@ -43,11 +43,11 @@ def rename(bundle: Path, name: str) -> None:
 def test_what_layers_keep_or_read_in_another_way_than_most_is_told(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conv, recurrent = State(name="conv_state", shape=(6, 3)), State(name="recurrent_state", shape=(2, 4, 5))
     groups = (
-        StateLayers(layers=(2, 4), keys=None, keys_of=None, states=(conv, recurrent)),
-        StateLayers(layers=(1,), keys=Keys(num_heads=2, head_size=4), keys_of=None, states=(conv,)),
-        StateLayers(layers=(3,), keys=None, keys_of=None, states=()),
-        StateLayers(layers=(0,), keys=Keys(num_heads=1, head_size=8), keys_of=None, states=()),
-        StateLayers(layers=(5,), keys=None, keys_of=0, states=()),
+        LayerGroup(layers=(2, 4), keys=None, keys_of=None, states=(conv, recurrent)),
+        LayerGroup(layers=(1,), keys=KeyValueSizes(num_heads=2, head_size=4), keys_of=None, states=(conv,)),
+        LayerGroup(layers=(3,), keys=None, keys_of=None, states=()),
+        LayerGroup(layers=(0,), keys=KeyValueSizes(num_heads=1, head_size=8), keys_of=None, states=()),
+        LayerGroup(layers=(5,), keys=None, keys_of=0, states=()),
     )
     manifest = manifests.read(bundle)
     model = dataclasses.replace(manifest.model, state_layers=groups)
@@ -67,7 +67,7 @@ def test_what_layers_keep_or_read_in_another_way_than_most_is_told(bundle: Path,
 
 def test_a_model_whose_layers_all_keep_states_has_no_heads(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = manifests.read(bundle)
-    every = StateLayers(layers=tuple(range(6)), keys=None, keys_of=None, states=(State(name="conv_state", shape=(6, 3)),))
+    every = LayerGroup(layers=tuple(range(6)), keys=None, keys_of=None, states=(State(name="conv_state", shape=(6, 3)),))
     model = dataclasses.replace(manifest.model, num_heads=0, num_kv_heads=0, head_size=0, state_layers=(every,))
     manifests.write(dataclasses.replace(manifest, model=model), bundle)
     assert main([str(bundle)]) == 0

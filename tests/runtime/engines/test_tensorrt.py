@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import skipdecode
-from skipdecode import bindings as names
-from skipdecode import targets
+from skipdecode import bindings, targets
 from skipdecode.bundle_facts import kv_bytes
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
@@ -23,7 +22,7 @@ from skipdecode.engines.kernel_cache import KernelCache
 from skipdecode.errors import BundleError, CapacityError, TargetError
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.generate import Generator
-from skipdecode.kv_buffer import LEAST_SLOTS
+from skipdecode.kv_buffer import MIN_SLOTS
 from skipdecode.memory import DeviceMemory
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
@@ -67,7 +66,7 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
 def test_caps_sinks_states_and_keys_of_two_sizes_or_of_others_agree_with_torch_and_onnx_runtime(
     name: str, anchor: Anchor, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    least, longest = LEAST_LAYERS.get(name, 2), 2 * LEAST_SLOTS if name == "reading_others" else MAX_LENGTH
+    least, longest = LEAST_LAYERS.get(name, 2), 2 * MIN_SLOTS if name == "reading_others" else MAX_LENGTH
     asked = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=least, span=12, max_variants=3, anchor=anchor)
     export(
         ExportRequest(
@@ -202,7 +201,7 @@ def test_no_memory_for_a_plan_is_told_as_that(gpu_bundle: Bundles, tmp_path: Pat
     with pytest.raises(CapacityError, match=r"head\.plan: no memory is left for it \(.*\(out of memory\)\); free some, or"):
         tensorrt.TensorRTEngine(plan, shared)
     shared.log.errors += ["a run failed", said]
-    assert str(shared.refused("start again")).startswith("no memory is left to run a plan ([defaultAllocator")
+    assert str(shared.run_error("start again")).startswith("no memory is left to run a plan ([defaultAllocator")
 
 
 def _calls(kind: type) -> set[str]:
@@ -300,12 +299,12 @@ def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monk
     shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
     memory, head = DeviceMemory(shared.device, "float16"), bundle / "targets" / "tensorrt-rtx" / "head.plan"
     engine = tensorrt.TensorRTEngine(head, shared)
-    wide = {names.HIDDEN: memory.floats((5, 1, 64)), names.LAST: memory.twin(np.zeros(5, np.int64))[0]}
-    wide[names.TIED_WEIGHT] = memory.floats((104, 64))
+    wide = {bindings.HIDDEN: memory.floats((5, 1, 64)), bindings.LAST: memory.twin(np.zeros(5, np.int64))[0]}
+    wide[bindings.TIED_WEIGHT] = memory.floats((104, 64))
     with pytest.raises(
         BundleError, match=r"head\.plan: has no optimisation profile for .*\(5, 1, 64\).*; export the model again"
     ):
-        engine.bind(wide, {names.LOGITS: memory.floats((5, 99))})
+        engine.bind(wide, {bindings.LOGITS: memory.floats((5, 99))})
     monkeypatch.setattr(standin.Engine, "get_tensor_dtype", lambda self, name: stands_in.DataType.HALF)
     with pytest.raises(BundleError, match=r"head\.plan: gives logits in another dtype than fp32; export the model again"):
         tensorrt.TensorRTEngine(head, shared)

@@ -14,10 +14,10 @@ from skipdecode.device import Call, HostDevice
 from skipdecode.device_loop import DeviceLoop
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
-from skipdecode.kv_buffer import constant_state, key_state
+from skipdecode.kv_buffer import key_shapes, state_shapes
 from skipdecode.schedule import Anchor
 from skipdecode.validation import parity, workload
-from skipdecode.validation.latency import measure_cell, most_context
+from skipdecode.validation.latency import max_context, measure_cell
 from skipdecode.validation.machine import copy_gb_per_s
 from skipdecode.validation.parity import measure_parity
 from skipdecode.validation.step_bytes import StepBytes
@@ -65,7 +65,7 @@ def test_on_a_device_a_variants_steps_follow_each_other_as_in_a_run(
     monkeypatch.setattr(
         DeviceLoop, "step", lambda loop, step=DeviceLoop.step: asked.append(loop.decoder.kv.lengths[0]) or step(loop)
     )
-    context = most_context(generator)
+    context = max_context(generator)
     cell = measure_cell(generator, step_bytes, batch=2, context=context, gb_per_s=10.0)
     steps = max(asked) - context + 1
     assert asked == list(range(context, context + steps)) * (len(asked) // steps), "on top of the context each time"
@@ -103,7 +103,7 @@ def test_on_a_device_no_step_of_a_measured_run_is_captured_in_it(
     captures: list[int] = []
 
     class Counting(HostDevice):
-        def captured(self, calls: Call) -> Call:
+        def capture(self, calls: Call) -> Call:
             captures[-1] += 1
             return calls
 
@@ -165,7 +165,7 @@ def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = skipdecode.load(zoo.bundle(name))
-    monkeypatch.setattr(parity, "_ask", answer_here)
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     rows = measure_parity(generator, str(zoo.checkpoint(name)))
     long = f"v{LAYERS}, {MAX_LENGTH - parity.LONG_NEW_TOKENS} tokens"
     assert [row["name"] for row in rows] == [*(variant.name for variant in generator.manifest.variants), long]
@@ -175,7 +175,7 @@ def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
         for found in row["kv"]:
             errors = [error for key, error in found.items() if key != "layer"]
             model, layer = generator.manifest.model, found["layer"]
-            assert len(errors) == len(key_state(model, layer, 1) | constant_state(model, layer))
+            assert len(errors) == len(key_shapes(model, layer, 1) | state_shapes(model, layer))
             assert max(errors, default=0.0) < 1e-3
 
 

@@ -43,7 +43,7 @@ def test_exact_weights_are_held_to_a_thousandth_and_others_to_a_bound_of_the_med
     weights: str, relative: float, median: float, holds: bool, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = {"relative_error": relative, "median_error": median}
-    for name, fake in (("_ask", None), ("load_file", {}), ("_compare", errors)):
+    for name, fake in (("_run_reference", None), ("load_file", {}), ("_compare", errors)):
         monkeypatch.setattr(parity, name, lambda *_, fake=fake: fake)
     manifest = manifests.read(zoo.bundle("opt"))
     target, engines = SimpleNamespace(weights=weights), SimpleNamespace(slots=None)
@@ -85,7 +85,7 @@ def test_a_window_that_only_long_prompts_fill_is_compared(tmp_path: Path, monkey
     schedule = ScheduleRequest(speedup=1.5, span=8, max_variants=2)
     export(ExportRequest(model=str(folder), out=tmp_path / "b", schedule=schedule, max_batch=2, max_length=640))
     generator = skipdecode.load(tmp_path / "b")
-    monkeypatch.setattr(parity, "_ask", answer_here)
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     right = parity.measure_parity(generator, str(folder))
     edit_config(folder, sliding_window=None)
     wrong = parity.measure_parity(generator, str(folder))
@@ -103,7 +103,7 @@ def test_a_quantised_bundle_holds_to_its_own_model_and_not_to_another(
         ExportRequest(model=str(checkpoint), out=tmp_path / "b", schedule=schedule, quantize=quantize, max_batch=4, max_length=48)
     )
     generator = skipdecode.load(tmp_path / "b")
-    monkeypatch.setattr(parity, "_ask", answer_here)
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     assert all(row["holds"] for row in parity.measure_parity(generator, str(checkpoint)))
     torch.manual_seed(1)
     model = zoo.model(name)
@@ -116,7 +116,7 @@ def test_a_quantised_bundle_holds_to_its_own_model_and_not_to_another(
 
 def test_logits_that_are_the_same_for_all_tokens_are_infinitely_far_off(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = skipdecode.load(zoo.bundle("opt"))
-    monkeypatch.setattr(parity, "_ask", answer_here)
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     made = generator.decoder
 
     def silent(*given: Any) -> Any:

@@ -34,7 +34,7 @@ def test_what_was_not_said_is_what_a_service_has_or_the_most_that_the_bundle_tak
     limits = dataclasses.replace(manifest.limits, max_batch=max_batch, max_length=max_length)
     assert manifest.schedule.span == 10
     request = ValidateRequest(bundle=zoo.bundle("opt"))
-    found = validation._filled(request, dataclasses.replace(manifest, limits=limits), max_length - 8)
+    found = validation._fill_defaults(request, dataclasses.replace(manifest, limits=limits), max_length - 8)
     assert (found.batches, found.contexts, found.prompt_tokens, found.new_tokens) == filled
 
 
@@ -42,7 +42,7 @@ def test_batches_that_nobody_asked_for_fit_a_workload_of_few_requests(zoo: Zoo) 
     bundle = zoo.bundle("opt")
     for count, batches in ((1, (1,)), (3, (1, 3)), (9, (1, 4))):
         request = ValidateRequest(bundle=bundle, requests=(Request(prompt_tokens=5, new_tokens=3),) * count)
-        assert validation._filled(request, manifests.read(bundle), 20).batches == batches
+        assert validation._fill_defaults(request, manifests.read(bundle), 20).batches == batches
 
 
 def test_resident_memory_is_of_one_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:

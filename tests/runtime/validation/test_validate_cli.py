@@ -51,7 +51,7 @@ def test_everything_at_once_gives_tables_json_and_exit_0(
     assert "0.001 of the largest logit" in page
     assert report.stat().st_size > 400_000
 
-    monkeypatch.setattr(parity, "_ask", answer_here)
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     assert main([str(trained), *QUICK, *options[:8], "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     (target,) = result["targets"]
@@ -332,7 +332,7 @@ def test_a_reference_without_weights_is_refused_at_once(
 def test_a_bundle_too_short_to_measure_its_variants_is_told_so(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(validation, "most_context", lambda generator: 0)
+    monkeypatch.setattr(validation, "max_context", lambda generator: 0)
     assert main([str(trained)]) == 2
     assert "a length of 128 leaves no room to measure" in capsys.readouterr().err
 

@@ -198,42 +198,42 @@ class TextStream {
   explicit TextStream(const Tokenizer&& tokenizer) = delete;  // a temporary would not outlive the stream
   std::string Add(int64_t token) {
     ids_.push_back(token);
-    if (ids_.size() < next_look_) return {};
+    if (ids_.size() < next_decode_size_) return {};
     std::string piece = Rest();
     constexpr char kReplacement[] = "\xEF\xBF\xBD";  // for bytes that are not a character, or not yet
     const bool whole = piece.size() < 3 || piece.compare(piece.size() - 3, 3, kReplacement) != 0;
     if (piece.empty() || !whole) {
       // decoding all waiting tokens again for each new one would take quadratic time
-      next_look_ = ids_.size() + 1 + (ids_.size() - given_) / kSeldom;
+      next_decode_size_ = ids_.size() + 1 + (ids_.size() - returned_) / kDecodeEachUpTo;
       return {};
     }
-    ids_.erase(ids_.begin(), ids_.begin() + static_cast<std::ptrdiff_t>(given_));
-    given_ = ids_.size();
-    next_look_ = 0;
+    ids_.erase(ids_.begin(), ids_.begin() + static_cast<std::ptrdiff_t>(returned_));
+    returned_ = ids_.size();
+    next_decode_size_ = 0;
     return piece;
   }
   std::string End() {
     std::string piece = Rest();
-    given_ = ids_.size();
-    next_look_ = 0;
+    returned_ = ids_.size();
+    next_decode_size_ = 0;
     return piece;
   }
 
  private:
-  static constexpr size_t kSeldom = 32;  // while fewer tokens wait, each Add decodes them; then ever fewer do
+  static constexpr size_t kDecodeEachUpTo = 32;  // while fewer tokens wait, each Add decodes them; then ever fewer do
 
   static bool Starts(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }  // a character in UTF-8
   // The text after the piece returned last. Counts characters, since bytes that were text may become part of an invalid run.
   std::string Rest() {
-    const std::string before = tokenizer_->Decode(ids_.data(), given_), now = tokenizer_->Decode(ids_.data(), ids_.size());
-    auto given = std::count_if(before.begin(), before.end(), Starts);
-    return {std::find_if(now.begin(), now.end(), [&given](char byte) { return Starts(byte) && given-- == 0; }), now.end()};
+    const std::string before = tokenizer_->Decode(ids_.data(), returned_), now = tokenizer_->Decode(ids_.data(), ids_.size());
+    auto returned = std::count_if(before.begin(), before.end(), Starts);
+    return {std::find_if(now.begin(), now.end(), [&returned](char byte) { return Starts(byte) && returned-- == 0; }), now.end()};
   }
 
   const Tokenizer* tokenizer_;
-  std::vector<int64_t> ids_;  // tokens of the piece returned last, and those added since
-  size_t given_ = 0;          // how many of them belong to that piece
-  size_t next_look_ = 0;      // size of ids_ from which Add decodes again
+  std::vector<int64_t> ids_;     // tokens of the piece returned last, and those added since
+  size_t returned_ = 0;          // how many of them belong to that piece
+  size_t next_decode_size_ = 0;  // size of ids_ from which Add decodes again
 };
 
 }  // namespace skipdecode
