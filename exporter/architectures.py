@@ -144,10 +144,10 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 def check_known(config: Any) -> None:
     """Raise ModelNotSupportedError unless the architecture is in `SUPPORTED`."""
     if config.model_type not in _PARTS:
-        raise unsupported_error(config, "is not among the architectures that are tested", f"supported are {', '.join(SUPPORTED)}")
+        raise unsupported_error(config, "is not among the supported architectures", f"choose one of {', '.join(SUPPORTED)}")
 
 
-def unsupported_error(config: Any, why: str, remedy: str = "docs/limits.md says what is exported") -> ModelNotSupportedError:
+def unsupported_error(config: Any, why: str, remedy: str = "docs/limits.md says what can be exported") -> ModelNotSupportedError:
     """The error that refuses a configuration; `why` completes a sentence that starts with the model type."""
     return ModelNotSupportedError(f"{config.model_type} {why}", remedy, where=config_origin(config))
 
@@ -271,7 +271,7 @@ def rotary_base(config: Any, layer: int) -> float | None:
 
 
 def rotary_for_base(config: Any, rotary: torch.nn.Module | None, base: float | None) -> torch.nn.Module | None:
-    """A settled copy of the model's rotary module, with another base where one is given; None: nothing is rotated."""
+    """A new frozen rotary module of the model's kind, with another base where one is given; None: nothing is rotated."""
     if rotary is None or base == 0:
         return None
     if base is not None:

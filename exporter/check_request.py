@@ -69,4 +69,4 @@ def _check_quantization(request: ExportRequest) -> None:
         raise TargetError(f"{request.quantize_block} is unknown", choices, where="--quantize-block")
     if request.quantize == "none" and (request.quantize_method, request.quantize_block) != (DEFAULT_METHOD, DEFAULT_BLOCK):
         where = "--quantize-method" if request.quantize_method != DEFAULT_METHOD else "--quantize-block"
-        raise TargetError("no weight is quantised", "add --quantize int8 or int4, or leave it out", where=where)
+        raise TargetError("has no effect without --quantize", "add --quantize int8 or int4, or leave it out", where=where)

@@ -66,13 +66,13 @@ class CheckpointSource:
         names = [key for key in matches if key is not None]
         where = str(self._checkpoint)
         if not names:
-            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "is it a causal language model?", where=where)
+            raise ModelNotSupportedError(f"the checkpoint lacks {name}", "check that it is a causal language model", where=where)
         value = _check_tensor(readers[names[0]](), names[0], shape, self._files.get(names[0], [self._checkpoint])[0])
         for other in names[1:]:
             if not torch.equal(value, readers[other]()):
                 raise ModelNotSupportedError(
                     f"{other} differs from {names[0]}, though config.json ties them",
-                    "set tie_word_embeddings to false there (in text_config, where it has one), as transformers takes it",
+                    "set tie_word_embeddings to false there (in its text_config, if it has one)",
                     where=where,
                 )
         return value
@@ -83,7 +83,7 @@ class CheckpointSource:
         unread = [name for name in self._unread if name.startswith(layer_prefixes) and name.endswith((".weight", ".bias"))]
         unread = sorted(name for name in unread if not self._skeleton.ignores(name) and not self._adds_nothing(name))
         if unread:
-            message = "%s: config.json describes a model without %d of the layers' tensors there, %s the first: they are left out"
+            message = "%s: the model in config.json lacks %d of this checkpoint's layer tensors (first: %s); they are left out"
             logger.warning(message, self._checkpoint, len(unread), unread[0])
 
     def _adds_nothing(self, name: str) -> bool:
@@ -133,7 +133,7 @@ def _check_tensor(value: torch.Tensor, name: str, shape: tuple[int, ...], file: 
     if tuple(value.shape) != shape:
         raise ModelNotSupportedError(
             f"{name} has shape {tuple(value.shape)}, config.json says {shape}",
-            "is config.json the checkpoint's own?",
+            "check that config.json belongs to this checkpoint",
             where=str(file),
         )
     if value.dtype not in (*IR_TYPES, torch.float64):
@@ -206,7 +206,7 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
             where=str(file),
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) and _is_plain(value) for name, value in tensors.items()):
-        raise ModelNotSupportedError("is no flat list of tensors", "give what save_pretrained writes", where=str(file))
+        raise ModelNotSupportedError("is not a flat dict of tensors", "give a file that save_pretrained wrote", where=str(file))
     return tensors
 
 

@@ -40,7 +40,7 @@ def checkpoint_folder(model: str) -> Path | None:
 def adapter_error(model: str) -> ModelNotSupportedError:
     """The error for a folder or hub id that holds a peft adapter, without the weights that it changes."""
     return ModelNotSupportedError(
-        "holds an adapter (adapter_config.json), not the model that it changes",
+        "holds an adapter (adapter_config.json), not the model it adapts",
         "merge them: `AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR)`, "
         "and `AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
         where=model,
@@ -49,5 +49,5 @@ def adapter_error(model: str) -> ModelNotSupportedError:
 
 def missing_config_error(model: str) -> ModelNotSupportedError:
     """The error for a folder or hub id without a config.json."""
-    remedy = "name a checkpoint that transformers loads (of GGUF files, what they were made of)"
+    remedy = "name a checkpoint that transformers can load (for GGUF files, the one they were made from)"
     return ModelNotSupportedError("holds no config.json", remedy, where=model)

@@ -48,13 +48,13 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     last_position = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
     if schedule.layers_at(max(0, last_position)) > schedule.layers[-1]:
         yield (
-            f"the schedule comes down over {schedule.span} positions, and a row has at most {longest} (--max-length): none gets "
-            f"to {schedule.layers[-1]} layers"
+            f"the schedule falls over {schedule.span} positions, but a row has at most {longest} (--max-length): none reaches "
+            f"{schedule.layers[-1]} layers"
         )
     if manifest.dtype == "float16" and manifest.model.model_type in OVERFLOW_FP16:
         yield f"{manifest.model.model_type} is known to overflow in fp16; use --dtype bf16"
     if not request.random_weights and "tokenizer.json" not in {file.path for file in manifest.files}:
-        yield f"{request.model} has no tokenizer, so the bundle takes token ids alone; save it there and export again for texts"
+        yield f"{request.model} has no tokenizer, so the bundle takes only token ids; save one there and export again to use text"
 
 
 @contextmanager

@@ -34,8 +34,8 @@ def blaming_config(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelNotSupportedError(
-            f"transformers does not take its config.json ({reason(error)})",
-            "correct that setting, or name a model that transformers knows by itself",
+            f"transformers rejects its config.json ({reason(error)})",
+            "correct that setting, or name a model that transformers supports without remote code",
             where=where,
         ) from error
 

@@ -78,6 +78,6 @@ def _check_rotary_part(config: Any, factor: float) -> None:
     if not 2 <= size * factor <= size:
         raise ModelNotSupportedError(
             f"partial_rotary_factor is {factor!r} in its config.json",
-            f"write {2 / size:.3g} to 1, as a head's {size} numbers are turned in pairs",
+            f"write {2 / size:.3g} to 1, since the {size} numbers of a head are rotated in pairs",
             where=config_origin(config),
         )

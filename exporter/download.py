@@ -42,7 +42,7 @@ def download(name: str, on_progress: Callable[[int, int], None]) -> Path:
         ModelNotSupportedError: the hub cannot be reached or does not serve the model, or the disk has no room for it.
     """
     command = command_of("skipdecode.exporter.download")
-    # in its own session, so that the terminal's Ctrl-C reaches only the exporter, which kills this process
+    # in its own session, so that the terminal's Ctrl-C reaches only the exporter, which kills the download
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -57,7 +57,7 @@ def download(name: str, on_progress: Callable[[int, int], None]) -> Path:
         except BaseException:
             process.kill()
             raise
-    raise ModelNotSupportedError(f"the download ended with status {process.returncode}", "try it again", where=name)
+    raise ModelNotSupportedError(f"the download ended with status {process.returncode}", "try again", where=name)
 
 
 def _main() -> int:

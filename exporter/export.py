@@ -129,7 +129,7 @@ def _quantization(request: ExportRequest, targets: Sequence[TargetRequest], conf
             bits=bits, method=request.quantize_method, block_size=request.quantize_block, outer_bits=8 if has_few_bits else None
         )
     if has_few_bits:
-        message = "the checkpoint's weights are in 4 bits or less, those for %s are not; --quantize int4 keeps them"
+        message = "the checkpoint's weights of 4 bits or less are widened for %s; --quantize int4 keeps them"
         logger.warning(message, " and ".join(target.name for target in targets))
     return None
 

@@ -105,8 +105,8 @@ def _check_memory(request: ExportRequest, skeleton: Skeleton, limits: manifest.L
     blocks_that_fit = bisect.bisect_right(range(MIN_SLOTS, limits.max_length, MIN_SLOTS), available, key=row_bytes)
     larger = "choose a larger GPU" if request.quantize == "int4" else "choose --quantize int4, or a larger GPU"
     raise TargetError(
-        f"a row of {limits.max_length} tokens takes {row >> 20} MiB beside {weights >> 20} MiB of weights,"
-        f" the GPU ({gpu.name}) has {gpu.memory_bytes >> 20} MiB",
+        f"a row of {limits.max_length} tokens takes {row >> 20} MiB on top of {weights >> 20} MiB of weights,"
+        f" but the GPU ({gpu.name}) has {gpu.memory_bytes >> 20} MiB",
         f"choose {blocks_that_fit * MIN_SLOTS} or less" if blocks_that_fit else larger, where="--max-length",
     )  # fmt: skip
 
@@ -124,12 +124,14 @@ def _check_mixture(request: ExportRequest, targets: Sequence[TargetRequest], ske
     if not any(target.name == "cuda" for target in targets):
         return
     if skeleton.config.model_type == "gemma4_text":
-        raise TargetError(f"the experts have {EXPERTS_GELU}, cuda's silu", "choose cpu or tensorrt-rtx", where="--target")
+        raise TargetError(
+            f"the experts use {EXPERTS_GELU}, but cuda supports only silu", "choose cpu or tensorrt-rtx", where="--target"
+        )
     multiple = 8 if request.quantize == "none" else 64  # 128 bits of a row; a tile of the weights that are packed on loading
     for width, what in _input_widths(skeleton).items():
         if width % multiple:
             remedy = "choose cpu" if width % 8 else "leave out --quantize, or choose cpu"
-            raise TargetError(f"the {what} {width} is no multiple of {multiple}, as cuda needs it", remedy, where="--target")
+            raise TargetError(f"the {what} {width} is not a multiple of {multiple}, as cuda requires", remedy, where="--target")
 
 
 def _input_widths(skeleton: Skeleton) -> dict[int, str]:
@@ -147,11 +149,11 @@ def _check_quantized(request: ExportRequest, targets: Sequence[TargetRequest], s
     in_blocks = request.quantize == "int4" or len(plans) < len(targets)
     if plans and request.quantize == "int8":  # one scale per output
         if request.quantize_method != "rtn":
-            message = f"{request.quantize_method} has zero points, which {plans[0].name} does not take in int8"
-            raise TargetError(message, "choose rtn, or int4", where="--quantize-method")
+            message = f"{request.quantize_method} has zero points, which {plans[0].name} does not support in int8"
+            raise TargetError(message, "choose rtn, or --quantize int4", where="--quantize-method")
         if not in_blocks and request.quantize_block != BLOCK_SIZES[0]:
-            message = f"in int8 {plans[0].name} has one scale an output, and no blocks"
-            raise TargetError(message, "leave it out, or choose int4", where="--quantize-block")
+            message = f"in int8 {plans[0].name} has one scale per output, not blocks"
+            raise TargetError(message, "leave it out, or choose --quantize int4", where="--quantize-block")
     if in_blocks:
         _check_block(request.quantize_block, skeleton)
 
@@ -161,7 +163,7 @@ def _check_block(block: int, skeleton: Skeleton) -> None:
     for width, what in _input_widths(skeleton).items():
         if width % block:
             raise TargetError(
-                f"the {what} {width} is no multiple of {block}, so the weights would stay as they are",
+                f"the {what} {width} is not a multiple of {block}, so the weights would stay as they are",
                 "choose a smaller one" if block > BLOCK_SIZES[0] else "leave out --quantize",
                 where="--quantize-block",
             )
@@ -186,7 +188,9 @@ def _check_disk(request: ExportRequest, targets: Sequence[TargetRequest], skelet
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise BundleError(
-            f"{free >> 20} MiB are free, the bundle needs {needed >> 20} MiB", "free some or choose another --out", where=str(out)
+            f"{free >> 20} MiB are free, but the bundle needs {needed >> 20} MiB",
+            "free some or choose another --out",
+            where=str(out),
         )
 
 

@@ -53,7 +53,7 @@ def warn_of_unapplied(folder: Path | None) -> None:
     settings, where = _read_settings(folder)
     unapplied = [name for name, neutral in _NEUTRAL.items() if settings.get(name) is not None and settings[name] not in neutral]
     if unapplied:
-        logger.warning("%s: bundles leave out %s, which transformers applies", where.name, ", ".join(unapplied))
+        logger.warning("%s: bundles ignore %s, which transformers applies", where.name, ", ".join(unapplied))
 
 
 def _read_settings(folder: Path) -> tuple[dict[str, Any], Path]:

@@ -23,17 +23,20 @@ def explain(error: Exception) -> tuple[str, str]:
         return any(isinstance(cause, kind) for cause in causes)
 
     if caused_by(GatedRepoError):
-        return "is a gated model, and the hub does not give it to you", f"ask for access on its page there, and {_LOG_IN}"
+        return "is a gated model that you have no access to", f"request access on its page on the hub, and {_LOG_IN}"
     if caused_by(RepositoryNotFoundError):
-        return "is neither a folder nor a model that the hub gives you", f"check the name; where the model is private, {_LOG_IN}"
+        return (
+            "is neither a folder nor a model on the hub that you can access",
+            f"check the name; if the model is private, {_LOG_IN}",
+        )
     if constants.HF_HUB_OFFLINE:
-        return "is no folder, nor in huggingface_hub's cache", "name a checkpoint folder, or unset HF_HUB_OFFLINE"
+        return "is neither a folder nor in huggingface_hub's cache", "name a checkpoint folder, or unset HF_HUB_OFFLINE"
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno and (cause.filename or cause.errno in _NO_ROOM):
             file = f": {cause.filename}" if cause.filename else ""
-            what = f"cannot be kept in huggingface_hub's cache ({os.strerror(cause.errno)}{file})"
-            return what, "set HF_HOME to a folder that you may write, with room for it"
-    return f"is no folder, and cannot be read from the hub ({reason(error)})", "name a checkpoint folder, or check the network"
+            what = f"cannot be saved in huggingface_hub's cache ({os.strerror(cause.errno)}{file})"
+            return what, "set HF_HOME to a writable folder with room for it"
+    return f"is not a folder, and cannot be read from the hub ({reason(error)})", "name a checkpoint folder, or check the network"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -53,7 +53,7 @@ def check_out(out: Path, force: bool) -> None:
 def check_outside(out: Path, path: Path, name: str) -> None:
     """Raises BundleError if `path`, which the export reads, lies in the folder that it replaces and would be deleted with it."""
     if real_out(path).is_relative_to(out):
-        raise BundleError(f"holds {path}, which is read", f"move {name}, or choose another --out", where=str(out))
+        raise BundleError(f"holds {path}, which the export reads", f"move {name}, or choose another --out", where=str(out))
 
 
 def _is_bundle(path: Path) -> bool:
@@ -116,10 +116,10 @@ def _remove_leftovers(out: Path) -> None:
                     continue  # an export is running in it
                 if kind == _REPLACED and not out.exists():
                     folder.rename(out)
-                    logger.warning("%s is there again, which an export that was killed had put aside", out)
+                    logger.warning("restored %s, which a killed export had moved aside", out)
                 else:
                     shutil.rmtree(folder, ignore_errors=True)
-                    logger.warning("%s is removed, which an export left that was killed", folder)
+                    logger.warning("removed %s, left behind by an export that was killed", folder)
             finally:
                 os.close(lock)
 
@@ -158,7 +158,7 @@ def _is_about(folders: Iterable[Path], error: OSError) -> bool:
 
 
 def _unwritable_error(out: Path, error: OSError) -> BundleError:
-    reason = error.strerror or _NUMPY_SHORT_WRITE.sub(r"\2 of \1 numbers found room", str(error))
+    reason = error.strerror or _NUMPY_SHORT_WRITE.sub(r"\2 of \1 numbers were written", str(error))
     return BundleError(f"cannot be written ({reason})", "free space or choose another --out", where=str(out))
 
 

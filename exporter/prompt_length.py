@@ -36,7 +36,7 @@ class PromptEnds:
         if self._from_labels and labels is not None:
             if labels.ndim != 2:
                 raise ScheduleError(
-                    f"labels of shape {[*labels.shape]} do not say where prompts end", "give the counts of tokens",
+                    f"labels of shape {[*labels.shape]} do not say where prompts end", "give the prompts' lengths in tokens",
                     where="skip_schedule",
                 )  # fmt: skip
             learned = labels != _IGNORED_LABEL
@@ -47,8 +47,8 @@ class PromptEnds:
         """Before the layers run: raises ScheduleError if the ends come from labels and this pass was given none."""
         if self._from_labels and not self._labels_read:
             raise ScheduleError(
-                'prompt_length="labels", and the model was called without labels=...',
-                "call it with them, or give the counts of tokens", where="skip_schedule",
+                'prompt_length="labels", but the model was called without labels=...',
+                "call it with labels, or give the prompts' lengths in tokens", where="skip_schedule",
             )  # fmt: skip
         self._labels_read = False
 
@@ -61,8 +61,8 @@ class PromptEnds:
         """
         rows, length = outputs.shape[-3:-1]
         if self._ends.ndim and len(self._ends) != rows:
-            message = f"prompt_length has {len(self._ends)} counts, the batch {rows} rows"
-            raise ScheduleError(message, "give one a row", where="skip_schedule")
+            message = f"prompt_length has {len(self._ends)} counts, but the batch has {rows} rows"
+            raise ScheduleError(message, "give one per row", where="skip_schedule")
         if self.shortest == self.longest and length <= self.longest + cap:
             return outputs
         ends = self._ends.to(outputs.device).reshape(-1, 1) + cap
@@ -84,6 +84,6 @@ def _as_counts(prompt_length: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         counts = torch.empty(0)
     if counts.dtype not in (torch.int64, torch.int32) or counts.ndim > 1 or not counts.numel() or counts.min() < 0:
-        remedy = 'give a count of tokens, one a row, or "labels"'
+        remedy = 'give a count of tokens, one per row, or "labels"'
         raise ScheduleError(f"prompt_length={prompt_length!r}"[:100], remedy, where="skip_schedule")
     return counts

@@ -52,13 +52,15 @@ def skip_schedule(model: torch.nn.Module, schedule: Schedule, *, prompt_length: 
             balances its experts, or the model is a DataParallel replica.
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"{schedule!r} is no Schedule", "make one with build_schedule", where="skip_schedule")
+        raise ScheduleError(f"{schedule!r} is not a Schedule", "make one with build_schedule", where="skip_schedule")
     whole_model, decoder = _find_decoder(model)
     kind, _ = DECODERS.get(decoder.config.model_type, (None, {}))
     parts = decoder_parts(decoder, kind)
     depth = len(parts.layers)
     if schedule.num_layers != depth:
-        raise ScheduleError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "build it anew")
+        raise ScheduleError(
+            f"the schedule is for {schedule.num_layers} layers, but the model has {depth}", "rebuild it for this model"
+        )
     check_sources(key_sources(decoder.config), schedule)
     block = SkipBlock(PromptEnds(prompt_length if schedule.anchor is Anchor.GENERATED else 0))
     caps = {index: cap for index in range(depth) if (cap := schedule.cap(index)) is not None}
@@ -81,7 +83,9 @@ def _find_decoder(model: torch.nn.Module) -> tuple[PreTrainedModel, PreTrainedMo
     """The transformers model, which may be wrapped in other modules, and its text part: itself unless it also sees or hears."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
-        raise ModelNotSupportedError(f"{type(model).__name__} is no model of transformers", "give one, or what wraps one")
+        raise ModelNotSupportedError(
+            f"{type(model).__name__} is not a transformers model", "give one, or a module that wraps one"
+        )
     text_type = models[0].config.get_text_config().model_type
     return models[0], next((module for module in models if module.config.model_type == text_type), models[0])
 
@@ -90,7 +94,7 @@ def _check_masks(decoder: PreTrainedModel) -> None:
     """Refuse flex_attention, whose masks are not tensors that could be cut to a prefix of positions."""
     if decoder.config._attn_implementation == "flex_attention":
         raise ModelNotSupportedError(
-            "flex_attention's masks are not cut to the positions that a layer computes",
+            "flex_attention's masks cannot be cut to the positions that a layer computes",
             'load the model with attn_implementation="sdpa"', where="skip_schedule",
         )  # fmt: skip
 

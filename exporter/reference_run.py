@@ -134,7 +134,9 @@ def _check_dimensions(config: Any, expected: dict[str, Any], model: str) -> None
     for name, value in expected.items():
         if actual[name] != value:
             raise ModelNotSupportedError(
-                f"has {name} {actual[name]}, the bundle {value}", "name the model that was exported", where=f"--reference {model}"
+                f"has {name} {actual[name]}, but the bundle has {value}",
+                "name the model that was exported",
+                where=f"--reference {model}",
             )
 
 

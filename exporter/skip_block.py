@@ -78,7 +78,7 @@ def _check_process(model: torch.nn.Module) -> None:
     """Refuse a DataParallel replica: its layers' `forward` would run the layers on the first GPU."""
     if getattr(model, "_is_replica", False):
         raise ScheduleError(
-            "DataParallel's copies of a model do not skip", "start a process a GPU, with torchrun", where="skip_schedule"
+            "DataParallel's copies of a model do not skip", "start one process per GPU with torchrun", where="skip_schedule"
         )
 
 
@@ -91,7 +91,7 @@ def _check_balance(model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     balances = getattr(model.config.get_text_config(), "output_router_logits", False) if balances is None else balances
     if balances:
         raise ScheduleError(
-            "the loss that balances experts takes as many positions of every layer and row", "set output_router_logits=False",
+            "the loss that balances experts needs the same positions from every layer and row", "set output_router_logits=False",
             where="skip_schedule",
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ def _check_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache) and (contents := _cache_contents(value)):
             raise ScheduleError(
-                f"positions count from the start of a pass, and a cache holds {contents}",
+                f"positions count from the start of a pass, but a cache holds {contents}",
                 "generate with use_cache=False, or export the model and run the bundle", where="skip_schedule",
             )  # fmt: skip
 
@@ -132,6 +132,6 @@ def _check_positions(positions: torch.Tensor | None, mask: Any) -> None:
         restarts = positions.diff(dim=-1) < (1 if mask is None else 0)
     if restarts.any():
         raise ScheduleError(
-            "positions count from the start of a row, and position_ids begin anew within one",
-            "train without packing: one sequence a row", where="skip_schedule",
+            "positions count from the start of a row, but position_ids restart within one",
+            "train without packing: one sequence per row", where="skip_schedule",
         )  # fmt: skip

@@ -20,8 +20,8 @@ class SlicedForward:
     An object rather than a closure, so that a deep copy of the model has its own.
 
     Args:
-        in_tuple: the layer returns a tuple: its hidden states and perhaps attention weights, which nothing reads, or its choice
-            of tokens to attend to, which the layer above may take over.
+        returns_tuple: the layer returns a tuple: its hidden states and perhaps attention weights, which nothing reads, or its
+            choice of tokens to attend to, which the layer above may take over.
     """
 
     def __init__(self, layer: torch.nn.Module, block: SkipBlock, cap: int, returns_tuple: bool) -> None:
@@ -52,8 +52,8 @@ class SlicedForward:
         config, length = self._layer.self_attn.config, hidden.shape[1]
         if "shared" in config.indexer_types and length > config.index_topk:
             raise ScheduleError(
-                f"layers take over which {config.index_topk} tokens one below attends to, and a pass has {length}",
-                f"cut rows to {config.index_topk} tokens, which are all", where="skip_schedule",
+                f"layers attend to the {config.index_topk} tokens that a layer below chose, but a pass has {length}",
+                f"cut rows to {config.index_topk} tokens, so that all are chosen", where="skip_schedule",
             )  # fmt: skip
         return _all_tokens(len(hidden), length, hidden.device)
 

@@ -85,8 +85,8 @@ def _check_calls(mixer: Any, function: str) -> None:
     """Refuse a mixer whose module lacks `function`, which `emitting_operators` replaces: a trace would leave the state out."""
     if function not in _namespace(mixer):
         raise ModelNotSupportedError(
-            f"{type(mixer).__name__} of transformers {transformers.__version__} calls no {function}",
-            "install transformers 5.24, with which it was tested",
+            f"{type(mixer).__name__} of transformers {transformers.__version__} does not call {function}",
+            "install transformers 5.24, the version tested",
         )
 
 

@@ -87,7 +87,7 @@ def check_supported(config: Any, max_length: int) -> None:
         known_kinds.add("indexed_attention")
     unknown = {*(layer_kinds(config) or ())} - known_kinds
     if unknown:
-        raise unsupported_error(config, f"has layers of {' and '.join(sorted(unknown))}, which are none that can be exported")
+        raise unsupported_error(config, f"has layers of {' and '.join(sorted(unknown))}, which cannot be exported")
     if config.model_type in HYBRIDS:
         _check_states(config)
     if config.model_type in VARYING_KV:
@@ -95,10 +95,10 @@ def check_supported(config: Any, max_length: int) -> None:
     if config.model_type == "gemma3n_text":
         _check_streams(config)
     if config.model_type == "bloom" and config.slow_but_exact and config.pretraining_tp > 1:
-        raise unsupported_error(config, "with slow_but_exact multiplies slices and leaves out biases")
+        raise unsupported_error(config, "with slow_but_exact multiplies in slices and leaves out biases")
     if config.model_type == "falcon" and config.alibi:
         raise unsupported_error(
-            config, "has linear biases on its attention (ALiBi) in bf16, which are rounded as no operator rounds them"
+            config, "has linear attention biases (ALiBi) in bf16, rounded in a way that no operator reproduces"
         )
     _check_rotary(config, max_length)
     # MPT's name; the others'
@@ -113,7 +113,7 @@ def check_causal(config: Any) -> None:
     """Raises ModelNotSupportedError if tokens attend to later ones."""
     both_ways = getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # "vision": within images
     if both_ways or not getattr(config, "is_causal", True):
-        raise unsupported_error(config, "attends to later tokens, which generating one after another cannot")
+        raise unsupported_error(config, "attends to later tokens, which do not exist yet when tokens are generated one by one")
 
 
 def _check_llama_4(config: Any, max_length: int) -> None:
@@ -124,7 +124,7 @@ def _check_llama_4(config: Any, max_length: int) -> None:
         _check_length(max_length, size, f"{config.model_type} attends in chunks of {size} tokens")
     if config.num_experts_per_tok != 1:
         raise unsupported_error(
-            config, f"gives each of {config.num_experts_per_tok} experts a token other rows, which no operator does"
+            config, f"gives each of a token's {config.num_experts_per_tok} experts a different input, which no operator does"
         )
 
 
@@ -144,7 +144,9 @@ def _check_per_layer_settings(config: Any) -> None:
     heads_only = config.per_layer_attributes <= {"head_dim", "num_key_value_heads"}
     skipping = any(getattr(layer_settings, "skip", None) for layer_settings in config.per_layer_config)
     if config.model_type not in VARYING_KV or skipping or not heads_only:
-        raise unsupported_error(config, "has settings for some layers alone (per_layer_config), which its layers are not made by")
+        raise unsupported_error(
+            config, "has settings for individual layers (per_layer_config), which its layers are not built from"
+        )
 
 
 def _check_shared_keys(config: Any) -> None:
@@ -153,7 +155,9 @@ def _check_shared_keys(config: Any) -> None:
     unshared = kinds[: max(0, len(kinds) - shared)]
     if shared < 0 or {*kinds} - {*unshared}:
         limit = next(count for count in reversed(range(len(kinds))) if {*kinds[: len(kinds) - count]} == {*kinds})
-        raise _bad_setting(config, "num_kv_shared_layers", shared, f"write 0 to {limit}, which leave a layer of each kind below")
+        raise _bad_setting(
+            config, "num_kv_shared_layers", shared, f"write 0 to {limit}, which leave a layer of each kind to read from"
+        )
 
 
 def _check_streams(config: Any) -> None:
@@ -163,11 +167,9 @@ def _check_streams(config: Any) -> None:
     )
     active, count = config.altup_active_idx, config.altup_num_inputs
     if not 0 <= active < count:
-        raise _bad_setting(config, "altup_active_idx", active, f"write 0 to {count - 1}, one of altup_num_inputs")
+        raise _bad_setting(config, "altup_active_idx", active, f"write 0 to {count - 1}, below altup_num_inputs")
     if not all(0 <= part < 1 for part in config.activation_sparsity_pattern):
-        raise _bad_setting(
-            config, "activation_sparsity_pattern", config.activation_sparsity_pattern, "write numbers from 0 on and below 1"
-        )
+        raise _bad_setting(config, "activation_sparsity_pattern", config.activation_sparsity_pattern, "write numbers in [0, 1)")
 
 
 def _check_heads(config: Any) -> None:
@@ -175,15 +177,15 @@ def _check_heads(config: Any) -> None:
     heads, keys = config.num_attention_heads, layer_keys(config, 0)
     if heads % keys.num_heads:
         raise ModelNotSupportedError(
-            f"its config.json has {heads} heads, no multiple of the {keys.num_heads} that their keys have",
+            f"its config.json has {heads} heads, not a multiple of its {keys.num_heads} key/value heads",
             "correct that setting", where=config_origin(config),
         )  # fmt: skip
     if (declared_setting(config, "v_head_dim") or 0) > keys.head_size:
         raise unsupported_error(
-            config, f"has values of {config.v_head_dim} a head, more than its keys, and a KV buffer holds both"
+            config, f"has values of {config.v_head_dim} numbers a head, more than its keys, and a KV buffer holds both"
         )
     if keys.head_size % 8:
-        raise unsupported_error(config, f"has heads of {keys.head_size}, and ONNX Runtime's attention takes multiples of 8")
+        raise unsupported_error(config, f"has heads of size {keys.head_size}, but ONNX Runtime's attention takes multiples of 8")
 
 
 def _check_whole_numbers(config: Any, names: Iterable[str], *, required: bool = False, minimum: int = 1) -> None:
@@ -193,7 +195,7 @@ def _check_whole_numbers(config: Any, names: Iterable[str], *, required: bool = 
         if value is None and not required:
             continue
         if not isinstance(value, int) or value < minimum:
-            raise _bad_setting(config, name, value, f"write a whole number from {minimum} on")
+            raise _bad_setting(config, name, value, f"write a whole number, {minimum} or more")
 
 
 def _check_experts(config: Any) -> None:
@@ -212,18 +214,20 @@ def _check_experts(config: Any) -> None:
         raise _bad_setting(config, "n_group", groups, f"write a divisor of {experts}, the number of experts")
     chosen_groups = getattr(config, "topk_group", None)
     if groups and chosen_groups is not None and not 1 <= chosen_groups <= groups:
-        raise _bad_setting(config, "topk_group", chosen_groups, f"write 1 to {groups}, which n_group is")
+        raise _bad_setting(config, "topk_group", chosen_groups, f"write 1 to {groups}, the value of n_group")
     if groups and config.model_type != "deepseek_v2":  # there experts of other groups weigh 0; elsewhere any could be chosen
         limit = (chosen_groups or 1) * (experts // groups)
         if any(count > limit for count in counts):
-            raise _bad_setting(config, "num_experts_per_tok", chosen, f"write 1 to {limit}, the experts of topk_group groups")
+            raise _bad_setting(
+                config, "num_experts_per_tok", chosen, f"write 1 to {limit}, the number of experts in topk_group groups"
+            )
     activation, expected, whose = getattr(config, "hidden_act", "silu"), "silu", "ONNX Runtime's"  # LFM2 has only silu
     if config.model_type == "nemotron_h":  # its experts have no gate
         activation, expected = config.mlp_hidden_act, "relu2"
     elif config.model_type == "gemma4_text":
         activation, expected, whose = config.hidden_activation, EXPERTS_GELU, "ours"
     if activation != expected and (activation, expected) != ("swish", "silu"):
-        raise unsupported_error(config, f"has experts with {activation}, where {whose} have {expected}")
+        raise unsupported_error(config, f"has experts with {activation}, but {whose} have {expected}")
 
 
 def _check_states(config: Any) -> None:
@@ -233,14 +237,16 @@ def _check_states(config: Any) -> None:
     for heads, groups in _HEADS_AND_GROUPS:
         count, num_groups = getattr(config, heads, None), getattr(config, groups, None)
         if count and num_groups and count % num_groups:
-            raise _bad_setting(config, heads, count, f"write a multiple of {num_groups}, which {groups} is")
+            raise _bad_setting(config, heads, count, f"write a multiple of {num_groups}, the value of {groups}")
     # Nemotron-H has a setting of its own, short convolutions have none
     activation = declared_setting(config, "mamba_hidden_act") or declared_setting(config, "hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise unsupported_error(config, f"has convolutions with {activation}, where ONNX's have silu")
+        raise unsupported_error(config, f"has convolutions with {activation}, but ONNX's have silu")
 
 
-def _bad_setting(config: Any, name: str, value: object, remedy: str = "write a whole number from 1 on") -> ModelNotSupportedError:
+def _bad_setting(
+    config: Any, name: str, value: object, remedy: str = "write a whole number, 1 or more"
+) -> ModelNotSupportedError:
     spelled = config.attribute_map.get(name, name)
     return ModelNotSupportedError(f"{spelled} is {value!r} in its config.json", remedy, where=config_origin(config))
 
@@ -264,4 +270,6 @@ def _check_rotary(config: Any, max_length: int) -> None:
 
 def _check_length(max_length: int, max_allowed: int, why: str) -> None:
     if max_length > max_allowed:
-        raise ModelNotSupportedError(f"{why}, --max-length is {max_length}", f"export with --max-length {max_allowed} or less")
+        raise ModelNotSupportedError(
+            f"{why}, but --max-length is {max_length}", f"export with --max-length {max_allowed} or less"
+        )

@@ -78,7 +78,7 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
         limit -= limit % MIN_SLOTS  # counts of slots are never rounded up past a multiple of it
         raise TargetError(
             f"a KV buffer of {limits.max_batch} rows of {slots} slots has more than 2**31 - 1 elements",
-            f"choose --max-length {limit} or less, or fewer --max-batch rows" if limit else "choose fewer --max-batch rows",
+            f"choose --max-length {limit} or less, or a smaller --max-batch" if limit else "choose a smaller --max-batch",
             where="--max-length",
         )
     _check_expert_lookup(skeleton, limits)
@@ -87,7 +87,7 @@ def check_tensorrt(skeleton: Skeleton, limits: manifest.Limits, schedule: Schedu
 def _check_decays(skeleton: Skeleton) -> None:
     """Refuse a decay for each number of a key: `write_out_linear_attention` supports only one per head."""
     if any(forgets_by_channel(module) for layer in skeleton.parts.layers for module in layer.modules()):
-        message = f"{skeleton.config.model_type}'s linear attention has a decay for each number of a key, plans have one a head"
+        message = f"{skeleton.config.model_type}'s linear attention has a decay per number of a key, but plans have one per head"
         raise TargetError(message, "choose cpu or cuda", where="--target")
 
 

@@ -97,7 +97,7 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
             added_tokens = hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
     except Exception as error:  # as above; tokenizer.json is enough by itself, also with a class that transformers does not know
         logger.warning(
-            "%s: is taken without the tokens that may stand beside it, which transformers cannot read (%s)",
+            "%s: used without tokens from the files next to it, which transformers cannot read (%s)",
             path.name, first_line(error)[:160],
         )  # fmt: skip
         return None
@@ -111,7 +111,7 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
         return hf_tokenizer
     names = ", ".join(map(repr, missing))
     logger.warning(
-        "%s: tokens that stand beside it alone are left out, since they would get other ids (%s)", path.name, names[:160]
+        "%s: tokens found only in the files next to it are left out, since their ids would change (%s)", path.name, names[:160]
     )
     return None
 
@@ -122,7 +122,7 @@ def _warn_of_differences(samples: list[dict[str, Any]], hf_tokenizer: Any) -> No
         for sample in samples[1:]:  # not the empty one
             hf_ids, ids = hf_tokenizer(sample["text"])["input_ids"], sample["ids"]
             if hf_ids != ids:
-                message = "tokenizer.json: is followed, while transformers' %s makes other ids: of %r %s and not %s"
+                message = "tokenizer.json: used as it is, although transformers' %s gives other ids: for %r %s instead of %s"
                 start = next((i for i, (one, two) in enumerate(zip(hf_ids, ids, strict=False)) if one != two), 0)
                 logger.warning(
                     message, type(hf_tokenizer).__name__, sample["text"], _excerpt(hf_ids, start), _excerpt(ids, start)
@@ -188,7 +188,7 @@ def _check_template(processor: Any) -> None:
     for piece in (*processor.get("single", ()), *processor.get("pair", ())):
         token = piece.get("SpecialToken", {}).get("id") if isinstance(piece, dict) else None
         if token is not None and token not in processor.get("special_tokens", {}):
-            raise ValueError(f"its template names {token!r}, which is none of its special_tokens")
+            raise ValueError(f"its template names {token!r}, which is not among its special_tokens")
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -102,7 +102,9 @@ def _check_finite(original: torch.Tensor, tensor: torch.Tensor, name: str, where
     finite = wrong.isfinite()
     if tensor.dtype == torch.float16 and wrong.numel() and bool(finite.all()):
         number = wrong.abs().max().item()
-        raise TargetError(f"{name} holds {number:.6g}, fp16 at most 65504", "choose --dtype bf16", where="--dtype")
+        raise TargetError(
+            f"{name} holds {number:.6g}, but the largest number in fp16 is 65504", "choose --dtype bf16", where="--dtype"
+        )
     if wrong.numel():
         number = (wrong if bool(finite.all()) else wrong[~finite])[0].item()
         message = f"{name} holds {number:g}, which makes logits NaN"

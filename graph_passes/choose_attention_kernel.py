@@ -82,7 +82,7 @@ class ChooseAttentionKernelPass(ir.passes.InPlacePass):
             if _threshold(node) not in conditions:
                 conditions[_threshold(node)] = _long_step_condition(model.graph, node, _threshold(node))
             _replace_by_if(model.graph, node, conditions[_threshold(node)])
-        logger.info("%d attentions have two kernels, %d a scale of 1", len(chosen), len(scaled))
+        logger.info("gave %d attention operators two kernels, and %d a scale of 1", len(chosen), len(scaled))
         return ir.passes.PassResult(model, bool(chosen or scaled))
 
 

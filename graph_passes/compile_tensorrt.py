@@ -150,16 +150,16 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
     error_output, stood_still = _wait_for(process, json.dumps({**dataclasses.asdict(request), "parent": os.getpid()}), stop)
     if process.returncode == 0:
         return
-    line = (error_output.strip().splitlines() or ["it said nothing"])[-1]
+    line = (error_output.strip().splitlines() or ["no output"])[-1]
     if process.returncode == _REFUSED:
         raise TargetError(line)  # already complete: what, where, what to do
     if process.returncode == _NOT_WRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
     reason, remedy = f"failed ({line[:300]})", _USE_CUDA_INSTEAD
     if stood_still:  # TensorRT-RTX 1.7.1's threads wait for one another after one of them ran out of memory
-        reason, remedy = f"stood still for {_STANDSTILL_S} s, probably for want of memory", "free some"
+        reason, remedy = f"made no progress for {_STANDSTILL_S} s, probably for lack of memory", "free some"
     elif process.returncode == -signal.SIGKILL:
-        reason, remedy = "was killed, probably for want of memory", "free some"
+        reason, remedy = "was killed, probably for lack of memory", "free some"
     elif process.returncode < 0:
         reason = f"ended by signal {-process.returncode}"
     raise TargetError(f"the {request.target} builder {reason}", remedy, where=Path(request.plan).name)
@@ -215,7 +215,7 @@ def _create_config(trt: Any, polygraphy: Any, builder: Any, network: Any, reques
             builder, network, profiles=profiles, load_timing_cache=request.timing_cache,
             memory_pool_limits=None if workspace is None else {trt.MemoryPoolType.WORKSPACE: workspace << 20},
             builder_optimization_level=request.options.optimization_level, profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
-            tf32=False,  # a plan is in fp32 only where it sums over many tokens
+            tf32=False,  # what a plan computes in fp32, such as sums over many tokens, needs all bits of fp32
         )  # fmt: skip
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         # without it TensorRT-RTX may allocate while it runs, which a CUDA graph cannot capture

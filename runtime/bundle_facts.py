@@ -76,7 +76,9 @@ def kv_bytes(manifest: Manifest, schedule: Schedule, target: Target | None) -> i
 
 
 def _positions(schedule: Schedule, variant: Variant) -> list[int | None] | None:
-    """The [first, last] position that uses `variant`; last None: to the end of the row. None: no position does."""
+    """The [first, last] position of the schedule that uses `variant`; last None: to the end of the row. None: no position does,
+    only the baseline and, with anchor `generated`, the prefill.
+    """
     count = variant.num_layers
     used = [t for t, layers in enumerate(schedule.layers) if layers == count]
     if not used:

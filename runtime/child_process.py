@@ -26,4 +26,4 @@ def end_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # tied to the parent's thread, which waits for this process
     if os.getppid() != parent:
-        sys.exit(f"process {parent}, which asked for this, is gone")
+        sys.exit(f"process {parent}, which started this one, has ended")

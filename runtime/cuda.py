@@ -64,7 +64,7 @@ class CudaDevice:
             pointer = self._call(driver.cuMemAlloc, max(1, nbytes))
         except CapacityError as error:
             free, _ = self._call(driver.cuMemGetInfo)
-            what = f"the GPU has no {nbytes >> 20} MiB left for a buffer ({free >> 20} MiB are free)"
+            what = f"the GPU has no room for a buffer of {nbytes >> 20} MiB ({free >> 20} MiB are free)"
             raise CapacityError(what, _MEMORY_REMEDY) from error
         block = Block(pointer=int(pointer), nbytes=nbytes, owner=_FinalizerTarget())
         weakref.finalize(block.owner, _free, driver, self._context, driver.cuMemFree, pointer)
@@ -84,8 +84,8 @@ class CudaDevice:
         try:
             pointer = self._call(self._driver.cuMemAllocHost, nbytes)
         except CapacityError as error:
-            what = f"the host has no {-(-nbytes >> 20)} MiB left that the GPU can write to"
-            raise CapacityError(what, "send fewer rows, ask for fewer tokens, or free its memory") from error
+            what = f"the host has no room for {-(-nbytes >> 20)} MiB of pinned memory"
+            raise CapacityError(what, "send fewer rows, ask for fewer tokens, or free some memory") from error
         memory = (ctypes.c_byte * nbytes).from_address(int(pointer))
         weakref.finalize(memory, _free, self._driver, self._context, self._driver.cuMemFreeHost, pointer)
         array: HostArray = np.frombuffer(memory, dtype=dtype).reshape(shape)
@@ -157,7 +157,7 @@ class CudaDevice:
                 driver.cuCtxDestroy(context)
                 self.enter()
         except (CapacityError, TargetError) as error:
-            logger.info("steps are not made quicker by a second context: %s", error)
+            logger.info("no second context to speed up decode steps: %s", error)
 
     def _record_graph(self, calls: Call) -> Any:
         """Record what `calls` does as a graph. The stream leaves capture mode whatever `calls` raises."""
@@ -179,20 +179,20 @@ class CudaDevice:
         driver, call, kinds = self._driver, self._call, self._driver.CUgraphNodeType
         _, count = call(driver.cuGraphGetNodes, graph)
         if not count:
-            raise TargetError("a step's graph has nothing in it")
+            raise TargetError("a step's graph is empty")
         for node in call(driver.cuGraphGetNodes, graph, count)[0]:
             kind = call(driver.cuGraphNodeGetType, node)
             if kind == kinds.CU_GRAPH_NODE_TYPE_HOST:
-                raise TargetError("a step's graph has a call of the host in it")
+                raise TargetError("a step's graph calls the host")
             is_copy = kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY
             if is_copy and not self._reads_device_memory(call(driver.cuGraphMemcpyNodeGetParams, node)):
-                raise TargetError("a step's graph has a copy of what lies on the host in it")
+                raise TargetError("a step's graph copies from host memory")
 
     def _reads_device_memory(self, copy: Any) -> bool:
         kinds, attributes = self._driver.CUmemorytype, self._driver.CUpointer_attribute
         if copy.srcMemoryType == kinds.CU_MEMORYTYPE_HOST:
             return False
-        # the address decides, not the type in the copy: under unified addressing pinned memory may pass for the device's
+        # ask for the address's own type: under unified addressing a copy may declare pinned host memory as the device's
         kind = self._call(self._driver.cuPointerGetAttribute, attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, copy.srcDevice)
         return bool(kind == kinds.CU_MEMORYTYPE_DEVICE)
 
@@ -268,7 +268,7 @@ def _checked(driver: Any, answer: tuple[Any, ...]) -> Any:
     if code != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(code)
         reason = text.decode() if isinstance(text, bytes) else code.name
-        raise TargetError(f"CUDA says: {reason} ({code.name})", "check nvidia-smi, and start again")
+        raise TargetError(f"CUDA failed: {reason} ({code.name})", "check nvidia-smi, and start again")
     return values[0] if len(values) == 1 else tuple(values)
 
 

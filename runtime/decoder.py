@@ -102,7 +102,7 @@ class Decoder:
             return needed
         if not have_room(fixed, needed):
             raise CapacityError(
-                f"the plans' KV buffers have {', '.join(map(str, sorted({*fixed})))} slots, this run takes {max(needed)}",
+                f"the plans' KV buffers have {', '.join(map(str, sorted({*fixed})))} slots, but this run needs {max(needed)}",
                 "ask for fewer tokens, or export the model with that schedule",
             )
         return fixed_slots(needed, fixed)
@@ -141,7 +141,7 @@ class Decoder:
         route = self.route()
         ids, positions, seqlens_k, totals, lengths = self._views
         if lengths[self._first_row] >= self._capacity:  # the longest row
-            raise CapacityError(f"the KV buffer's {self._capacity} slots are full", "make the decoder for more steps")
+            raise CapacityError(f"the KV buffer's {self._capacity} slots are full", "create the decoder for more steps")
         for row, token in enumerate(tokens, self._first_row):
             position = lengths[row]
             ids[row], positions[row], seqlens_k[row] = token, position, position
@@ -226,7 +226,7 @@ class Decoder:
         if (index, start) not in self._climbs:
             segment = self._engines.segments[index]
             hidden = self._hidden[start:]
-            # the longest row's valid slots, read on the host; a captured step keeps the recorded value, so that is the largest
+            # valid slots of the longest of these rows, read on the host; a captured step keeps the recorded value: the largest
             total = self._totals[start : start + 1] if isinstance(self.memory, HostMemory) else self._max_totals[index]
             inputs: dict[str, Array] = {
                 bindings.HIDDEN: hidden,

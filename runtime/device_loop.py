@@ -87,7 +87,9 @@ class DeviceLoop:
         pending: deque[tuple[int | None, Call]] = deque([(None, self._device.mark())])
         for step in range(new):
             if generation != self._generations:
-                raise CapacityError("another generation has begun on the same buffers", "end one before the next, or load twice")
+                raise CapacityError(
+                    "another generation has started on the same buffers", "finish one before the next, or load twice"
+                )
             while len(pending) <= STEPS_AHEAD and step + len(pending) < new:
                 pending.append((self.step(), self._device.mark()))
             layers, wait = pending.popleft()
@@ -144,7 +146,7 @@ class DeviceLoop:
             self._graphs[route] = self._device.capture(lambda: self._run(calls))
         except Exception as error:  # a capture runs nothing: whatever broke it, the same calls can still be made
             self._may_capture = False
-            logger.warning("decode steps go on without CUDA graphs: %s", error)
+            logger.warning("decode steps continue without CUDA graphs: %s", error)
         return self._graphs.get(route)
 
     def _run(self, calls: Sequence[Call]) -> None:

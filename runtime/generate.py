@@ -219,7 +219,7 @@ class Generator:
             is_single = isinstance(prompts, (str, bytes)) or (len(prompts) and _is_number(prompts[0]))
             prompt_list: list[Any] = [prompts] if is_single else list(prompts)
         except (TypeError, KeyError) as error:
-            raise CapacityError(f"{reprlib.repr(prompts)} is no prompt", _PROMPT_REMEDY) from error
+            raise CapacityError(f"{reprlib.repr(prompts)} is not a prompt", _PROMPT_REMEDY) from error
         return [self._encode(prompt, f"prompt {number}") for number, prompt in enumerate(prompt_list)]
 
     def _encode(self, prompt: Any, where: str) -> list[int]:
@@ -241,15 +241,17 @@ class Generator:
             self._check_schedule(schedule)
             return schedule
         if schedule != "full":
-            raise CapacityError(f"unknown schedule {schedule!r}", "choose full, or none for the bundle's", where="--schedule")
+            raise CapacityError(
+                f"unknown schedule {schedule!r}", "choose full, or leave it out for the bundle's own", where="--schedule"
+            )
         return full_depth(self.manifest.model.num_layers)
 
     def _check_schedule(self, schedule: Schedule) -> None:
         depth = self.manifest.model.num_layers
         if schedule.num_layers != depth:
-            raise CapacityError(f"the schedule is for {schedule.num_layers} layers, the model has {depth}", "choose another")
+            raise CapacityError(f"the schedule is for {schedule.num_layers} layers, but the model has {depth}", "choose another")
         if any(len({schedule.cap(layer) for layer in layers}) > 1 for layers in self.manifest.segments):
-            raise CapacityError("the schedule cuts through a segment of this bundle", "export the model with it")
+            raise CapacityError("the schedule cuts through a segment of this bundle", "export the model with that schedule")
         check_sources(self.manifest.model.key_sources, schedule)
 
 

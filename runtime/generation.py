@@ -79,7 +79,7 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
             f"{len(rows)} prompts: the bundle takes {limits.max_batch}", "send fewer, or export with a larger --max-batch"
         )
     if len(set(map(id, rows))) < len(rows):
-        raise CapacityError("a Row is given twice", "make one for each place", where="rows")
+        raise CapacityError("the same Row is given twice", "create one per prompt", where="rows")
     if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise CapacityError(f"{max_new_tokens} is not a positive count", "choose 1 or more", where="--max-new-tokens")
     new = int(max_new_tokens)
@@ -88,7 +88,7 @@ def check_rows(rows: Sequence[Row], max_new_tokens: int, manifest: Manifest) -> 
         if not length:
             raise CapacityError("is empty", "give at least one token", where=where)
         if row.token_ids or row.finish_reason is not None:
-            raise CapacityError("has tokens of an earlier run", "make a new Row, its prompt with them", where=where)
+            raise CapacityError("has tokens from an earlier run", "create a new Row with them in its prompt", where=where)
         if length + new > limits.max_length:
             raise CapacityError(
                 f"{length} tokens and {new} new ones exceed the bundle's {limits.max_length}",

@@ -141,7 +141,7 @@ class KVBuffer:
         self.lengths: IntArray = np.zeros(rows, dtype=np.int64)
 
     def has_slots(self, layer: int) -> bool:
-        """Whether `layer` has slots."""
+        """Whether `layer` has slots: whether any position of the schedule computes it."""
         return self._slots[layer] > 0
 
     def layer_arrays(self, layer: int, rows: slice) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from skipdecode.strict_json import MalformedError, decode
 FORMAT_VERSION = 4
 MANIFEST = "bundle.json"
 GRAPHS = "graphs"  # ONNX Runtime reads weights only from the graph's own folder, so graphs and weights share one
-WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")  # types of a target's weights; the last two are block-quantised
+WEIGHTS = ("fp32", "fp16", "bf16", "int8", "int4")  # types of a target's weights; the last two quantised, in blocks or by output
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # per dtype of the source weights
 
 
@@ -93,7 +93,7 @@ class Manifest:
     dtype: str  # of the source weights, a key of ITEM_BYTES
     limits: Limits
     schedule: Schedule
-    kv_slots: tuple[int | None, ...]  # per layer, the positions that need a slot; None: as many as the run has
+    kv_slots: tuple[int | None, ...]  # per layer, how many of the schedule's positions need a slot (`Schedule.cap`); None: all
     segments: tuple[tuple[int, ...], ...]  # the layers of each
     variants: tuple[Variant, ...]
     targets: tuple[Target, ...]
@@ -129,7 +129,7 @@ class Manifest:
             self._check_variant(variant)
         known = {file.path for file in self.files}
         if len(known) < len(self.files):
-            raise MalformedError("files: one is there twice")
+            raise MalformedError("files: one is listed twice")
         used = [path for t in self.targets for path in (t.embed, *t.segments, t.head, t.tied_weight) if path is not None]
         used += [v.graph for v in self.variants if v.graph is not None]
         for path in [*known, *used]:

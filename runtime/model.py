@@ -115,7 +115,8 @@ def has_valid_sizes(model: Model) -> bool:
 def has_valid_states(model: Model) -> bool:
     """Whether `state_layers` is well formed.
 
-    Each layer exists and is named at most once, groups are ascending, and each array has positive sizes and a name of its own.
+    Each layer exists and is named at most once, the layers of a group are ascending, and each array has positive sizes and a
+    name of its own.
     """
     layers = [layer for group in model.state_layers for layer in group.layers]
     rising = all(

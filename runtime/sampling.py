@@ -43,7 +43,7 @@ class Sampling:
 
 # checked after conversion to a Python int or float, in which a tiny positive fraction may have become 0.0
 _RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
-    ("temperature", float, lambda heat: heat > 0, "choose a number above 0 that a float holds"),
+    ("temperature", float, lambda heat: heat > 0, "choose a number above 0 that fits in a float"),
     ("top_k", int, lambda k: k >= 0, "choose 0 (all) or more"),
     ("top_p", float, lambda p: 0 < p <= 1, "choose a number in (0, 1]"),
     ("seed", int, lambda seed: True, "choose a whole number"),
@@ -146,9 +146,10 @@ def _draw(logits: FloatArray, bins: IntArray, top: np.float32, sampling: Samplin
 
 
 def uniform(seed: int, row: int, step: int) -> float:
-    """A number in [0, 1): the top 53 bits after two rounds of splitmix64 (Steele et al. 2014).
+    """A number in [0, 1): the top 53 bits of a value that splitmix64 (Steele et al. 2014) has mixed twice.
 
-    The state starts at `seed` times splitmix64's increment, plus `row * 2^32 + step`.
+    The value starts at `seed` times splitmix64's increment, plus `row * 2^32 + step`. Each time the increment is added and the
+    sum mixed; the second time starts from the first result.
     """
     value = (seed * 0x9E3779B97F4A7C15 + (row << 32) + step) & _MASK
     for _ in range(2):

@@ -46,7 +46,7 @@ class Schedule:
                 f"choose --warmup-layers 0..{self.num_layers - 1}, or {self.num_layers} for early exit",
             )
         if not self.layers:
-            raise ScheduleError("the table of layer counts is empty", "give one count a position")
+            raise ScheduleError("the table of layer counts is empty", "give one count per position")
         least = least_layers(self.num_layers, self.warmup_layers)
         for t, count in enumerate(self.layers):
             if not isinstance(count, Integral) or not least <= count <= self.num_layers:
@@ -58,7 +58,7 @@ class Schedule:
             if t and count > self.layers[t - 1]:
                 raise ScheduleError(
                     f"the layer count rises from {self.layers[t - 1]} to {count} at position {t}",
-                    "a later position would need keys and values that were never computed: make it fall or stay",
+                    "a later position would need keys and values that were never computed: let it fall or stay the same",
                     where=f"{self.name} schedule",
                 )
 

@@ -97,7 +97,7 @@ def unmet_requests(request: ScheduleRequest, schedule: Schedule) -> Iterator[str
     is_default = {request.speedup, request.max_layers, request.min_layers, request.alpha} == {None}
     if is_default and request.name in _SPEEDUP_SCHEDULES and least > schedule.num_layers / DEFAULT_SPEEDUP + 0.5:
         yield (
-            f"of {schedule.num_layers} layers at least {least} are computed, so that the default of {DEFAULT_SPEEDUP:g}x cannot "
+            f"at least {least} of {schedule.num_layers} layers are computed, so the default of {DEFAULT_SPEEDUP:g}x cannot "
             f"be reached: it is {schedule.num_layers / schedule.mean_layers:.2f}x"
         )
     speedup, rounding = request.speedup, 0.5  # layers
@@ -251,7 +251,7 @@ def _from_table(path: Path, request: ScheduleRequest, num_layers: int) -> Schedu
     if not isinstance(data, list) or any(type(count) is not int for count in [*data, warmup]):
         raise ScheduleError("is not a list of whole numbers", "write for example [24, 24, 18, 12]", where=where)
     if not data:
-        raise ScheduleError("is empty", "write one layer count a position", where=where)
+        raise ScheduleError("is empty", "write one layer count per position", where=where)
     if not 0 <= warmup <= num_layers:
         raise ScheduleError(f"warmup_layers {warmup}: the model has {num_layers} layers", f"choose 0..{num_layers}", where=where)
     return Schedule(name="table", num_layers=num_layers, warmup_layers=warmup, layers=tuple(data), anchor=request.anchor)

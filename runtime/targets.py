@@ -59,7 +59,7 @@ def load_engines(manifest: Manifest, bundle: Path, target: Target, threads: int 
         return _load_plans(manifest, bundle, target, trace)
     if target.name not in ("cpu", "cuda") or target.library != "onnxruntime":
         raise TargetError(
-            f"this version runs no engines of {target.library} for {target.name}",
+            f"this version does not run {target.library} engines for {target.name}",
             "export with --target cpu too",
             where=str(bundle),
         )
@@ -124,13 +124,13 @@ def _load_plans(manifest: Manifest, bundle: Path, target: Target, trace: Trace |
     installed = tensorrt.library(target.name).__version__
     built_for = [] if target.machine == PORTABLE else target.machine.split()
     if installed != target.library_version:
-        message = f"the plans were built by {target.name} {target.library_version}, installed is {installed}"
+        message = f"the plans were built by {target.name} {target.library_version}, but {installed} is installed"
         raise TargetError(message, _rebuild_remedy(target, built_for), where=str(bundle))
     device = CudaDevice()
     is_served = device.capability in built_for if built_for else int(device.capability.removeprefix("sm")) >= 80
     if not is_served:
-        alternative = "" if target.name == "tensorrt" else ", or cuda where that is unknown"
-        message = f"the plans are for {target.machine}, this GPU is {device.capability}"
+        alternative = "" if target.name == "tensorrt" else ", or with --target cuda if that is not supported"
+        message = f"the plans are for {target.machine}, but this GPU is {device.capability}"
         raise TargetError(message, _rebuild_remedy(target, [device.capability]) + alternative, where=str(bundle))
     kernels = KernelCache(_kernel_file(bundle, gpu_at_hand().name))
     shared = tensorrt.PlanRuntime(target.name, device, kernels)
@@ -177,7 +177,9 @@ def _load_on_device(
     try:
         stored = np.memmap(bundle / target.tied_weight, dtype=np.uint16, mode="r").reshape(rows, -1)
     except ValueError as error:
-        raise BundleError("has no whole rows", "export the model again", where=str(bundle / target.tied_weight)) from error
+        raise BundleError(
+            "is not a whole number of rows", "export the model again", where=str(bundle / target.tied_weight)
+        ) from error
     weight = memory.floats(stored.shape)
     memory.device.send(weight.pointer, stored)
     shared = {bindings.TIED_WEIGHT: weight}

@@ -1,4 +1,4 @@
-"""What parity tests share: a decoder fed the torch reference's tokens gives its logits, whatever lay in its buffers before."""
+"""Checks that parity tests share: fed torch's tokens, a decoder gives torch's logits, whatever its buffers held before."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from skipdecode.memory import DeviceMemory
 def assert_gives_the_references_logits(
     decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int, tolerance: float
 ) -> None:
-    """Step by step and row by row, so that one early difference does not hide the rest.
+    """Check the decoder's logits step by step and row by row, fed the reference's tokens.
+
+    So one early difference does not change all later inputs.
 
     Args:
-        model: torch's; where the engines are narrow, with weights of their dtype.
+        model: the torch model; for narrow engines, with its weights rounded to their dtype.
         prompts: longest first, of the lengths that the decoder was made for.
-        tolerance: of each row's largest logit.
+        tolerance: as a share of each row's largest logit.
     """
     for where, error in _errors(decoder, model, prompts, new):
         assert error <= tolerance, f"row and step {where}: {error:.4f}"
@@ -35,7 +37,7 @@ def assert_gives_the_references_logits(
 def assert_mostly_gives_the_references_logits(
     decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int, tolerance: float
 ) -> None:
-    """As above, for half of all logits: a mixture of random weights chooses another expert for a bit that was rounded away.
+    """As above, for half of all rows and steps: a mixture with random weights may choose another expert over one rounded bit.
 
     So does torch itself: the tests' Mixtral differs by up to 0.1 in fp16 and 0.2 in bf16, in the median by 0.002 and 0.02.
     """
@@ -50,10 +52,10 @@ def _errors(decoder: Decoder, model: Any, prompts: Sequence[list[int]], new: int
 def errors_of(
     decoder: Decoder, prompts: Sequence[list[int]], expected: Sequence[tuple[Sequence[int], Any]]
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Row and step, and the largest difference as a share of the row's largest logit.
+    """Yield row and step, and the largest difference of their logits as a share of the row's largest logit.
 
     Args:
-        expected: each row's tokens, which the decoder is fed, and torch's logits [steps,V].
+        expected: for each row its tokens, which the decoder is fed, and torch's logits [steps,V].
     """
     decoder.prefill(prompts)
     for step in range(len(expected[0][1])):
@@ -65,7 +67,7 @@ def errors_of(
 
 
 def on_levels(model: Any, quantize: str) -> Any:
-    """torch's model in fp16, whose matrices, but for embedding and routers, have the numbers of TensorRT's quantised ones."""
+    """A copy of torch's model in fp16 numbers, its matrices (not embedding and routers) rounded as TensorRT's quantised ones."""
     model = copy.deepcopy(model).half().float()
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -79,7 +81,7 @@ def on_levels(model: Any, quantize: str) -> Any:
 
 
 def _rounded(weight: Any, quantize: str, of_scales: ir.DataType) -> Any:
-    """A matrix [N,K] as its levels and scales give it."""
+    """A matrix [N,K] as its quantised levels and scales reproduce it."""
     if quantize == "int4":
         parts = Quantization(bits=4).quantise(weight.numpy())
         levels = np.stack([parts["weight"] & 15, parts["weight"] >> 4], axis=-1).reshape(-1, 32).astype(np.float32) - 8
@@ -92,13 +94,13 @@ def _rounded(weight: Any, quantize: str, of_scales: ir.DataType) -> Any:
 
 
 def assert_every_route_is_a_graph(generator: Generator, graphs: bool = True) -> None:
-    """Of the loop that the generator kept; without `graphs`, that none is."""
+    """Every route of the loop that the generator kept is a CUDA graph; with `graphs=False`, none is."""
     loop = generator._kept_loop
     assert loop is not None and loop.graphs == (len(loop.decoder._routes) if graphs else 0)
 
 
 def spoil(generator: Generator) -> None:
-    """NaN in every slot of the KV buffer that the generator kept of its last run on a device."""
+    """Fill every slot of the KV buffer that the generator kept from its last run on a device with NaN."""
     loop = generator._kept_loop
     assert loop is not None and isinstance(loop.decoder.memory, DeviceMemory)
     for layer in loop.decoder.kv.layers:

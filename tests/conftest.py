@@ -1,5 +1,5 @@
-"""What all tests share: the zoo, what they export from it traced once, one thread for torch, rarer collections, and what is
-compiled once: the turn-around's host version, and a stand-in for the GPU's driver."""
+"""Fixtures of all tests: the zoo, traces that are made once, one torch thread, rarer garbage collections, and what is compiled
+once: the turn-around's host version, and a stand-in for the GPU's driver."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.zoo import Zoo
 
 
 def _model(config: Any) -> dict[str, Any]:
-    """What of a configuration its graphs depend on: not where the checkpoint lies, nor how that stores its numbers."""
+    """The settings that a model's graphs depend on: not where its checkpoint is, nor how that stores its numbers."""
     return {**config.to_dict(), "_name_or_path": "", "dtype": None, "quantization_config": None}
 
 
 def _run_once(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`check`, which runs once a configuration that it finds nothing wrong with."""
+    """`check`, which does not run again for a configuration that it has accepted."""
     right: set[str] = set()
 
     def checked(config: Any) -> None:
@@ -44,14 +44,14 @@ def _run_once(check: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _traced_once(trace: Callable[..., Sequence[ir.Model]], folder: Path) -> Callable[..., tuple[ir.Model, ...]]:
-    """`trace`, which runs once a configuration and dtype and leaves its graphs in `folder`; each call reads its own ones."""
+    """`trace`, which runs once per configuration and dtype and keeps its graphs in `folder`; each call loads its own copies."""
 
     def traced(bones: graphs.Skeleton, weights: graphs.WeightFile) -> tuple[ir.Model, ...]:
         kept = folder / f"{trace.__name__}-{hashlib.sha256(f'{bones.dtype} {_model(bones.config)}'.encode()).hexdigest()}"
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
                 partial = kept.with_suffix(".partial")
-                partial.mkdir(exist_ok=True)  # a trace that failed leaves it
+                partial.mkdir(exist_ok=True)  # a failed trace leaves it behind
                 for index, graph in enumerate(trace(bones, weights)):
                     ir.save(graph, partial / f"{index:03d}.onnx")
                 partial.rename(kept)
@@ -65,7 +65,7 @@ def _traced_once(trace: Callable[..., Sequence[ir.Model]], folder: Path) -> Call
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For torch, which is the oracle here: two of pytest's processes with two threads each on two cores wait for one another."""
+    """One thread for torch, the oracle: two pytest processes with two threads each wait for one another on two cores."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # the commands that tests start
@@ -74,7 +74,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def rare_collections() -> Iterator[None]:
-    """A full one walks through all of torch and transformers, a third of a second: a tenth of the time that exports take."""
+    """Collect garbage rarely: a full collection walks all of torch and transformers for a third of a second.
+
+    Exports would spend a tenth of their time in it.
+    """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 20)
     yield
@@ -83,9 +86,9 @@ def rare_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nine tenths of a tiny model's export is tracing, of a few models again and again: pytest's processes share the graphs.
+    """Share traced graphs among pytest's processes: tracing the same few models is nine tenths of a tiny model's export.
 
-    What they share is what the exporter itself writes to a bundle's graphs/. Commands, processes of their own, trace anew.
+    They share what the exporter itself writes to a bundle's graphs/. Commands run in their own processes and trace again.
     """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "traces"
@@ -99,10 +102,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_traces() -> Iterator[None]:
-    """For each graph torch.onnx reads the source of its 500 operators anew, which takes as long as tracing a small one.
+    """Cache what torch repeats for each graph.
 
-    torch.export lists its operators some 28 times, and keeps shapes that it finds again less quickly than it makes them: a
-    sixth of the rest.
+    torch.onnx reads the source of its 500 operators for each graph again, which takes as long as tracing a small one.
+    torch.export lists its operators some 28 times, and its cache of shapes is slower than computing them: together a sixth of
+    the remaining time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
@@ -120,7 +124,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.fixture(scope="session")
 def conformance_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By name, made when first asked for: a bundle of tests/conformance/bundles.py."""
+    """Gives a bundle of tests/conformance/bundles.py by name, made on first use."""
     from tests.conformance.bundles import make
 
     folder = tmp_path_factory.mktemp("conformance")

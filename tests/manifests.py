@@ -1,4 +1,4 @@
-"""A manifest made by hand, of a bundle that no export made and nothing runs."""
+"""A manifest made by hand, of a bundle that no export wrote and nothing runs."""
 
 from __future__ import annotations
 

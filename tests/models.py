@@ -1,4 +1,4 @@
-"""The models of the tests: tiny ones of every supported architecture, and of some with other settings."""
+"""The tests' models: a tiny one of every supported architecture, and of some a second one with other settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES = {
 _GATED = {**_SIZES, "intermediate_size": 96}
 _GROUPED = {**_GATED, "num_key_value_heads": 2}
 _IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-# scores and logits of such models reach the caps
+# caps so low that the scores and logits of such small models reach them
 _CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0}
 _OPT = {**_SIZES, **_IDS, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1}
 
@@ -33,7 +33,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**_GATED, **_IDS),
     "llama": lambda: transformers.LlamaConfig(**_GROUPED, **_IDS),
     "mistral": lambda: transformers.MistralConfig(**_GROUPED, **_IDS, sliding_window=None),
-    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS, tie_word_embeddings=True),  # as the small ones are
+    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED, **_IDS, tie_word_embeddings=True),  # as in the small ones
     "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, **_IDS, head_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(**_GROUPED, **_IDS, **_CAPPED),
     "gemma3": lambda: transformers.Gemma3TextConfig(**_GROUPED, **_IDS, head_dim=16, sliding_window=7),  # but in the last layer
@@ -47,7 +47,7 @@ _EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 _ROUTED = {**_EXPERTS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2}
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _SHARED = {"num_experts": 8, "shared_expert_intermediate_size": 32, "head_dim": 16}
-# layers that are traced once, where what sets two kinds apart is tried with other models
+# layers of one kind, so that one trace serves all; what sets two kinds apart is tested with other models
 _ALL_MIXED = {"mlp_layer_types": ["sparse"] * LAYERS}
 _ALL_WINDOWED = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5}
 # attention whose keys and values are expanded from a latent
@@ -55,26 +55,26 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }  # fmt: skip
-# two layers with linear attention, then one with attention; half of the heads that values have, and another size of them
+# two layers of linear attention, then one of attention; keys have half as many heads as values, of another size
 _DELTA_NET = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (LAYERS // 3),
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
-# Mamba-2, two of whose heads share keys
+# Mamba-2, in which every two heads share keys
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2, "mamba_chunk_size": 4,
 }  # fmt: skip
 _CONVS = {"layer_types": ["conv", "conv", "full_attention"] * (LAYERS // 3)}
-# heads of another number and size in layers that see all tokens
+# layers that see all tokens have another number and size of heads
 _GLOBAL_HEADS = {
     "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 5,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * (LAYERS // 3), "final_logit_softcapping": 30.0,
 }  # fmt: skip
-_THREE_POSITIONS = {  # in time and place, which are one in text
+_THREE_POSITIONS = {  # positions in time, height and width, which are equal in text
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
     "mrope_interleaved": True,
 }  # fmt: skip
-# The same parts in another order, number or setting: architecture -> what its configuration says beside `_GROUPED`.
+# The same parts in another order, number or setting: architecture -> its settings on top of `_GROUPED`.
 _RELATIVES: dict[str, dict[str, Any]] = {
     "afmoe": {
         **_EXPERTS,
@@ -86,10 +86,10 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "route_scale": 2.5,
     },
     "apertus": {},
-    "apertus1p5_text": {"output_vocab_size": 90},  # which leaves out what stands for images and sound
+    "apertus1p5_text": {"output_vocab_size": 90},  # the head leaves out the tokens of images and sound
     "axk1": {**_ROUTED, **_LATENT, "n_routed_experts": 8, **_ALL_MIXED},
     "arcee": {},
-    # whose head_dim is that of its linear attention, and becomes what its attention turns
+    # head_dim is that of its linear attention; transformers then sets it to the size of the rotary part
     "bailing_hybrid": {
         **_ROUTED,
         **_LATENT,
@@ -133,7 +133,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_head_dim": 16,
     },
-    # some layers of it take over what one below has chosen
+    # some layers reuse the tokens that a layer below has chosen
     "glm_moe_dsa": {
         **_ROUTED,
         **_LATENT,
@@ -169,7 +169,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts_per_tok": 3, "num_experts": 5},
     "flint": {**_EXPERTS, **_SHARED, "mlp_only_layers": [], **_ALL_WINDOWED},
     "gemma": {"head_dim": 32},
-    # sparse gates in some layers; all but two read the keys and values of others
+    # some layers have sparse gates; all but two read the keys and values of other layers
     "gemma3n_text": {
         "head_dim": 16,
         "sliding_window": 5,
@@ -190,15 +190,15 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_ROUTED, **_ONE_GROUP, "n_routed_experts": 8, "head_dim": 32, "use_qk_norm": True, "first_k_dense_replace": 0},
-    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24, **_ALL_MIXED},  # as wide as its keys
+    "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 8, "v_head_dim": 24, **_ALL_MIXED},  # values as wide as keys
     "gpt_bigcode": {},
-    # its layers see all tokens and a window of them in turn
+    # layers alternate between all tokens and a window of them
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 5},
-    # a clamp that matters; its rotary scaling is yarn by default
+    # a limit low enough to matter; rotary scaling is yarn by default
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 5, "swiglu_limit": 0.7},
     "gptj": {"num_attention_heads": 2, "rotary_dim": 16},  # half of each head
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
-    # layers have frequencies of their own, or turn nothing
+    # each layer has its own rotary base; 0: no rotary embedding
     "granite_swa": {
         "sliding_window": 5,
         "layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2),
@@ -223,7 +223,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "internlm3": {"head_dim": 16},
     "iquestcoder": {"head_dim": 16},
     "jais2": {},
-    # a layer of each kind with experts, and one without
+    # layers of each kind with experts, and without
     "jamba": {
         "num_experts": 5,
         "num_experts_per_tok": 3,
@@ -232,7 +232,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_dt_rank": 8,
     },
-    # its attention turns nothing
+    # its attention has no rotary embedding
     "kimi_linear": {
         **_ROUTED,
         **_LATENT,
@@ -244,7 +244,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         **_ALL_MIXED,
     },
     "kolibri1": {**_EXPERTS, **_SHARED, **_ALL_WINDOWED},
-    # layers of one kind have twice the heads, and frequencies of their own
+    # layers with a window have twice as many heads, and other rotary frequencies
     "laguna": {
         **_EXPERTS,
         **_SHARED,
@@ -258,7 +258,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
-    # where all tokens are seen nothing is turned
+    # layers that see all tokens have no rotary embedding
     "lara_mini": {
         **_DELTA_NET,
         **_EXPERTS,
@@ -274,7 +274,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "head_dim": 16,
     },
-    # a layer that turns nothing and sees all tokens, and scales its queries by their position
+    # every second layer has no rotary embedding, sees all tokens and scales its queries by position
     "llama4_text": {
         "num_local_experts": 5,
         "head_dim": 16,
@@ -328,7 +328,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "sarvam_mla": {**_ROUTED, **_LATENT, "q_lora_rank": None, "n_routed_experts": 8, "first_k_dense_replace": 0},
     "sarvam_moe": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16, "first_k_dense_replace": 0},
     "seed_oss": {"head_dim": 16},
-    "smollm3": {},  # every fourth layer rotates nothing
+    "smollm3": {},  # every fourth layer has no rotary embedding
     "solar_open": {**_ROUTED, "n_routed_experts": 8, "head_dim": 16},
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
@@ -340,26 +340,26 @@ RELATIVES: dict[str, Callable[[], Any]] = {
     for name, more in _RELATIVES.items()
 }
 # Relatives that, with the variations below and the tests that name a model, take every branch of exporter, passes and runtime
-# that all of them take (coverage.py, 2026-11-29), and two whose layers have heads, or scales by position, of their own.
-# `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) are run for cuda and tensorrt-rtx by default, too.
+# that all relatives take (coverage.py, 2026-11-29), and two whose layers differ in their heads or scale queries by position.
+# `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) also run for cuda and tensorrt-rtx by default.
 EVERY_PATH = (
     "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo",
     "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "ministral3", "mpt", "nanochat",
     "olmo_hybrid", "qwen3_5_text", "stablelm", "vaultgemma",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
-# models of the kinds above with other settings
+# models of the architectures above with other settings
 VARIATIONS: dict[str, Callable[[], Any]] = {
-    # more positions than TensorRT's kernel of one token takes, and heads enough that some of them may become tokens
+    # more positions than TensorRT's one-token kernel takes, and enough query heads that some may be turned into tokens
     "llama_long": lambda: transformers.LlamaConfig(
         **{**_GROUPED, **_IDS, "num_attention_heads": 8, "head_dim": 16, "max_position_embeddings": 32768}
     ),
-    # two layers of one kind and one of the other read the keys and values of the third and the second one: 3 warm-up layers
+    # layers 3 and 4 read the keys and values of layer 1, layer 5 those of layer 2: 3 warm-up layers
     "reading_others": functools.partial(
         RELATIVES["gemma4_text"], num_kv_shared_layers=3, use_double_wide_mlp=True, initializer_range=0.1,
-        max_position_embeddings=1200,  # prompts of two passes
+        max_position_embeddings=1200,  # room for prompts of two passes
     ),
-    # experts beside a layer's own MLP, with a GELU
+    # experts alongside each layer's own MLP, with GELU
     "gemma4_moe": functools.partial(
         RELATIVES["gemma4_text"], enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64,
         hidden_size_per_layer_input=0,
@@ -377,4 +377,4 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
-LEAST_LAYERS = {"gemma3n_text": 3, "reading_others": 4}  # of a schedule, else 2: what others read is never skipped
+LEAST_LAYERS = {"gemma3n_text": 3, "reading_others": 4}  # in a schedule, else 2: layers that others read are never skipped

@@ -16,7 +16,10 @@ _PERIOD_US = 100_000
 
 @contextlib.contextmanager
 def one_core() -> Iterator[list[str]]:
-    """Gives the beginning of commands that run in it; they must have ended when it goes."""
+    """Yield the prefix of commands that run in the group; they must have ended when the context does.
+
+    Skips the test where this machine allows no such group.
+    """
     first = _VERSION_1.is_dir()
     group = (_VERSION_1 if first else _VERSION_1.parent) / f"skipdecode-{secrets.token_hex(4)}"
     try:

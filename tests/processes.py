@@ -1,4 +1,4 @@
-"""What the kernel says of other processes."""
+"""What the kernel reports about other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def children(process: int) -> list[int]:
 
 
 def proc_file(process: int, file: str) -> str:
-    """Of its folder in /proc; empty where the process is gone."""
+    """The text of a file in the process's folder in /proc; empty if the process is gone."""
     try:
         return Path(f"/proc/{process}/{file}").read_text()
     except OSError:
@@ -29,7 +29,7 @@ def within(seconds: float, holds: Callable[[], object]) -> bool:
 
 
 def ends(process: int) -> bool:
-    """Whether it does so by itself, soon; if not, it is killed."""
+    """Whether the process ends by itself within a minute; if not, it is killed."""
     ended = within(60, lambda: "State:\tZ" in (status := proc_file(process, "status")) or not status)
     if not ended:
         os.kill(process, signal.SIGKILL)

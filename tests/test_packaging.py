@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_module_and_every_part_of_the_report(tmp_path: Pat
     assert len(tracked) > 20
     wanted = {f"skipdecode/{path.removeprefix('runtime/')}" for path in tracked}
     licences = {name for name in packed if ".dist-info/licenses/" in name}
-    assert (packed - licences, len(licences)) == (wanted, 1), "that of the report's charts, once more"
+    assert (packed - licences, len(licences)) == (wanted, 1), "the licence is that of the report's charts, packed once more"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def _imports(module: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx_and_no_plugins_code() -> None:
+def test_the_runtime_imports_neither_torch_nor_transformers_nor_onnx_nor_plugin_code() -> None:
     code = (
         "import sys, skipdecode, skipdecode.cli.run, skipdecode.cli.inspect, skipdecode.cli.validate;"
         "import skipdecode.validation.report, skipdecode.turn_around; skipdecode.turn_around.ptx();"

@@ -43,7 +43,7 @@ def test_the_first_python_example_runs_on_the_demos_bundle(tmp_path: Path) -> No
     assert "Clowns" in done.stdout
 
 
-def test_the_page_on_training_trains_a_model_that_is_exported(tmp_path: Path) -> None:
+def test_the_training_pages_script_trains_a_model_that_can_be_exported(tmp_path: Path) -> None:
     (tmp_path / "my-llama").symlink_to(E2E / "model")
     page = (ROOT / "docs" / "training.md").read_text("utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -69,7 +69,7 @@ def test_every_option_in_the_table_of_commands_is_in_the_help(command: str) -> N
     assert "examples:" in page
 
 
-def test_what_json_prints_has_the_keys_that_are_told(
+def test_json_output_has_the_documented_keys(
     zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -81,10 +81,14 @@ def test_what_json_prints_has_the_keys_that_are_told(
         assert main([bundle, *options, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    told = json.loads(re.findall(r"^    (\{.*?\n.*\}\})$", README, flags=re.MULTILINE)[0])
+    documented = json.loads(re.findall(r"^    (\{.*?\n.*\}\})$", README, flags=re.MULTILINE)[0])
     ran = printed(run.main, "--token-ids", "5,6", "--max-new-tokens", "3")
-    assert ran["sequences"][0]["text"] is None, "it has no tokenizer"
-    for one, other in ((ran, told), (ran["timings"], told["timings"]), (ran["sequences"][0], told["sequences"][0])):
+    assert ran["sequences"][0]["text"] is None, "the bundle has no tokenizer"
+    for one, other in (
+        (ran, documented),
+        (ran["timings"], documented["timings"]),
+        (ran["sequences"][0], documented["sequences"][0]),
+    ):
         assert one.keys() == other.keys()
     shortest = ("--batch", "1", "--context", "8", "--prompt-tokens", "4", "--new-tokens", "2")
     for command, result in (("inspect", printed(inspect.main)), ("validate", printed(validate.main, *shortest))):
@@ -104,6 +108,6 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 
 
 def _headings(page: Path) -> set[str]:
-    """As GitHub names them in links: lower case, no punctuation, hyphens for spaces."""
+    """A page's headings as GitHub names them in links: lower case, no punctuation, hyphens for spaces."""
     titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""What tests share on the disk: random checkpoints of the models, and their bundles, made once a session."""
+"""Random checkpoints of the tests' models and their bundles, on the disk, made once per session."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.models import CONFIGS, LAYERS, LEAST_LAYERS, MAX_LENGTH, RELATIVES, V
 
 
 def edit_config(folder: Path, **changes: object) -> None:
-    """With these settings in a checkpoint's config.json."""
+    """Change these settings in a checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 class Zoo:
-    """Checkpoints and bundles by architecture, made when first asked for."""
+    """Checkpoints and bundles by architecture, made on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,14 +38,14 @@ class Zoo:
             model = transformers.AutoModelForCausalLM.from_config(config)
             with torch.no_grad():
                 for parameter, tensor in model.state_dict().items():
-                    # biases and norms' scales (also of heads) that differ from 0 and 1, so that mixing them up shows
+                    # biases and norms' scales (also of heads) differ from 0 and 1, so that mixing them up shows
                     if tensor.ndim == 1 or parameter.endswith(("_proj_bias", "_norm.weight")):
                         tensor.add_(torch.randn_like(tensor) * 0.1)
             model.save_pretrained(path)
         return path
 
     def bundle(self, name: str) -> Path:
-        """A bundle with one segment a layer, so that any schedule with one warm-up layer fits it."""
+        """A bundle with one segment per layer, so that any schedule with one warm-up layer fits it."""
         path = self._folder / f"{name}.bundle"
         if not path.exists():
             schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=LEAST_LAYERS.get(name, 2), span=10)

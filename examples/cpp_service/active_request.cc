@@ -59,15 +59,15 @@ void ActiveRequest::WaitForFirstNews(const std::function<bool()>& client_gone) {
   while (first_news_.empty()) {
     // a client that has only closed its sending half can read this
     if (client_gone())
-      throw HttpError(400, "the client closed its side of the connection before its answer was there: keep it open");
+      throw HttpError(400, "the client closed its side of the connection before its answer was ready: keep it open");
     first_news_ = TakeNews();
   }
   for (const PromptAnswer& answer : answers_) {
     if (answer.end == EndReason::kFailed) throw HttpError(500, "decoding failed", "server_error");
     if (answer.end == EndReason::kNoSession)
-      throw HttpError(500, "the engines cannot decode: the server tries again each second, start it again where that lasts",
+      throw HttpError(500, "the engines cannot decode: the server retries every second, restart it if this lasts",
                       "server_error");
-    if (answer.end == EndReason::kNoMemory) throw HttpError(503, "no memory to decode in, try again", "server_error");
+    if (answer.end == EndReason::kNoMemory) throw HttpError(503, "no memory left to decode in, try again", "server_error");
     if (answer.end == EndReason::kTimeout && answer.choice.tokens.empty()) {
       throw HttpError(503, "waited too long in the queue, try again", "server_error");
     }

@@ -112,7 +112,7 @@ void Batcher::RenewSession() {
   try {
     GetOrCreateSession();
   } catch (const std::exception& error) {
-    if (!reported) std::cerr << "no new session can be made, which is tried each second: " << error.what() << std::endl;
+    if (!reported) std::cerr << "cannot create a new session, retrying every second: " << error.what() << std::endl;
   }
 }
 

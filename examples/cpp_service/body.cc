@@ -48,7 +48,7 @@ class ValueCounter : public nlohmann::json_sax<Json> {
                              " tokens");
   }
   bool Begin() {
-    if (++level_ > kMaxLevels) throw HttpError(400, "the body nests too deep");
+    if (++level_ > kMaxLevels) throw HttpError(400, "the body is nested too deeply");
     return Count();
   }
   bool End() {

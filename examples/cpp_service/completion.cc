@@ -109,7 +109,7 @@ std::vector<std::vector<int64_t>> Prompts(const Json& body, const Limits& limits
   const bool several = prompt.is_array() && !IsTokenIds(prompt);
   std::vector<std::vector<int64_t>> prompts;
   if (several && prompt.size() > limits.max_prompts)
-    Refuse("at most " + std::to_string(limits.max_prompts) + " prompts a request");
+    Refuse("at most " + std::to_string(limits.max_prompts) + " prompts per request");
   const size_t count = several ? prompt.size() : 1;
   if (count == 0) Refuse("prompt is empty");
   for (size_t i = 0; i < count; ++i) prompts.push_back(Ids(several ? prompt[i] : prompt, limits, tokenizer));
@@ -120,11 +120,11 @@ skd_row_options Options(const Json& body, const Limits& limits) {
   skd_row_options options = skipdecode::RowOptions();
   const uint64_t max_tokens = Count(body, "max_tokens", std::min<uint64_t>(16, limits.max_new_tokens));
   if (max_tokens < 1 || max_tokens > limits.max_new_tokens) {
-    Refuse("max_tokens is not among 1.." + std::to_string(limits.max_new_tokens));
+    Refuse("max_tokens is not in 1.." + std::to_string(limits.max_new_tokens));
   }
   options.max_new_tokens = static_cast<uint32_t>(max_tokens);
   options.temperature = Number(body, "temperature", 1.0);
-  if (!(options.temperature >= 0 && options.temperature <= 2)) Refuse("temperature is not among 0..2");
+  if (!(options.temperature >= 0 && options.temperature <= 2)) Refuse("temperature is not in 0..2");
   options.do_sample = options.temperature > 0 ? 1 : 0;
   options.top_p = Number(body, "top_p", 1.0);
   if (!(options.top_p > 0 && options.top_p <= 1)) Refuse("top_p is not in (0, 1]");
@@ -141,8 +141,8 @@ std::vector<std::string> Stops(const Json& body) {
   if (!list.is_array() || list.size() > 4) Refuse("stop is not a string or a list of at most 4");
   std::vector<std::string> stops;
   for (const Json& each : list) {
-    if (!each.is_string()) Refuse("stop holds something that is not a text");
-    if (each.get_ref<const std::string&>().empty()) Refuse("stop holds an empty text");
+    if (!each.is_string()) Refuse("stop holds something that is not a string");
+    if (each.get_ref<const std::string&>().empty()) Refuse("stop holds an empty string");
     stops.push_back(each.get<std::string>());
   }
   return stops;
@@ -165,7 +165,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   Text(body, "user", "");  // checked, then ignored
   const std::string requested_model = Text(body, "model", model);
   if (requested_model != model)
-    throw HttpError(404, "model '" + requested_model.substr(0, 80) + "' is not here; choose " + model);
+    throw HttpError(404, "model '" + requested_model.substr(0, 80) + "' is not served here; choose " + model);
   static std::atomic<uint64_t> count{0};
   Completion completion{};
   completion.created =
@@ -175,7 +175,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   completion.options = Options(body, limits);
   completion.stops = Stops(body);
   completion.gives_ids = tokenizer == nullptr;
-  if (tokenizer == nullptr && !completion.stops.empty()) Refuse("stop is a text, and this model has no tokenizer: leave it out");
+  if (tokenizer == nullptr && !completion.stops.empty()) Refuse("stop needs a tokenizer, which this model lacks: leave it out");
   completion.stream = Flag(body, "stream");
   const Json stream_options = Field<Json>(
       body, "stream_options", Json::object(), [](const Json& j) { return j.is_object(); }, "an object");

@@ -54,7 +54,7 @@ Listener::Listener(const std::string& host, int port) {
   const int lookup_error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &addresses);
   if (lookup_error != 0) {
     const std::string reason = lookup_error == EAI_SYSTEM ? Reason(errno) : ::gai_strerror(lookup_error);
-    throw std::runtime_error("--host: '" + host + "' is no address (" + reason + "); name one of this machine");
+    throw std::runtime_error("--host: '" + host + "' is not an address (" + reason + "); name one of this machine");
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(addresses, ::freeaddrinfo);
   int error = EADDRNOTAVAIL;
@@ -88,14 +88,14 @@ std::optional<int> Listener::Accept(std::chrono::milliseconds timeout) {
     case EFAULT:
     case EINVAL:
     case ENOTSOCK:
-      throw std::runtime_error("no more connections can be accepted (" + Reason(error) + "); start the service again");
+      throw std::runtime_error("no more connections can be accepted (" + Reason(error) + "); restart the service");
     case EMFILE:
     case ENFILE:
     case ENOBUFS:
     case ENOMEM:
       if (!reported_no_room_) {
         std::cerr << "no room for another connection (" << Reason(error)
-                  << "), those that come wait; lower --connections, or raise ulimit -n" << std::endl;
+                  << "), new ones wait; lower --connections, or raise ulimit -n" << std::endl;
       }
       reported_no_room_ = true;
       std::this_thread::sleep_for(kRetryDelay);

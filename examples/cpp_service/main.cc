@@ -156,7 +156,7 @@ int main(int count, char** arguments) {
   try {
     return Run(ParseArguments(count, arguments));
   } catch (const std::system_error& error) {  // from std::thread; the service itself throws plain std::runtime_error
-    std::cerr << "the system starts no more threads (" << error.code().message()
+    std::cerr << "the system cannot start more threads (" << error.code().message()
               << "); choose fewer --connections or --threads, or raise its limits (ulimit -u, ulimit -v)\n";
     return 2;
   } catch (const skipdecode::Error& error) {

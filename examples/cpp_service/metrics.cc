@@ -28,7 +28,7 @@ std::string Metrics::Text() const {
   Put(&page, "rows_completed_total", "counter", "Rows that ended by themselves, or by a stop string.", completed.load());
   Put(&page, "rows_cancelled_total", "counter", "Rows whose client went away.", cancelled.load());
   Put(&page, "rows_timed_out_total", "counter", "Rows that took too long.", timed_out.load());
-  Put(&page, "rows_failed_total", "counter", "Rows that ended by an error of the engines, or for want of memory.", failed.load());
+  Put(&page, "rows_failed_total", "counter", "Rows that ended by an error of the engines, or for lack of memory.", failed.load());
   Put(&page, "tokens_total", "counter", "Tokens generated.", tokens.load());
   Put(&page, "decode_steps_total", "counter", "Decode steps of the whole batch.", decode_steps.load());
   Put(&page, "layers_total", "counter", "Layers that the deepest row of each decode step computed.", layers.load());

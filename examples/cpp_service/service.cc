@@ -33,15 +33,15 @@ std::string Lower(std::string text) {
 std::optional<HttpError> BodyRefusal(const httplib::Request& request) {
   const auto spaced = [](const auto& header) { return header.first.find_first_of(" \t") != std::string::npos; };
   if (std::any_of(request.headers.begin(), request.headers.end(), spaced)) {
-    return HttpError(400, "a header's name has a space in it");
+    return HttpError(400, "a header's name contains a space");
   }
   for (const char* const once : {kContentLength, kTransferEncoding}) {
-    if (request.headers.count(once) > 1) return HttpError(400, std::string(once) + " is there more than once");
+    if (request.headers.count(once) > 1) return HttpError(400, std::string(once) + " is given more than once");
   }
   const auto found = request.headers.find(kContentLength);
   if (found == request.headers.end()) return std::nullopt;
   if (request.has_header(kTransferEncoding)) {
-    return HttpError(400, "Content-Length and Transfer-Encoding are both there: leave one of them out");
+    return HttpError(400, "Content-Length and Transfer-Encoding are both given: leave one of them out");
   }
   const std::string& length = found->second;  // complete, whereas httplib's get_header_value ends at a NUL
   if (length.empty() || length.find_first_not_of("0123456789") != std::string::npos) {
@@ -177,7 +177,7 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
   const std::string content_encoding = Lower(request.get_header_value("Content-Encoding"));
   if ((!content_encoding.empty() && content_encoding != "identity") ||
       (!transfer_encoding.empty() && transfer_encoding != "chunked") || request.is_multipart_form_data()) {
-    throw HttpError(415, "the body is compressed, or in parts: send JSON as it is");
+    throw HttpError(415, "the body is compressed, or multipart: send plain JSON");
   }
   std::string body;
   if (transfer_encoding.empty() && !request.has_header(kContentLength))
@@ -191,7 +191,7 @@ std::string Service::ReadBody(const httplib::Request& request, const httplib::Co
   if (complete) return body;
   if (too_large) throw HttpError(413, kTooLarge);
   if (HttpServer::ArrivedLate()) throw LateError();
-  throw HttpError(400, "the body is malformed, or ends too soon");
+  throw HttpError(400, "the body is malformed or incomplete");
 }
 
 // The error for a request that did not arrive in time.

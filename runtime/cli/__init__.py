@@ -17,7 +17,7 @@ from skipdecode.errors import CapacityError, SkipDecodeError
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-_REMEDY = "free space, check permissions, or see with --debug where it was"
+_REMEDY = "free space, check permissions, or add --debug to see where it happened"
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
             _complain(traceback.format_exc().rstrip())
             return BAD_INPUT
         where = os.fsdecode(error.filename) if error.filename else ""
-        _complain(SkipDecodeError(f"cannot go on ({error.strerror or error})", _REMEDY, where=where))
+        _complain(SkipDecodeError(f"cannot continue ({error.strerror or error})", _REMEDY, where=where))
         return BAD_INPUT
 
 
@@ -67,7 +67,7 @@ def check_writable(path: Path, option: str) -> None:
     """Raise CapacityError if the file that `option` names could not be written once the work is done."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise CapacityError("cannot be written", "name a file in a folder that may be written", where=f"{option} {path}")
+        raise CapacityError("cannot be written", "name a file in a writable folder", where=f"{option} {path}")
 
 
 def _complain(error: SkipDecodeError | str) -> None:

@@ -101,14 +101,14 @@ def _heads(model: Model) -> str:
 
 
 def _states_line(group: LayerGroup) -> str:
-    """Such as: 36 layers keep conv_state [3328,3], recurrent_state [48,128,64] in the place of keys and values"""
+    """Such as: 36 layers keep conv_state [3328,3], recurrent_state [48,128,64] instead of keys and values"""
     states = ", ".join(f"{state.name} [{','.join(map(str, state.shape))}]" for state in group.states) or "nothing"
     who = "1 layer" if len(group.layers) == 1 else f"{len(group.layers)} layers"
     s = "s" if len(group.layers) == 1 else ""
     if group.keys_of is not None:
         return f"{who} read{s} the keys and values of layer {group.keys_of} and keep{s} {states}"
     if group.keys is None:
-        return f"{who} keep{s} {states} in the place of keys and values"
+        return f"{who} keep{s} {states} instead of keys and values"
     beside = f"{states} beside " if group.states else ""
     return f"{who} keep{s} {beside}{group.keys.num_heads} key/value heads of {group.keys.head_size}"
 

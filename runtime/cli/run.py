@@ -5,7 +5,7 @@
   skip-run engines/ --prompt "Hello" --profile trace.json      (steps, engines, operators)
   skip-run engines/ --prompt-file prompt.txt --temperature 0.8 --top-p 0.95 --seed 7
 
-the text of a single prompt is printed as it is generated; a batch, --json and token ids (no tokenizer) are printed at the end
+the text of a single prompt is printed as it is generated; a batch, --json and the ids of a bundle without a tokenizer at the end
 
 exit status: 0 done, 2 bad input (one line: what, where, what to do)
 """
@@ -129,7 +129,9 @@ def _id(text: str) -> int:
         number = int(text)
     if number is None or abs(number) >= 2**63:
         raise CapacityError(
-            f"{reprlib.repr(text)} is no whole number below 2**63", "write numbers with commas: 1,2,3", where="--token-ids"
+            f"{reprlib.repr(text)} is not a whole number below 2**63",
+            "write numbers separated by commas: 1,2,3",
+            where="--token-ids",
         )
     return number
 

@@ -80,7 +80,7 @@ def _validate(options: argparse.Namespace) -> int:
     if options.report is not None:
         write_report(result, options.report)
     if result["resumed"] and not options.quiet:
-        print(f"skip-validate: {result['resumed']} measurements are those of a run that was stopped", file=sys.stderr)
+        print(f"skip-validate: {result['resumed']} measurements come from an earlier run that was stopped", file=sys.stderr)
     if options.json:
         print(as_json(result))
     elif not options.quiet:
@@ -101,11 +101,11 @@ def _request(options: argparse.Namespace) -> ValidateRequest:
     given = {"--reference": options.reference is not None, "--eval": options.eval is not None, SECOND_TOKEN: max(new_tokens) > 1}
     check_measured(list(slos), {name for name, is_given in given.items() if is_given}, in_workload=requests is not None)
     if options.speedup and options.eval is None:
-        raise CapacityError("says at which speedups --eval scores", "add --eval FILE.jsonl", where="--speedup")
+        raise CapacityError("has no effect without --eval", "add --eval FILE.jsonl, or leave it out", where="--speedup")
     if requests and options.prompt_tokens is not None:
-        raise CapacityError("has no effect beside --workload", "leave one of them out", where="--prompt-tokens")
+        raise CapacityError("has no effect with --workload", "leave one of them out", where="--prompt-tokens")
     if requests and options.new_tokens is not None and options.eval is None:
-        raise CapacityError("has no effect beside --workload without --eval", "leave one of them out", where="--new-tokens")
+        raise CapacityError("has no effect with --workload unless --eval is given", "leave one of them out", where="--new-tokens")
     if options.eval is not None:
         _require("sacrebleu", "--eval")
         _require("rouge_score", "--eval")
@@ -152,7 +152,7 @@ def _fault(variant: dict[str, Any]) -> str:
     """What is wrong with a variant that does not match the reference."""
     error = variant[variant["judged_by"]]
     if not math.isfinite(variant["relative_error"]):
-        return "gives logits that are no numbers"
+        return "gives logits that are NaN or infinite"
     if not math.isfinite(error):  # see parity's `median_error`
         return "gives all tokens the same logit"
     return f"differs from the reference by {error:.2g} of {variant['bound_of']} (at most {variant['bound']:g})"
@@ -177,7 +177,7 @@ def _speedups(text: str) -> list[float]:
     try:
         return [float(item) for item in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers with commas: 2,3,4") from error
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers separated by commas: 2,3,4") from error
 
 
 @contextmanager

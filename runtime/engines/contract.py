@@ -40,7 +40,7 @@ class Contract:
         for kind, tensors, wanted in (("input", engine.inputs, self.inputs), ("output", engine.outputs, self.outputs)):
             for name, tensor in tensors.items():
                 if name not in wanted or not _matches(tensor, wanted[name]):
-                    calls_for = f"calls for {_text(*wanted[name])}" if name in wanted else "has none of that name"
+                    calls_for = f"calls for {_text(*wanted[name])}" if name in wanted else "calls for none of that name"
                     raise _contract_error(f"its {kind} {name[:80]!r} is {_text(*tensor)}, bundle.json {calls_for}", path)
         missing = [name for name in self.outputs if name not in engine.outputs]
         if missing:

@@ -34,7 +34,7 @@ class KernelCache:
             self._file.read_into(self._cache)
             weakref.finalize(self, self._file.write, self._cache)
         if not config.set_runtime_cache(self._cache):
-            logger.warning("TensorRT-RTX takes no kernels from %s: each start compiles its own", self._file.path)
+            logger.warning("TensorRT-RTX does not use the kernels in %s: each start compiles them again", self._file.path)
         self.expect_more()
 
     def expect_more(self) -> None:
@@ -61,7 +61,7 @@ class _KernelFile:
         except OSError:  # mostly because it does not exist yet
             return
         if not cache.deserialize(self._saved):
-            logger.info("%s does not fit this machine, and will be written anew", self.path)
+            logger.info("%s does not fit this machine and will be rewritten", self.path)
             self._saved = b""
 
     def write(self, cache: Any) -> None:
@@ -77,4 +77,4 @@ class _KernelFile:
         except OSError as error:  # the next start compiles again, that is all
             with contextlib.suppress(OSError):
                 partial.unlink()
-            logger.warning("compiled kernels were not kept: %s", error)
+            logger.warning("compiled kernels were not saved: %s", error)

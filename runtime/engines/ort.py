@@ -79,7 +79,7 @@ def use_threads(threads: int | None) -> None:
         raise CapacityError(f"{threads}: this machine has {cores} cores", f"choose 1..{cores}", where="--threads")
     if _pool_threads is not None:
         if threads not in (None, _pool_threads):
-            logger.warning("%s threads: this process's first load has made a pool of %s, which stays", threads, _pool_threads)
+            logger.warning("threads=%s has no effect: this process's first load created a pool of %s", threads, _pool_threads)
     else:
         ort.set_default_logger_severity(3)
         pool_threads = threads or usable_cores()
@@ -164,7 +164,7 @@ def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
 def _too_late_error() -> TargetError:
     return TargetError(
         "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
-        "call skipdecode.load before that",
+        "call skipdecode.load first",
     )
 
 
@@ -241,7 +241,7 @@ def prepare_cuda() -> None:
     """
     if _CUDA not in ort.get_available_providers():
         raise TargetError(
-            f"the installed onnxruntime {ort.__version__} has no cuda in it",
+            f"the installed onnxruntime {ort.__version__} is built without CUDA",
             "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu", where="--target",
         )  # fmt: skip
     for name, value in ENVIRONMENT.items():
@@ -260,6 +260,6 @@ def check_library(version: str, bundle: Path) -> None:
     """
     if ort.__version__ != version:
         raise TargetError(
-            f"the engines were compiled by onnxruntime {version}, installed is {ort.__version__}",
+            f"the engines were compiled by onnxruntime {version}, but {ort.__version__} is installed",
             f"install onnxruntime=={version} or export the model again", where=str(bundle),
         )  # fmt: skip

@@ -29,7 +29,7 @@ def library(target: str) -> Any:
         TargetError: it is not installed, or its shared libraries cannot be loaded.
     """
     package = LIBRARIES[target]
-    remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where it comes from"
+    remedy = "pip install tensorrt-rtx" if target == "tensorrt-rtx" else "docs/tensorrt.md says where to get it"
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -133,7 +133,7 @@ class PlanRuntime:
         if NO_MEMORY.search(reason):
             return CapacityError(f"no memory is left for it ({reason})", "free some, or export a smaller model", where=where)
         if "does not support this compute capability" in reason:  # portable plans also leave out some GPUs (H100, H200)
-            return TargetError(f"{self.trt.__name__} does not serve this GPU ({reason})", "export with --target cuda")
+            return TargetError(f"{self.trt.__name__} does not support this GPU ({reason})", "export with --target cuda")
         return BundleError(f"cannot be loaded ({reason})", "export the model again with the same --target", where=where)
 
 
@@ -166,7 +166,7 @@ class TensorRTEngine:
             if _is_kv_buffer(name) and engine.get_aliased_input_tensor(name) != past:
                 raise BundleError(f"{name} is not updated in place", "export the model again", where=str(path))
             if name == bindings.LOGITS and engine.get_tensor_dtype(name) != shared.trt.DataType.FLOAT:
-                raise BundleError("gives logits in another dtype than fp32", "export the model again", where=str(path))
+                raise BundleError("gives logits in a dtype other than fp32", "export the model again", where=str(path))
         profiles = range(engine.num_optimization_profiles)
         scratch_sizes = [engine.get_device_memory_size_for_profile_v2(profile) for profile in profiles]
         shared.scratch_bytes = max(shared.scratch_bytes, *scratch_sizes)
@@ -251,7 +251,7 @@ class _Context:
                 shared.kernels.attach(config)
         context = engine.create_execution_context(config)
         if context is None or not context.set_optimization_profile_async(profile, shared.device.stream):
-            raise shared.run_error("free its memory, or send fewer rows")
+            raise shared.run_error("free GPU memory, or send fewer rows")
         # attributes are released in this order: the context before its engine, and both before the kernels that they use
         self._context, self._engine, self._shared = context, engine, shared
         self._has_fixed_shapes = fixed_shapes is not None

@@ -26,7 +26,9 @@ def read_baseline(path: Path) -> dict[str, Any]:
             f"cannot be read ({error})", "name a file that skip-validate --json wrote", where=f"--baseline {path}"
         ) from error
     if not _is_run(data):
-        raise CapacityError("is no earlier run", "name a file that skip-validate --json wrote", where=f"--baseline {path}")
+        raise CapacityError(
+            "is not the result of an earlier run", "name a file that skip-validate --json wrote", where=f"--baseline {path}"
+        )
     run: dict[str, Any] = data
     return run
 
@@ -66,7 +68,7 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
         if name in old_bandwidths and max(value / old_bandwidths[name], old_bandwidths[name] / value) > _MAX_RATIO_BETWEEN_STARTS
     ]
     differs += [
-        f"{which} run went on from one that was stopped: {run['resumed']} measurements are of another time"
+        f"{which} run resumed one that was stopped: {run['resumed']} measurements are from another time"
         for which, run in (("the earlier", old), ("this", new))
         if run.get("resumed")
     ]

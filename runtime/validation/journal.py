@@ -30,7 +30,7 @@ class Journal:
             self.path.touch()
         except OSError as error:
             raise CapacityError(
-                f"cannot be written ({error.strerror})", "let XDG_CACHE_HOME name a folder that can", where=str(self.path.parent)
+                f"cannot be written ({error.strerror})", "set XDG_CACHE_HOME to a writable folder", where=str(self.path.parent)
             ) from error
         self._done: dict[str, Any] = dict(_read(self.path))
         self.resumed = len(self._done)

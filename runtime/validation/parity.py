@@ -175,11 +175,11 @@ def _run_reference(request: dict[str, Any], out: Path) -> None:
     process = subprocess.run(command, input=request_json, capture_output=True, text=True, check=False)
     if process.returncode == 0:
         return
-    line = (process.stderr.strip().splitlines() or ["the reference said nothing"])[-1]
+    line = (process.stderr.strip().splitlines() or ["no output"])[-1]
     if process.returncode == 2:
         raise ModelNotSupportedError(line)  # one line already: what, where, what to do
     if "ModuleNotFoundError" in line:
         raise ModelNotSupportedError(f"needs the export extra ({line})", "pip install 'skipdecode[export]'", where="--reference")
     killed = process.returncode < 0 or "memory" in line.lower()
-    remedy = "see whether it fits in memory" if killed else "see whether transformers loads it"
+    remedy = "check that it fits in memory" if killed else "check that transformers loads it"
     raise ModelNotSupportedError(f"the reference ended with status {process.returncode} ({line})", remedy, where="--reference")

@@ -49,7 +49,7 @@ def read_examples(path: Path) -> list[Example]:
         prompt, references = (data.get("prompt"), data.get("references")) if isinstance(data, dict) else (None, None)
         texts = [prompt, *references] if isinstance(references, list) and references else []
         if not texts or not prompt or not all(isinstance(text, str) for text in texts):
-            raise CapacityError("is no example", 'write {"prompt": "...", "references": ["...", "..."]}', where=where)
+            raise CapacityError("is not an example", 'write {"prompt": "...", "references": ["...", "..."]}', where=where)
         examples.append(Example(prompt=prompt, references=tuple(texts[1:])))
     return examples
 

@@ -70,18 +70,20 @@ def parse_slo(text: str) -> Slo:
     """
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|<|>)\s*([0-9.eE+-]+)\s*(\S*)\s*", text)
     if match is None:
-        raise CapacityError(f"{text!r} is no objective", 'write for example "p99_token_ms<=30"', where="--slo")
+        raise CapacityError(f"{text!r} is not an objective", 'write for example "p99_token_ms<=30"', where="--slo")
     name, operator, number, unit = match.groups()
     if name not in NAMES:
         raise CapacityError(f"{name!r} is not measured", f"choose one of {', '.join(NAMES)}", where="--slo")
     if unit:
-        raise CapacityError(f"{text!r}: unit {unit!r} after the number", f"the unit is in the name, {name}", where="--slo")
+        raise CapacityError(
+            f"{text!r}: unit {unit!r} after the number", f"leave it out: the name {name} includes the unit", where="--slo"
+        )
     try:
         bound = float(number)
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise CapacityError(f"{number!r} is no number", 'write for example "p99_token_ms<=30"', where="--slo")
+        raise CapacityError(f"{number!r} is not a number", 'write for example "p99_token_ms<=30"', where="--slo")
     return Slo(name=name, operator=operator, bound=bound)
 
 

@@ -38,8 +38,8 @@ def show(result: dict[str, Any]) -> None:
 def _heading(result: dict[str, Any]) -> str:
     bundle, machine, integrity = result["bundle"], result["machine"], result["integrity"]
     schedule, gpu = bundle["schedule"], f", {machine['gpu']}" if machine["gpu"] else ""
-    whole = f"{integrity['files']} files as the manifest says" if integrity["holds"] else f"damaged: {integrity['what']}"
-    resumed = f"\n{result['resumed']} measurements are those of a run that was stopped" if result["resumed"] else ""
+    whole = f"{integrity['files']} files match the manifest" if integrity["holds"] else f"damaged: {integrity['what']}"
+    resumed = f"\n{result['resumed']} measurements come from an earlier run that was stopped" if result["resumed"] else ""
     return (
         f"{bundle['model']['name']}: {bundle['model']['layers']} layers, schedule {schedule['name']} "
         f"{schedule['layers'][0]} -> {schedule['layers'][-1]} over {len(schedule['layers'])} positions "

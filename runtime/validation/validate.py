@@ -131,7 +131,9 @@ def _fill_defaults(request: ValidateRequest, manifest: manifests.Manifest, longe
     for option, values, bound in (("--batch", batches, limits.max_batch), ("--context", contexts, longest_context)):
         for value in values:
             if not 1 <= value <= bound:
-                raise CapacityError(f"{value}: the bundle takes 1..{bound}", "choose another, or export anew", where=option)
+                raise CapacityError(
+                    f"{value}: the bundle takes 1..{bound}", "choose another, or export the model again", where=option
+                )
     prompt = request.prompt_tokens or min(64, limits.max_length // 2)
     new = request.new_tokens or max(2, min(span + 1, limits.max_length - prompt))
     return dataclasses.replace(request, batches=batches, contexts=contexts, prompt_tokens=prompt, new_tokens=new)

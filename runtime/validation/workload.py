@@ -40,7 +40,7 @@ def read_requests(path: Path) -> list[Request]:
     for where, data in read_jsonl(path):
         prompt, new = (data.get("prompt_tokens"), data.get("new_tokens")) if isinstance(data, dict) else (None, None)
         if type(prompt) is not int or type(new) is not int or min(prompt, new) < 1:
-            raise CapacityError("is no request", 'write {"prompt_tokens": 37, "new_tokens": 64}', where=where)
+            raise CapacityError("is not a request", 'write {"prompt_tokens": 37, "new_tokens": 64}', where=where)
         requests.append(Request(prompt_tokens=prompt, new_tokens=new))
     return requests
 
@@ -54,16 +54,18 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")  # JSON strings may hold other characters that end lines
     except (OSError, UnicodeDecodeError) as error:
-        raise CapacityError(f"cannot be read ({error})", "name a UTF-8 file, an object a line", where=str(path)) from error
+        raise CapacityError(f"cannot be read ({error})", "name a UTF-8 file with one object per line", where=str(path)) from error
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 rows.append((f"{path}, line {number}", json.loads(line)))
             except (ValueError, RecursionError) as error:
-                raise CapacityError(f"is not JSON ({error})", "write an object a line", where=f"{path}, line {number}") from error
+                raise CapacityError(
+                    f"is not JSON ({error})", "write one object per line", where=f"{path}, line {number}"
+                ) from error
     if not rows:
-        raise CapacityError("is empty", "write an object a line", where=str(path))
+        raise CapacityError("is empty", "write one object per line", where=str(path))
     return rows
 
 
@@ -76,15 +78,15 @@ def check_fits(requests: Sequence[Request], batch: int, generator: Generator, wh
     """
     if batch > len(requests):
         raise CapacityError(
-            f"a batch of {batch} needs as many requests, the file has {len(requests)}",
+            f"a batch of {batch} needs as many requests, but the file has {len(requests)}",
             f"choose --batch {len(requests)} or less, or add requests",
             where=where,
         )
     groups = list(_groups(requests, batch))
     if max(request.new_tokens for group in groups for request in group) == 1 < max(request.new_tokens for request in requests):
         raise CapacityError(
-            f"only the last requests, which fill no batch of {batch} and do not run, have 2 new_tokens",
-            "write them first, or choose another --batch",
+            f"only the last requests have 2 new_tokens, and they do not run because they do not fill a batch of {batch}",
+            "put them first, or choose another --batch",
             where=where,
         )
     limit = generator.manifest.limits.max_length

@@ -1,4 +1,4 @@
-"""What is done to a manifest of six layers, and what both runtimes say of it: every rule, one malformation each."""
+"""Changes to a manifest of six layers and what both runtimes say about each: one malformation for every rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READS = {"layers": [1, 2], "keys": None, "keys_of": 0, "states": []}
 NO_SOURCE = "model.state_layers read keys of layers that have none, or are above"
 
 
-NO_HEADS = {"num_heads": 0, "num_kv_heads": 0, "head_size": 0}  # of a model whose layers all keep states
+NO_HEADS = {"num_heads": 0, "num_kv_heads": 0, "head_size": 0}  # a model whose layers all keep states
 
 
 def _keep(data: dict[str, Any], *groups: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ def _keep(data: dict[str, Any], *groups: dict[str, Any]) -> None:
 
 
 def _add_this_file(data: dict[str, Any], before: str) -> None:
-    """With its size, so that nothing but its place is wrong."""
+    """Add this file with its real size, so that nothing but its place is wrong."""
     here = Path(__file__).resolve()
     data["files"].append({"path": f"{before}{here}", "size": here.stat().st_size, "sha256": ""})
 
@@ -120,7 +120,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "engine_that_is_no_file": (lambda d: d["targets"][0].update(head="other.onnx"), "not among its files"),
     "engine_without_a_name": (lambda d: d["targets"][0].update(embed=""), "not among its files"),
     "segments_engine_outside": (lambda d: d["targets"][0]["segments"].__setitem__(0, "../x"), "outside the bundle"),
-    "file_that_is_there_twice": (lambda d: d["files"].append(d["files"][0]), "files: one is there twice"),
+    "file_that_is_there_twice": (lambda d: d["files"].append(d["files"][0]), "files: one is listed twice"),
     "absolute_path": (lambda d: d["files"][0].update(path="/etc/passwd"), "outside the bundle"),
     "path_that_climbs_out": (lambda d: d["files"][0].update(path="../x"), "outside the bundle"),
     "absolute_path_of_a_file_that_is_there": (lambda d: _add_this_file(d, ""), "outside the bundle"),

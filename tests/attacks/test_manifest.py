@@ -1,4 +1,4 @@
-"""A damaged or edited bundle: every rule of the manifest, one malformation each (docs/bundle.md)."""
+"""Damaged and edited bundles: one malformation for every rule of the manifest (docs/bundle.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def attack(bundle: Path) -> Any:
-    """Rewrites bundle.json, expects one clear line, and puts it back."""
+    """Rewrite bundle.json with a change, expect an error of one clear line, and restore the file."""
     path = bundle / "bundle.json"
     good = path.read_text()
 
@@ -51,10 +51,10 @@ def _refused(bundle: Path, says: str) -> None:
     with pytest.raises(BundleError, match=says) as caught:
         manifests.read(bundle)
     assert str(caught.value).startswith(str(bundle)) and "\n" not in str(caught.value)
-    assert ";" in str(caught.value), "ends in what to do"
+    assert ";" in str(caught.value), "the error ends with what to do"
 
 
-def test_a_file_that_may_not_be_read_is_named_with_what_to_do(bundle: Path) -> None:
+def test_an_unreadable_file_is_named_with_what_to_do(bundle: Path) -> None:
     file, inspect = bundle / "head.onnx", "import sys; from skipdecode.cli.inspect import main; sys.exit(main(sys.argv[1:]))"
     file.chmod(0)
     ended = subprocess.run(
@@ -78,7 +78,7 @@ def test_a_manifest_that_is_not_a_json_object_is_refused(bundle: Path, text: str
     path.write_bytes(good)
 
 
-def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_bundle(tmp_path: Path) -> None:
     _refused(tmp_path, "there is no bundle.json here")
     _refused(tmp_path / "nowhere", "there is no bundle.json here")
     (tmp_path / "file").touch()
@@ -86,13 +86,13 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
-def test_a_name_that_no_folder_can_have_is_refused_as_any_other(name: str) -> None:
+def test_a_name_that_no_folder_can_have_is_refused_like_any_other(name: str) -> None:
     with pytest.raises(BundleError, match=r"bundle\.json: cannot be read") as caught, manifests.one_bundle(Path(name)):
         manifests.read(Path(name))
     assert "\n" not in str(caught.value)
 
 
-def test_a_newer_format_is_named(attack: Any) -> None:
+def test_a_newer_format_is_refused_by_its_number(attack: Any) -> None:
     attack(lambda d: d.update(format_version=5), "format_version is 5, this runtime reads 4")
 
 
@@ -136,7 +136,7 @@ def test_a_missing_file_and_a_truncated_one_are_named(bundle: Path) -> None:
     engine.write_bytes(whole)
 
 
-def test_a_changed_byte_shows_when_hashes_are_checked(bundle: Path) -> None:
+def test_a_changed_byte_is_found_when_hashes_are_checked(bundle: Path) -> None:
     engine = bundle / "segment_0.onnx"
     whole = engine.read_bytes()
     engine.write_bytes(b"X" + whole[1:])
@@ -176,7 +176,7 @@ def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
-def test_any_one_value_replaced_is_read_or_refused_and_never_crashes(bundle: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_any_one_replaced_value_is_read_or_refused_and_never_crashes(bundle: Path, tmp_path: Path, data: st.DataObject) -> None:
     good = json.loads((bundle / "bundle.json").read_text())
     edited = copy.deepcopy(good)
     *parents, last = data.draw(st.sampled_from(_places(good)))

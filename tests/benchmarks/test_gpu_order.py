@@ -1,4 +1,4 @@
-"""In which order gpu.py measures, and that a system that fails costs no other's figures."""
+"""The order in which gpu.py measures, and that a failing system does not cost the others their figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gpu_order(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class _Worker:
-    """Fails at more than one row; afterwards, as a process that has ended, always."""
+    """Unless it `works`, fails at more than one row, and from then on always, as a process that has ended."""
 
     def __init__(self, works: bool) -> None:
         self._works, self._ended = works, False
@@ -39,7 +39,7 @@ def _broken() -> _Worker:
     raise RuntimeError("a worker failed:\nskipdecode.errors.TargetError: no provider")
 
 
-def test_one_row_comes_first_and_each_other_system_joins_the_first_one_alone(gpu_order: Any) -> None:
+def test_points_of_one_row_come_first_and_the_other_systems_join_the_first_one_by_one(gpu_order: Any) -> None:
     systems = ["cuda", "peer", "at 8"]
     found = gpu_order.stages(["8x128", "1x128", "1x9"], systems, lambda name, point: name != "at 8" or point == "8x128")
     assert [(stage.point, *stage.systems) for stage in found] == [
@@ -47,16 +47,16 @@ def test_one_row_comes_first_and_each_other_system_joins_the_first_one_alone(gpu
     ]  # fmt: skip
 
 
-def test_what_fails_is_told_and_starts_anew_at_the_next_point(gpu_order: Any) -> None:
-    told: dict[str, str] = {}
+def test_a_failing_system_is_reported_and_started_again_at_the_next_point(gpu_order: Any) -> None:
+    not_measured: dict[str, str] = {}
     makers = {"good": lambda: _Worker(True), "large": lambda: _Worker(False), "broken": _broken}
-    processes = gpu_order.Processes("model", makers, told, time.monotonic() + 60)
+    processes = gpu_order.Processes("model", makers, not_measured, time.monotonic() + 60)
     everyone, counts = tuple(makers), []
     for batch in (1, 8, 1):
         found = processes.take_turns(gpu_order.Stage(batch=batch, context=128, systems=everyone), 2)
         counts.append({system: len(cells) for system, cells in found.items()})
     assert counts == [{"good": 2, "large": 2}, {"good": 2}, {"good": 2, "large": 2}]
-    assert told == {
+    assert not_measured == {
         "model, broken, 1x128": "skipdecode.errors.TargetError: no provider",
         "model, broken, 8x128": "skipdecode.errors.TargetError: no provider",
         "model, large, 8x128": "torch.OutOfMemoryError: CUDA out of memory",

@@ -22,9 +22,7 @@ def service_load(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_pieces_that_come_after_the_minute_are_not_counted_and_their_answer_is(
-    service_load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_after_the_minute_are_not_counted_but_their_answer_is(service_load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(service_load, "time", SimpleNamespace(monotonic=lambda: clock.now))
 

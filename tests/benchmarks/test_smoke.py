@@ -1,4 +1,4 @@
-"""The benchmarks run: tiny models, no figure looked at but that it is there."""
+"""The benchmarks run, on tiny models; of most figures only their presence is checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_choosing_measures_every_case(device: str) -> None:
 
 
 def test_decode_measures_every_system_that_is_installed() -> None:
-    # a third of this test's time was threads that spin while the others of their step wait for a core
+    # one thread: with more, a third of this test's time goes to threads that spin while others wait for a core
     figures = json.loads(_run("decode.py", "--threads", "1").splitlines()[-1])["models"]["llama"]
     assert [(point["batch"], point["context"]) for point in figures["points"]] == [(1, 8), (2, 8)]
     installed = {name for package, name in PEERS.items() if importlib.util.find_spec(package)}
@@ -85,7 +85,7 @@ def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path)
     assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "cuda-int4", "one-engine"}
 
 
-def test_gpu_tells_what_there_was_no_time_for() -> None:
+def test_gpu_reports_what_there_was_no_time_for() -> None:
     result = json.loads(_run("gpu.py", "--minutes", "0").splitlines()[-1])
     assert result["models"]["opt"]["points"] == []
     assert result["not_measured"]["opt, cuda, 1x8"] == "the time was over (--minutes)"

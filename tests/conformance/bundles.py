@@ -1,4 +1,4 @@
-"""The small bundles that the conformance cases run on: made anew on each machine, from the same seeds."""
+"""The small bundles that the conformance cases run on, rebuilt on each machine from the same seeds."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ CASES: list[dict[str, Any]] = json.loads(PATH.read_text(encoding="utf-8"))
 
 
 def tolerance(bundle: str) -> float:
-    """Of logits of size 1: matrix products add up in another order on other processors.
+    """The tolerance for logits of size 1, since matrix products add up in another order on other processors.
 
-    In int8 they also round activations otherwise: 0.02 at most between processors with AVX2 and with AVX-512 VNNI.
+    In int8, processors also round activations differently: by at most 0.02 between AVX2 and AVX-512 VNNI.
     """
     return 0.03 if bundle.endswith("int8") else 1e-3

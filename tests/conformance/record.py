@@ -1,4 +1,4 @@
-"""Writes cases.json: inputs, and the tokens, layers and logits that every runtime must give. Run when a case is added.
+"""Write cases.json: inputs, and the tokens, layers and logits that every runtime must give. Run this when a case is added.
 
 python -m tests.conformance.record
 """
@@ -20,8 +20,8 @@ from tests.conformance.cases import PATH, tolerance
 from tests.models import VOCABULARY
 from tests.zoo import Zoo
 
-SHOWN = 4  # logits of a step that are kept
-_MARGIN = 5e-3  # between the best two logits, and twice the tolerance, so that a greedy token does not hang on rounding
+SHOWN = 4  # logits recorded per step
+_MARGIN = 5e-3  # gap between the best two logits, or twice the tolerance, so that no greedy token depends on rounding
 _LENGTHS = {"one": [5], "ragged": [2, 7, 1, 3], "long": [27]}  # of prompts
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"max_new_tokens": 16},
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run(generator: Generator, prompts: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, reasons and layers, as cases.json has them."""
+    """Tokens, finish reasons and layers, as cases.json has them."""
     options = dict(options)
     schedule = "full" if options.pop("full_depth", False) else None
     result = generator.generate(prompts, schedule=schedule, **options)
@@ -43,7 +43,7 @@ def run(generator: Generator, prompts: list[list[int]], options: dict[str, Any])
 
 
 def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """[rows, steps, V] of greedy decoding, in the order of `prompts`."""
+    """Logits [rows, steps, V] of greedy decoding, in the order of `prompts`."""
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     decoder = generator.decoder([len(prompts[row]) for row in order], steps)
     decoder.prefill([prompts[row] for row in order])
@@ -58,7 +58,7 @@ def logits_of(generator: Generator, prompts: list[list[int]], steps: int) -> np.
 def clear_prompts(
     generator: Generator, lengths: list[int], margin: float
 ) -> tuple[list[list[int]], np.ndarray[Any, np.dtype[np.float32]]]:
-    """Random prompts none of whose greedy tokens is a close call, and their logits."""
+    """Random prompts whose greedy tokens are never a close call, and their logits."""
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
@@ -77,10 +77,10 @@ def main() -> None:
             generator = skipdecode.load(make(name, zoo, Path(folder) / f"{name}.engines"))
             for asked, lengths in _LENGTHS.items():
                 prompts, logits = clear_prompts(generator, lengths, max(_MARGIN, 2 * tolerance(name)))
-                # what is drawn in int8 differs from processor to processor
+                # in int8, drawn tokens differ from processor to processor
                 hows = {"greedy": OPTIONS["greedy"]} if name.endswith("int8") else OPTIONS
                 for how, chosen in hows.items():
-                    # ended rows ride along in Python until half have: with absolute positions `layers` shows it
+                    # Python runs ended rows until half of them have ended, which `layers` shows with absolute positions
                     options = {**chosen, "ignore_eos": True} if "absolute" in name else chosen
                     case = {"bundle": name, "name": f"{name}, {asked}, {how}", "prompts": prompts, "options": options}
                     cases.append({**case, "expected": run(generator, prompts, options)})

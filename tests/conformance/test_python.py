@@ -1,4 +1,4 @@
-"""The Python runtime gives what cases.json says; tests/cpp/test_conformance.py asks the C++ runtime the same."""
+"""The Python runtime gives what cases.json records; tests/cpp/test_conformance.py asks the same of the C++ runtime."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ SANITIZERS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": f"suppressions={Path(__file__).parent / 'thread_sanitizer.supp'} ignore_noninstrumented_modules=1",
 }
-LONG = 600  # tokens of a prompt that take two passes (decoder.cc)
+LONG = 600  # tokens of a prompt that takes two passes (decoder.cc)
 LENGTHS = {"ragged": [2, 7, 1, 3], "long": [3, LONG]}  # of prompts
 
 
 class Driver:
-    """tests/cpp/driver.cc: a request a line, an answer a line."""
+    """tests/cpp/driver.cc: one request per line, one answer per line."""
 
     def __init__(self, *started_by: str, **environment: str) -> None:
         command, pipe = [*started_by, BUILD / "release" / "tests" / "skd_driver"], subprocess.PIPE
@@ -58,7 +58,7 @@ class Driver:
 
 
 def replacing(bundle: Path, by: Path, library: str, folder: Path) -> Path:
-    """A library that is one of LIBRARIES, and puts another folder into the bundle's place as it is loaded."""
+    """A library that brings in one of LIBRARIES and, as it is loaded, replaces the bundle by another folder."""
     (folder / "replacing.cc").write_text(
         "#include <stdio.h>\n"
         "__attribute__((constructor)) static void Replace() {\n"
@@ -75,13 +75,13 @@ def _c(path: Path) -> str:
     return json.dumps(str(path))
 
 
-def assert_gives_what_python_gives(driver: Driver, bundle: Path, lengths: list[int]) -> None:
-    """Tokens under every option, and logits, of random prompts."""
+def assert_agrees_with_python(driver: Driver, bundle: Path, lengths: list[int]) -> None:
+    """Compare the tokens of random prompts with every set of options, and their logits."""
     generator = skipdecode.load(bundle)
     prompts, logits = clear_prompts(generator, lengths, 5e-3)
     asked = {"bundle": bundle, "prompts": prompts}
     for options in OPTIONS.values():
-        chosen = {**options, "ignore_eos": True}  # ended rows ride along in Python until half have, and are freed in C++
+        chosen = {**options, "ignore_eos": True}  # Python runs ended rows until half have ended, C++ frees them
         assert driver.ask(command="generate", **asked, **chosen) == run(generator, prompts, chosen)
     found = driver.ask(command="logits", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
     np.testing.assert_allclose(np.array(found)[:, :16], logits, atol=1e-3, rtol=0)
@@ -99,9 +99,9 @@ def built() -> None:
 
 @pytest.fixture(scope="session")
 def hybrid_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[Anchor, Path]:
-    """Models that keep states, also in layers that no decode step computes: in the place of keys and values, and beside them.
+    """Models that keep states alongside keys and values or in their place, also in layers that no decode step computes.
 
-    For prompts of more than one pass.
+    The bundles take prompts of more than one pass.
     """
     folder = tmp_path_factory.mktemp("hybrid")
     for anchor, name in zip(Anchor, ("falcon_h1", "qwen3_5_text"), strict=True):

@@ -1,4 +1,4 @@
-"""Damaged and edited bundles against the C++ reader: what Python refuses is refused, in one line, and the next bundle loads."""
+"""Damaged and edited bundles against the C++ reader: it refuses what Python refuses, in one line, and the next bundle loads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(bundle: Path, driver: Driver) -> Iterator[Callable[[str], str]]:
-    """Writes a text as bundle.json, asks for a refusal and gives its line; puts the file back."""
+    """Write a text as bundle.json, expect a refusal and return its line. The file is restored afterwards."""
     path = bundle / "bundle.json"
     good = path.read_bytes()
 
@@ -52,7 +52,7 @@ def refused(bundle: Path, driver: Driver) -> Iterator[Callable[[str], str]]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_python_refuses_is_refused(bundle: Path, refused: Callable[[str], str], name: str) -> None:
+def test_cpp_refuses_what_python_refuses(bundle: Path, refused: Callable[[str], str], name: str) -> None:
     data = json.loads((bundle / "bundle.json").read_text())
     CHANGES[name][0](data)
     refused(json.dumps(data))
@@ -70,15 +70,15 @@ def test_unknown_and_missing_keys_are_named(bundle: Path, refused: Callable[[str
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 1_000_000, "null", "[]", '"x"', "1e999", '{"format_version": 1e999}'])
-def test_what_is_no_manifest_is_refused(refused: Callable[[str], str], text: str) -> None:
+def test_a_file_that_is_not_a_manifest_is_refused(refused: Callable[[str], str], text: str) -> None:
     refused(text)
 
 
-def test_a_byte_order_mark_is_no_json(bundle: Path, refused: Callable[[str], str]) -> None:
+def test_a_byte_order_mark_is_refused(bundle: Path, refused: Callable[[str], str]) -> None:
     refused("\ufeff" + (bundle / "bundle.json").read_text())
 
 
-def test_a_newer_format_is_named(bundle: Path, refused: Callable[[str], str]) -> None:
+def test_a_newer_format_is_refused_by_its_number(bundle: Path, refused: Callable[[str], str]) -> None:
     data = json.loads((bundle / "bundle.json").read_text())
     line = refused(json.dumps({**data, "format_version": 5}))
     assert "format_version is 5, this runtime reads 4; export the model with this version" in line
@@ -94,7 +94,7 @@ def test_missing_and_truncated_files_are_named(bundle: Path, driver: Driver) -> 
     engine.write_bytes(whole)
 
 
-def test_a_file_that_may_not_be_read_is_named_with_what_to_do(bundle: Path) -> None:
+def test_an_unreadable_file_is_named_with_what_to_do(bundle: Path) -> None:
     file, driver = bundle / "segment_0.onnx", Driver(*UNPRIVILEGED)
     file.chmod(0)
     line = driver.ask(command="load", bundle=bundle)["error"]
@@ -103,7 +103,9 @@ def test_a_file_that_may_not_be_read_is_named_with_what_to_do(bundle: Path) -> N
     assert line == f"{file}: cannot be read (Permission denied); check its name and permissions"
 
 
-def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_engine_is_refused(
+    conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path
+) -> None:
     bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
     engine = next((bundle / "targets" / "cpu").glob("segment_*.onnx"))
     engine.write_bytes(b"\0" * engine.stat().st_size)
@@ -112,7 +114,7 @@ def test_an_engine_that_is_none_is_refused(conformance_bundle: Callable[[str], P
     assert driver.ask(command="load", bundle=conformance_bundle("opt"))["num_layers"] == 6
 
 
-def test_an_engine_that_stops_while_it_runs_is_named_and_nothing_else_is_printed(
+def test_an_engine_that_fails_while_it_runs_is_named_and_nothing_else_is_printed(
     conformance_bundle: Callable[[str], Path], tmp_path: Path
 ) -> None:
     bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
@@ -138,7 +140,7 @@ def test_an_engine_that_stops_while_it_runs_is_named_and_nothing_else_is_printed
 def test_a_bundle_that_is_replaced_while_it_is_loaded_is_refused_and_the_other_one_loads(
     conformance_bundle: Callable[[str], Path], tmp_path: Path, other: str
 ) -> None:
-    """Of the same model everything would fit; of another, files are missing or differ; of none, all are."""
+    """With the same model everything would fit; with another, files are missing or differ; with none, all are missing."""
     bundle, by, driver = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines"), tmp_path / "other", Driver()
     if other != "nothing":
         shutil.copytree(conformance_bundle(other), by)
@@ -162,15 +164,15 @@ def _head_first(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_reversed, "segment_005.onnx: its input 'past_key.5' is none that bundle.json calls for"),
-        (_head_first, "head.onnx: its input 'hidden' is none that bundle.json calls for"),
+        (_reversed, "segment_005.onnx: its input 'past_key.5' is not one that bundle.json calls for"),
+        (_head_first, "head.onnx: its input 'hidden' is not one that bundle.json calls for"),
         (lambda d: d["model"].update(hidden_size=32), "'hidden' is float32 [?,?,64], bundle.json calls for float32 [?,?,32]"),
         (lambda d: d["model"].update(vocab_size=100), "head.onnx: its output 'logits' is float32 [?,99], bundle.json calls for"),
         (lambda d: d["model"].update(num_kv_heads=1), "segment_000.onnx: its input 'past_key.0' is float32 [?,4,?,16], bundle"),
         (lambda d: d["model"].update(head_size=8), "bundle.json calls for float32 [?,4,?,8]"),
     ],
 )
-def test_engines_that_are_not_what_the_manifest_says_are_refused_when_they_are_loaded(
+def test_engines_that_do_not_match_the_manifest_are_refused_when_they_are_loaded(
     conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path, change: Change, says: str
 ) -> None:
     bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
@@ -185,9 +187,9 @@ def test_engines_that_are_not_what_the_manifest_says_are_refused_when_they_are_l
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.update(library_version="1.0.0"), "/engines: the engines were compiled by onnxruntime 1.0.0, loaded is"),
+        (lambda t: t.update(library_version="1.0.0"), "/engines: the engines were compiled by onnxruntime 1.0.0, but "),
         (lambda t: t.update(cpu_features=["sve"]), "laid out for x86_64 with sve; this CPU differs"),
-        (lambda t: t.update(name="cuda"), "has no cuda in it; name one that has in skd_load_options.onnxruntime_library"),
+        (lambda t: t.update(name="cuda"), "is built without CUDA; name one with CUDA in skd_load_options.onnxruntime_library"),
     ],
 )
 def test_engines_of_another_version_cpu_or_target_are_refused(
@@ -201,7 +203,7 @@ def test_engines_of_another_version_cpu_or_target_are_refused(
     assert answer["code"] == SKD_ERROR_TARGET and says in answer["error"], answer
 
 
-def test_the_cpu_engines_of_a_bundle_for_several_targets_are_taken(
+def test_the_cpu_engines_of_a_bundle_for_several_targets_are_the_default(
     conformance_bundle: Callable[[str], Path], driver: Driver, tmp_path: Path
 ) -> None:
     bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
@@ -213,7 +215,7 @@ def test_the_cpu_engines_of_a_bundle_for_several_targets_are_taken(
     assert asked["code"] == SKD_ERROR_TARGET and "runs cpu and cuda engines, not tensorrt-rtx" in asked["error"]
 
 
-def test_a_target_that_is_not_there_and_a_missing_library_are_told(conformance_bundle: Callable[[str], Path]) -> None:
+def test_a_missing_target_and_a_missing_library_are_reported(conformance_bundle: Callable[[str], Path]) -> None:
     bundle = conformance_bundle("opt")
     driver = Driver()
     missing = driver.ask(command="load", bundle=bundle, onnxruntime_library="/nowhere/libonnxruntime.so")

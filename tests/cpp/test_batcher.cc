@@ -192,7 +192,7 @@ std::string NextNonEmptyPiece(service::ActiveRequest& request) {
 
 }  // namespace
 
-TEST_CASE("engines that fail end the rows that they had, and a new session serves the next, never two at a time") {
+TEST_CASE("failing engines end their rows, and a new session serves the next ones, with never two sessions at a time") {
   Requests requests;
   CHECK(requests.Ask() == 200);
   engines_fail = true;
@@ -206,7 +206,7 @@ TEST_CASE("engines that fail end the rows that they had, and a new session serve
   CHECK(requests.metrics.running == 0);
 }
 
-TEST_CASE("while there is no memory for a session requests are refused, and served when there is again") {
+TEST_CASE("while there is no memory for a session, requests are refused, and they are served once there is") {
   Requests requests;
   engines_fail = true;
   no_memory = true;
@@ -219,7 +219,7 @@ TEST_CASE("while there is no memory for a session requests are refused, and serv
   CHECK(requests.WaitForFailing(false));
 }
 
-TEST_CASE("where no session can be made any more that is told, in answers and of the service's health, until one can") {
+TEST_CASE("while no session can be created, answers and the service's health say so, until one can") {
   Requests requests;
   engines_fail = true;
   gpu_lost = true;
@@ -228,7 +228,7 @@ TEST_CASE("where no session can be made any more that is told, in answers and of
   const auto request = requests.Make();
   REQUIRE(requests.Submit(*request));
   CHECK_THROWS_WITH(request->WaitForFirstNews([] { return false; }),
-                    "the engines cannot decode: the server tries again each second, start it again where that lasts");
+                    "the engines cannot decode: the server retries every second, restart it if this lasts");
   CHECK(requests.WaitForFailing(true));
   CHECK(requests.Ask() == 500);
   engines_fail = false;
@@ -237,7 +237,7 @@ TEST_CASE("where no session can be made any more that is told, in answers and of
   CHECK(requests.Ask() == 200);
 }
 
-TEST_CASE("a session is kept after a row that there was no memory for, and after no other that could not join") {
+TEST_CASE("a session survives a row that there was no memory for, but no other failure to join") {
   for (const auto& [code, status, kept] :
        {std::tuple(SKD_ERROR_CAPACITY, 503, true), std::tuple(SKD_ERROR_INTERNAL, 500, false)}) {
     Requests requests(2);
@@ -260,7 +260,7 @@ TEST_CASE("a session is kept after a row that there was no memory for, and after
   }
 }
 
-TEST_CASE("the health of a service is well while a session is made, and a lost one is made anew though nobody asks") {
+TEST_CASE("the service is healthy while a session is created, and a lost one is replaced even without a request") {
   Requests requests;
   const int made = sessions_made;
   slow_session = true;
@@ -273,7 +273,7 @@ TEST_CASE("the health of a service is well while a session is made, and a lost o
   }
 }
 
-TEST_CASE("a stop string in the text that failing engines leave behind makes the answer whole") {
+TEST_CASE("a stop string in the text that failing engines leave behind completes the answer") {
   const auto bundle = skipdecode::Bundle::Load("");
   skipdecode::Tokenizer tokenizer(bundle);
   Requests requests;
@@ -294,7 +294,7 @@ TEST_CASE("a stop string in the text that failing engines leave behind makes the
   CHECK_THAT(request.NextPiece(), Catch::Contains(R"("finish_reason":"stop")"));
 }
 
-TEST_CASE("seconds to the first token are from the request's arrival, not from when its row was made") {
+TEST_CASE("seconds to the first token count from the request's arrival, not from when its row was created") {
   Requests requests;
   const auto request = requests.Make(1, std::chrono::seconds(20), std::chrono::seconds(5));
   REQUIRE(requests.Submit(*request));
@@ -303,7 +303,7 @@ TEST_CASE("seconds to the first token are from the request's arrival, not from w
   CHECK(requests.metrics.first_token_sum_us > 5'000'000);
 }
 
-TEST_CASE("a row that the batcher does not know ends the session and no more") {
+TEST_CASE("a row that the batcher does not know ends the session and nothing else") {
   Requests requests;
   row_lost = true;
   CHECK(requests.Ask() == 500);
@@ -311,7 +311,7 @@ TEST_CASE("a row that the batcher does not know ends the session and no more") {
   CHECK(requests.Ask() == 200);
 }
 
-TEST_CASE("rows of a request are numbered as skd_generate does it, so that equal prompts are sampled apart") {
+TEST_CASE("rows of a request are numbered as in skd_generate, so that equal prompts are sampled differently") {
   Requests requests;
   const auto request = requests.Make(3);
   REQUIRE(requests.Submit(*request));
@@ -320,7 +320,7 @@ TEST_CASE("rows of a request are numbered as skd_generate does it, so that equal
   CHECK(generator_rows == std::vector<uint32_t>{0, 1, 2});
 }
 
-TEST_CASE("a client that goes away before its first token leaves the queue, however long the rows before it take") {
+TEST_CASE("a client that goes away before its first token leaves the queue, however long the rows ahead take") {
   Requests requests;
   endless = true;
   auto runs = requests.Make(), waits = requests.Make();
@@ -351,7 +351,7 @@ TEST_CASE("a row that a stop string ended is complete, not cancelled") {
   CHECK(requests.metrics.cancelled == 0);
 }
 
-TEST_CASE("a row that decodes for too long ends with what it has, and says that it ran out of time") {
+TEST_CASE("a row that decodes for too long ends with the text it has and says that it ran out of time") {
   Requests requests;
   endless = true;
   auto request = requests.Make(1, std::chrono::seconds(1));
@@ -367,7 +367,7 @@ TEST_CASE("a row that decodes for too long ends with what it has, and says that 
   CHECK(requests.metrics.running == 0);
 }
 
-TEST_CASE("rows are counted, not requests, those too that the queue has no room for") {
+TEST_CASE("rows are counted, not requests, including those that the queue has no room for") {
   Requests requests;
   CHECK_FALSE(requests.Submit(*requests.Make(9)));  // the queue holds 8
   const auto request = requests.Make(8);
@@ -380,14 +380,14 @@ TEST_CASE("rows are counted, not requests, those too that the queue has no room 
   CHECK(requests.metrics.completed == 8);
 }
 
-TEST_CASE("sums of seconds are told to the microsecond") {
+TEST_CASE("sums of seconds are reported to the microsecond") {
   service::Metrics metrics;
   metrics.first_token_sum_us = 1'234'567'890'123;
   CHECK_THAT(metrics.Text(), Catch::Contains("first_token_seconds_sum 1234567.890123\n"));
   CHECK_THAT(metrics.Text(), Catch::Contains("{le=\"0.01\"}") && Catch::Contains("{le=\"0.3\"}"));
 }
 
-TEST_CASE("a text whose ids the model has no weights for is the client's mistake") {
+TEST_CASE("a text with ids that the model has no weights for is the client's mistake") {
   const auto bundle = skipdecode::Bundle::Load("");
   skipdecode::Tokenizer tokenizer(bundle);
   const service::Limits limits{8, 8, 8, /*vocab_size=*/100, /*max_prompt_bytes=*/8};
@@ -405,7 +405,7 @@ TEST_CASE("a text of more bytes than the server takes is refused before it is to
                     "prompt has 4 bytes, this server takes 3");
 }
 
-TEST_CASE("a stream of text that has ended begins anew") {
+TEST_CASE("a text stream starts afresh after its end") {
   const auto bundle = skipdecode::Bundle::Load("");
   skipdecode::Tokenizer tokenizer(bundle);
   skipdecode::TextStream stream(tokenizer);
@@ -414,7 +414,7 @@ TEST_CASE("a stream of text that has ended begins anew") {
   CHECK(stream.Add('a') == "a");
 }
 
-TEST_CASE("text that streams costs as much as it is long, also where nothing of it can be given") {
+TEST_CASE("streaming costs time linear in the text, even where nothing can be given yet") {
   const auto bundle = skipdecode::Bundle::Load("");
   skipdecode::Tokenizer tokenizer(bundle);
   skipdecode::TextStream stream(tokenizer);

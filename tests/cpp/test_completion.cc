@@ -44,8 +44,8 @@ std::string Nested(size_t levels) { return std::string(levels, '[') + std::strin
 
 TEST_CASE("a body may nest eight levels deep") {
   CHECK(RefusalOf(R"({"user": )" + Nested(7) + "}") == "user is not a string");
-  CHECK(RefusalOf(R"({"user": )" + Nested(8) + "}") == "the body nests too deep");
-  CHECK(RefusalOf(R"({"user": {"a": {"a": )" + Nested(6) + "}}}") == "the body nests too deep");
+  CHECK(RefusalOf(R"({"user": )" + Nested(8) + "}") == "the body is nested too deeply");
+  CHECK(RefusalOf(R"({"user": {"a": {"a": )" + Nested(6) + "}}}") == "the body is nested too deeply");
   CHECK(RefusalOf(R"({"stop": [[]], "user": )" + Array(Nested(3), 20) + "}") == "user is not a string");
 }
 
@@ -60,17 +60,17 @@ TEST_CASE("a body has no more values than the largest request") {
   }
 }
 
-TEST_CASE("an error's line is told whole, also where the client sent a NUL") {
+TEST_CASE("an error's line is reported in full, even if the client sent a NUL") {
   const std::string body = service::HttpError(404, std::string("model 'a\0b' is not here", 23)).Body();
   CHECK_THAT(body, Catch::Contains(R"("model 'a\u0000b' is not here")"));
 }
 
-TEST_CASE("what comes behind the values that a body may have is not read") {
+TEST_CASE("a body is not read beyond the number of values it may have") {
   CHECK(RefusalOf(R"({"prompt": )" + Array("{}", 100) + ", this is no JSON") ==
         "the body has more than 72 values: this server takes 2 prompts of 3 tokens");
 }
 
-TEST_CASE("a seed is any whole number of 64 bits, as its two's complement") {
+TEST_CASE("a seed is any whole number of 64 bits, as two's complement") {
   const auto seed = [](const std::string& text) { return Parsed(R"({"prompt": [1], "seed": )" + text + "}").options.seed; };
   CHECK(seed("0") == 0);
   CHECK(seed("-1") == UINT64_MAX);
@@ -81,7 +81,7 @@ TEST_CASE("a seed is any whole number of 64 bits, as its two's complement") {
   }
 }
 
-TEST_CASE("the stop string that comes first in the text ends it, not the one that is named first") {
+TEST_CASE("the stop string that comes first in the text ends it, not the one listed first") {
   CHECK(Filtered({"cd", "b"}, {"abcd"}) == "a");
   CHECK(Filtered({"b", "cd"}, {"abcd"}) == "a");
 }
@@ -96,12 +96,12 @@ TEST_CASE("of several stop strings that may have begun, the longest beginning is
   }
 }
 
-TEST_CASE("what might have become a stop string is told where the text ends") {
+TEST_CASE("a possible beginning of a stop string is given out when the text ends") {
   CHECK(Filtered({"stop"}, {"a s", "to"}) == "a sto");
   CHECK(Filtered({"stop"}, {"a sto", "p", " b"}) == "a ");
 }
 
-TEST_CASE("first tokens are counted in each bucket that they are within, and their seconds are summed") {
+TEST_CASE("first tokens are counted in every bucket they fit in, and their seconds are summed") {
   service::Metrics metrics;
   for (const double seconds : {0.02, 0.02, 2.0, 100.0}) metrics.CountFirstToken(seconds);
   const std::string page = metrics.Text(), bucket = "first_token_seconds_bucket{le=";

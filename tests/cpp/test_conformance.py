@@ -1,4 +1,4 @@
-"""The C++ runtime gives the tokens, layers and logits that cases.json records; the Python runtime is asked the same."""
+"""The C++ runtime gives the tokens, layers and logits that cases.json records; tests/conformance asks the same of Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conformance.record import OPTIONS, SHOWN, run
 from tests.cpp.conftest import Driver
 
 
-# Python's tests run beside these and begin with the first bundle: from both ends, each traces the models of half of them
+# Python's tests run alongside these and begin with the first bundle. Going from both ends, each traces half of the models
 @pytest.mark.parametrize("case", CASES[::-1], ids=lambda case: case["name"])
 def test_the_cpp_runtime_conforms(case: dict[str, Any], conformance_bundle: Callable[[str], Path], driver: Driver) -> None:
     asked = {"bundle": conformance_bundle(case["bundle"]), "prompts": case["prompts"]}
@@ -27,8 +27,10 @@ def test_the_cpp_runtime_conforms(case: dict[str, Any], conformance_bundle: Call
         np.testing.assert_allclose(np.array(logits)[:, :16, :SHOWN], wanted, atol=tolerance(case["bundle"]), rtol=0)
 
 
-def test_in_int8_both_runtimes_give_the_same_on_one_processor(conformance_bundle: Callable[[str], Path], driver: Driver) -> None:
-    """Exactly, drawn tokens too, which cases.json cannot hold: they differ from processor to processor."""
+def test_in_int8_both_runtimes_give_the_same_results_on_one_processor(
+    conformance_bundle: Callable[[str], Path], driver: Driver
+) -> None:
+    """Exactly the same, including drawn tokens, which differ from processor to processor and so cannot be in cases.json."""
     bundle = conformance_bundle("qwen3-int8")
     generator = skipdecode.load(bundle)
     for case in (case for case in CASES if case["bundle"] == "qwen3-int8"):

@@ -36,7 +36,7 @@ class Tree {
 
 }  // namespace
 
-TEST_CASE("the least quota of a group and those that it is part of counts, of either version") {
+TEST_CASE("the smallest quota of a group and its parents counts, in either version") {
   const Tree tree;
   CHECK(tree.QuotaOf("0::/pods/one") == std::nullopt);
   tree.Write("pods/one/cpu.max", "max 100000");
@@ -54,7 +54,7 @@ TEST_CASE("the least quota of a group and those that it is part of counts, of ei
   CHECK(tree.QuotaOf("3:cpuset:/\n2:cpu,cpuacct:/job\n0::/") == 1.5);
 }
 
-TEST_CASE("a container that sees its group as the top one is told of its quota under the host's path, too") {
+TEST_CASE("a container that sees its group as the root finds its quota under the host's path too") {
   const Tree tree;
   tree.Write("cpu.max", "100000 100000");
   CHECK(tree.QuotaOf("0::/docker/0123") == 1.0);

@@ -53,7 +53,7 @@ size_t TakenBytes() { return Driver<size_t()>("standin_taken")(); }
 
 }  // namespace
 
-TEST_CASE("bytes come back from the GPU as they were sent and copied, and are zeros before and when they are cleared") {
+TEST_CASE("bytes return from the GPU as they were sent and copied, and are zero at first and when cleared") {
   const size_t taken = TakenBytes();
   {
     using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
@@ -77,7 +77,7 @@ TEST_CASE("bytes come back from the GPU as they were sent and copied, and are ze
   CHECK(TakenBytes() == taken);
 }
 
-TEST_CASE("what was sent may change as soon as everything has been waited for") {
+TEST_CASE("sent data may change once everything has been waited for") {
   using Block = std::unique_ptr<std::byte, void (*)(std::byte*) noexcept>;
   const Block memory(skd::cuda_stream::Allocate(kBytes), skd::cuda_stream::Free);
   const Block pinned(skd::cuda_stream::AllocateHost(kBytes), skd::cuda_stream::FreeHost);  // the stand-in reads it late
@@ -96,18 +96,18 @@ TEST_CASE("a GPU without room is an error that says how much was asked for") {
     FAIL("it was allocated");
   } catch (const skd::Error& error) {
     CHECK(error.code() == SKD_ERROR_CAPACITY);
-    CHECK(std::string(error.what()).find("no 3072 MiB left") != std::string::npos);
+    CHECK(std::string(error.what()).find("no room for a buffer of 3072 MiB") != std::string::npos);
   }
 }
 
-TEST_CASE("a run that is repeated is a graph from its second time on, and leaves no memory behind") {
+TEST_CASE("a repeated run is a graph from its second time on and leaves no memory behind") {
   const size_t taken = TakenBytes();
   CHECK(GraphLaunchesInFiveRuns([] {}) == 4);
   CHECK(TakenBytes() == taken);
   CHECK(GraphLaunchesInFiveRuns([] {}, false) == 0);
 }
 
-TEST_CASE("another context has run a kernel, once, where there are graphs") {
+TEST_CASE("with graphs, another context has run a kernel, once") {
   CHECK(GraphLaunchesInFiveRuns([] {}) == 4);
   CHECK(GraphLaunchesInFiveRuns([] {}) == 4);
   CHECK(*Driver<int>("standin_kernels_of_nothing") == 1);
@@ -132,14 +132,14 @@ TEST_CASE("a run that reads memory of the host stays a call") {
   skd::cuda_stream::FreeHost(pinned);
 }
 
-TEST_CASE("a run of which no graph can be made stays a call") {
+TEST_CASE("a run that cannot become a graph stays a call") {
   int* const without_graphs = Driver<int>("standin_without_graphs");
   *without_graphs = 1;
   CHECK(GraphLaunchesInFiveRuns([] {}) == 0);
   *without_graphs = 0;
 }
 
-TEST_CASE("what a run throws while it is recorded is thrown by the call that follows") {
+TEST_CASE("an exception while a run is recorded is thrown by the call that follows") {
   skd::Replay replay(true);
   Counter done{0};
   replay.Run([&] { Enqueue(&done); });
@@ -149,7 +149,7 @@ TEST_CASE("what a run throws while it is recorded is thrown by the call that fol
   CHECK(done == 2);
 }
 
-TEST_CASE("a driver that is older than the kernel's language is told as that") {
+TEST_CASE("a driver older than the kernel's language is reported as such") {
   int* const old = Driver<int>("standin_old");
   *old = 1;
   CHECK_THROWS_WITH(skd::cuda_stream::LoadModule(skd::kTurnAroundPtx),

@@ -22,13 +22,13 @@ std::string Decoded(const std::string& json, const std::vector<int64_t>& ids, in
 
 }  // namespace
 
-TEST_CASE("entries of a Unigram vocabulary are their places in a list") {
+TEST_CASE("entries of a Unigram vocabulary are numbered by their places in a list") {
   const std::string json = R"({"decoder": {"type": "Metaspace", "replacement": "_"},
     "model": {"vocab": [["<s>", 0.0], ["_the", -1.5], ["_Mill", -2.5], ["s", -3.5]]}})";
   CHECK(Decoded(json, {0, 1, 2, 3}, 4) == "the Mills");
 }
 
-TEST_CASE("entries that the model has no weights for are passed over, and ids that have no entry are no text") {
+TEST_CASE("entries without weights in the model are skipped, and ids without an entry give no text") {
   const std::string json = R"({"decoder": {"type": "Fuse"}, "model": {"vocab": {"<s>": 0, "a": 1, "b": 4, "c": 9, "d": -1}},
     "added_tokens": [{"id": 2, "content": "<x>"}, {"id": 4, "content": "<y>"}]})";
   CHECK(Decoded(json, {0, 1, 3, 2, 1}, 4) == "a<x>a");

@@ -56,7 +56,7 @@ void CheckThrows(const std::function<void()>& call, skd_code code, const std::st
 
 }  // namespace
 
-TEST_CASE("why an engine is not loaded is told with whose fault it is and what to do") {
+TEST_CASE("an error says why an engine does not load, whose fault it is and what to do") {
   const std::string less = "free some, or export with --quantize int4";
   CheckError(skd::LoadFailure("std::bad_alloc", "head.onnx"), SKD_ERROR_CAPACITY, "head.onnx: no memory is left; " + less);
   CheckError(skd::LoadFailure("CUDA failure 2: out of memory ; GPU=0", "head.onnx"), SKD_ERROR_CAPACITY,
@@ -78,14 +78,14 @@ TEST_CASE("why an engine is not loaded is told with whose fault it is and what t
                        "head.onnx"),
       SKD_ERROR_TARGET,
       "this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool; load the "
-      "bundle before that, or make that one with global thread pools");
+      "bundle first, or create that environment with global thread pools");
   CheckError(skd::LoadFailure("Protobuf parsing failed.", "head.onnx"), SKD_ERROR_BUNDLE,
              "head.onnx: cannot be loaded (Protobuf parsing failed.); export the model again");
   CheckError(skd::LoadFailure("", "head.onnx"), SKD_ERROR_BUNDLE,
              "head.onnx: cannot be loaded (no reason given); export the model again");
 }
 
-TEST_CASE("an engine that does not fit in memory is no damaged bundle") {
+TEST_CASE("an engine that does not fit in memory is not reported as a damaged bundle") {
   skd::UseOnnxRuntime("", 2);
   GpuEngines engines;
   engines.FailLoading(kNoMemory);
@@ -98,7 +98,7 @@ TEST_CASE("an engine that does not fit in memory is no damaged bundle") {
   }
 }
 
-TEST_CASE("a prompt that the memory does not hold is refused, and the session goes on as before") {
+TEST_CASE("a prompt that does not fit in memory is refused, and the session goes on as before") {
   skd::UseOnnxRuntime("", 2);
   GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().back(), "cuda", 2, "");
@@ -116,7 +116,7 @@ TEST_CASE("a prompt that the memory does not hold is refused, and the session go
   CHECK(RemainingTokens(session.get()) == wanted);
 }
 
-TEST_CASE("a step that ends halfway is never taken for one that has not begun") {
+TEST_CASE("a step that fails halfway is never taken for one that has not begun") {
   skd::UseOnnxRuntime("", 2);
   GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "", /*cuda_graphs=*/false);
@@ -127,8 +127,8 @@ TEST_CASE("a step that ends halfway is never taken for one that has not begun") 
   engines.FailRunsAfter(1, kNoMemory);
   CheckThrows(
       [&] { session->Step(); }, SKD_ERROR_TARGET,
-      "a decode step ended halfway (no memory is left for 8 MiB; send fewer rows or shorter prompts); destroy the session "
-      "and make another");
+      "a decode step failed halfway (no memory is left for 8 MiB; send fewer rows or shorter prompts); destroy the session "
+      "and create another");
   engines.FailRunsAfter(1, "CUDA failure 700: an illegal memory access was encountered");
   CheckThrows([&] { session->Step(); }, SKD_ERROR_TARGET,
               DeviceBundles().front() + "/targets/cuda/segment_000.onnx" +
@@ -136,14 +136,14 @@ TEST_CASE("a step that ends halfway is never taken for one that has not begun") 
                   "start again");
 }
 
-TEST_CASE("an engine that stops on a CPU sends nobody to look for a GPU") {
+TEST_CASE("an engine that fails on a CPU does not blame a GPU") {
   CheckError(skd::RunFailure("seqlens_k[0] = 6 is out of range", /*on_gpu=*/false, "head.onnx"), SKD_ERROR_INTERNAL,
              "head.onnx: ONNX Runtime stopped (seqlens_k[0] = 6 is out of range); check the bundle with skip-inspect "
              "--check-hashes");
   CHECK(skd::RunFailure(kNoMemory, /*on_gpu=*/false, "head.onnx").code() == SKD_ERROR_CAPACITY);
 }
 
-TEST_CASE("a reason that comes after a long node's name is told") {
+TEST_CASE("a reason that comes after a node's long name is reported") {
   const std::string begins = "Non-zero status code returned while running MatMul node. Name:'";
   const std::string ends = "' Status Message: matmul_helper.h:59 left operand cannot broadcast on dim 0";
   const std::string reason = skd::Reason(begins + std::string(1000, 'n') + ends + "\nand more");

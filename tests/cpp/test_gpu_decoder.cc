@@ -73,7 +73,7 @@ std::string TiedWeight(const skd::Bundle& bundle) {
 
 }  // namespace
 
-TEST_CASE("a weight arrives whole where the GPU reads the host's memory only when the copy's turn comes") {
+TEST_CASE("a weight arrives intact even if the GPU reads the host's memory only when the copy's turn comes") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   int* const reads_late = Driver<int>("standin_reads_host_pages");
@@ -86,7 +86,7 @@ TEST_CASE("a weight arrives whole where the GPU reads the host's memory only whe
   CHECK((found == wanted && !wanted.empty()));
 }
 
-TEST_CASE("what waits on a GPU's stream finds what the host had when it was asked for, by calls and by graphs") {
+TEST_CASE("work waiting on a GPU's stream sees the host's data from when it was requested, by calls and by graphs") {
   for (const std::string& path : DeviceBundles()) {
     const Logits wanted = Run(skd::LoadBundle(path, "cuda", 2, "", false, skd::Device::kCpu)).logits();
     const GpuEngines engines;
@@ -99,7 +99,7 @@ TEST_CASE("what waits on a GPU's stream finds what the host had when it was aske
   }
 }
 
-TEST_CASE("a prompt that a GPU cannot make room for leaves as many rows as there were") {
+TEST_CASE("a prompt that a GPU has no room for leaves the number of rows unchanged") {
   const std::string absolute = DeviceBundles().back();  // rows with longer prompts are placed before others, and move them
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
@@ -126,4 +126,34 @@ TEST_CASE("a prompt that a GPU cannot make room for leaves as many rows as there
   }
   *copies_left = -1;
   CHECK(failed > 2 * 2 * 4);  // two rows move, with each layer's keys and values
+}
+
+TEST_CASE("the reason why an engine stopped on a prompt is given even if rows cannot be moved back") {
+  skd::UseOnnxRuntime("", 2);
+  GpuEngines engines;
+  const auto bundle = skd::LoadBundle(DeviceBundles().back(), "cuda", 2, "", /*cuda_graphs=*/false);
+  int* const copies_left = Driver<int>("standin_copies_left");
+  int lost = 0;
+  for (int copies = 0, moved = 0; moved < 4; ++copies) {  // two rows move to make room, and back
+    engines.FailRunsAfter(0, "");
+    skd::Decoder decoder(bundle, bundle->manifest.schedule, 3, 8, 16);
+    const auto add = [&](const Tokens& prompt) {
+      moved = 0;
+      decoder.Add(prompt.data(), static_cast<int64_t>(prompt.size()), [&moved](int64_t, int64_t) { ++moved; });
+    };
+    add(kPrompts[3]);
+    add(kPrompts[1]);
+    engines.FailRunsAfter(0, "CUDA failure 700: an illegal memory access was encountered");
+    *copies_left = copies;
+    try {
+      add(kPrompts[0]);
+      FAIL("the engine did not stop");
+    } catch (const skd::Error& error) {
+      lost += moved == 2 ? 1 : 0;
+      if (moved >= 2) CHECK_THAT(error.what(), Catch::Contains("CUDA failure 700"));
+    }
+    *copies_left = -1;
+    REQUIRE(decoder.rows() == 2);
+  }
+  CHECK(lost > 0);
 }

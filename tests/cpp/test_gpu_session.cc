@@ -97,7 +97,7 @@ class Run {
 
 }  // namespace
 
-TEST_CASE("a GPU chooses the tokens that the host would, for rows that come and go and sample each in its own way") {
+TEST_CASE("a GPU chooses the host's tokens, for rows that come and go and have their own sampling") {
   for (const std::string& path : DeviceBundles()) {
     const Run wanted(skd::LoadBundle(path, "cuda", 2, "", false, skd::Device::kCpu));
     REQUIRE(wanted.tokens.size() == 4);
@@ -169,7 +169,7 @@ TEST_CASE("rows that had made room for one whose first token the GPU could not c
   CHECK((logits[true] == logits[false]));
 }
 
-TEST_CASE("time that a GPU's tokens are waited for is its engines'") {
+TEST_CASE("time spent waiting for a GPU's tokens counts as its engines'") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
@@ -183,7 +183,7 @@ TEST_CASE("time that a GPU's tokens are waited for is its engines'") {
   CHECK(counters.decode_engine_ns <= counters.decode_ns);
 }
 
-TEST_CASE("sessions on threads of their own share a GPU's stream, and get the tokens that they get alone") {
+TEST_CASE("sessions on separate threads share a GPU's stream and get the same tokens as alone") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
@@ -194,7 +194,7 @@ TEST_CASE("sessions on threads of their own share a GPU's stream, and get the to
   for (auto& other : others) CHECK(other.get() == wanted.tokens);
 }
 
-TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that all is as it was") {
+TEST_CASE("a step whose tokens the GPU has no memory to choose does not claim that nothing has changed") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   skd::Session session(skd::LoadBundle(DeviceBundles().front(), "cuda", 2, ""), Room());
@@ -207,12 +207,12 @@ TEST_CASE("a step whose tokens the GPU has no memory to choose does not say that
     FAIL("it was made");
   } catch (const skd::Error& error) {
     CHECK(error.code() == SKD_ERROR_TARGET);
-    CHECK(std::string(error.what()).find("ended halfway") != std::string::npos);
+    CHECK(std::string(error.what()).find("failed halfway") != std::string::npos);
   }
   *without_kernels = 0;
 }
 
-TEST_CASE("rows that the GPU has no memory to move are not said to be as they were") {
+TEST_CASE("rows that the GPU has no memory to move are not reported as unchanged") {
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().front(), "cuda", 2, "");
@@ -234,8 +234,8 @@ TEST_CASE("rows that the GPU has no memory to move are not said to be as they we
     } catch (const skd::Error& error) {
       CHECK(error.code() == SKD_ERROR_TARGET);
       CHECK(std::string(error.what()) ==
-            "moving rows ended halfway (CUDA has no memory left; ask for fewer rows, shorter prompts or fewer new tokens); "
-            "destroy the session and make another");
+            "moving rows failed halfway (CUDA has no memory left; ask for fewer rows, shorter prompts or fewer new tokens); "
+            "destroy the session and create another");
     }
     *copies_left = -1;
   }

@@ -93,7 +93,7 @@ TEST_CASE("keys and values have the sizes of their layer, and a layer that reads
   CHECK(read.inputs[0].data == buffer.Inputs(0, 1)[0].data);
 }
 
-TEST_CASE("a layer that no decode step computes takes no memory, with states neither") {
+TEST_CASE("a layer that no decode step computes takes no memory, not even for states") {
   Buffer buffer({0, 0, 0});
   CHECK(buffer.kv().bytes() == 0);
   CHECK_FALSE(buffer.kv().Has(1));
@@ -101,7 +101,7 @@ TEST_CASE("a layer that no decode step computes takes no memory, with states nei
   buffer.kv().CopyRow(0, 1, 5);
 }
 
-TEST_CASE("a row takes its valid slots along and the whole of its states, and leaves other rows as they are") {
+TEST_CASE("moving a row takes its valid slots and all of its states along and leaves other rows unchanged") {
   Buffer buffer({5, 2, 5});
   for (const int64_t row : {0, 1, 2}) buffer.Fill(row, static_cast<float>(row + 1));
   buffer.kv().CopyRow(2, 0, 3);
@@ -119,7 +119,7 @@ TEST_CASE("a row takes its valid slots along and the whole of its states, and le
   }
 }
 
-TEST_CASE("what states have summed up of a row is forgotten, and nothing else") {
+TEST_CASE("clearing forgets what states have accumulated of a row, and nothing else") {
   Buffer buffer({5, 5, 5});
   for (const int64_t row : {0, 1, 2}) buffer.Fill(row, 1.0F);
   buffer.kv().ClearRow(1);

@@ -1,4 +1,4 @@
-"""Layers whose state has one size: the C++ runtime gives what Python's gives, also for prompts of two passes."""
+"""Layers whose state has a fixed size: the C++ runtime agrees with Python's, also for prompts of two passes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from skipdecode.schedule import Anchor
-from tests.cpp.conftest import LENGTHS, Driver, assert_gives_what_python_gives
+from tests.cpp.conftest import LENGTHS, Driver, assert_agrees_with_python
 from tests.zoo import Zoo
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("anchor", Anchor)
-def test_both_runtimes_give_the_same(anchor: Anchor, lengths: str, hybrid_bundles: dict[Anchor, Path], driver: Driver) -> None:
-    assert_gives_what_python_gives(driver, hybrid_bundles[anchor], LENGTHS[lengths])
+def test_both_runtimes_give_the_same_results(
+    anchor: Anchor, lengths: str, hybrid_bundles: dict[Anchor, Path], driver: Driver
+) -> None:
+    assert_agrees_with_python(driver, hybrid_bundles[anchor], LENGTHS[lengths])
 
 
-def test_both_runtimes_give_the_same_of_a_model_without_attention(zoo: Zoo, driver: Driver) -> None:
-    assert_gives_what_python_gives(driver, zoo.bundle("mamba"), LENGTHS["ragged"])
+def test_both_runtimes_give_the_same_results_without_attention(zoo: Zoo, driver: Driver) -> None:
+    assert_agrees_with_python(driver, zoo.bundle("mamba"), LENGTHS["ragged"])

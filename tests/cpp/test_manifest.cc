@@ -64,7 +64,7 @@ TEST_CASE("the manifest is read") {
   REQUIRE(groups[2].keys_of == 0);
 }
 
-TEST_CASE("every field of another type, or missing, is refused by name and never a crash") {
+TEST_CASE("every field that is missing or of another type is refused by name and never crashes") {
   const Json whole = HybridManifestJson();
   std::vector<Json::json_pointer> places;
   AppendPlaces(whole, Json::json_pointer(), &places);
@@ -90,7 +90,7 @@ TEST_CASE("every field of another type, or missing, is refused by name and never
   }
 }
 
-TEST_CASE("a key that is shown in part is cut between characters") {
+TEST_CASE("a key that is shortened is cut between characters") {
   Json edited = ManifestJson();
   const std::string umlaut = "\xC3\xA4";
   std::string key = "x", shown = "x";
@@ -100,7 +100,7 @@ TEST_CASE("a key that is shown in part is cut between characters") {
   REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains("has unknown key '" + shown + "'"));
 }
 
-TEST_CASE("a manifest that is there and cannot be read is not told to be missing") {
+TEST_CASE("an existing manifest that cannot be read is not reported as missing") {
   const auto whole = std::filesystem::path(std::getenv("SKD_TEST_BUNDLE"));
   const auto folder = std::filesystem::temp_directory_path() / ("skd_unreadable_" + std::to_string(getpid()));
   std::filesystem::create_directory(folder);
@@ -143,7 +143,7 @@ TEST_CASE("layers read keys and values of layers below them that have their own 
   refused("/1/keys/head_size", int64_t{1} << 31, "have layers out of range");
 }
 
-TEST_CASE("states are of layers of the model in their order, of each once, and have sizes that an array can have") {
+TEST_CASE("states belong to the model's layers, in order and once each, and have sizes that an array can have") {
   const auto parse = [](const char* place, const Json& value) {
     Json edited = HybridManifestJson();
     edited["model"]["state_layers"][Json::json_pointer(place)] = value;
@@ -171,7 +171,7 @@ TEST_CASE("states are of layers of the model in their order, of each once, and h
   REQUIRE_NOTHROW(parse("/0/states/0/shape", {most, 3}));
 }
 
-TEST_CASE("sizes whose product no memory holds are refused, whichever of them is large") {
+TEST_CASE("sizes whose product exceeds any memory are refused, whichever of them is large") {
   const auto refused = [](const char* part, const char* field, const Json& value) {
     Json edited = HybridManifestJson();
     edited["limits"]["max_batch"] = int64_t{1} << 31;

@@ -27,7 +27,7 @@ bool SystemHasHugePages() {
 
 }  // namespace
 
-TEST_CASE("a large block, as a KV buffer is, lies in huge pages from its first touch") {
+TEST_CASE("a large block such as a KV buffer lies in huge pages from its first touch") {
   if (!SystemHasHugePages()) {
     WARN("this system has no transparent huge pages, or they are switched off");
     return;

@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**more: str | Path) -> dict[str, str]:
-    """The process's own, with the sanitizers' settings; their dlopen does not look where the library's own run path says."""
+    """This process's environment plus the sanitizers' settings, whose dlopen does not look along the library's own run path."""
     return {**os.environ, **SANITIZERS, "LD_LIBRARY_PATH": str(LIBRARIES), **{key: str(value) for key, value in more.items()}}
 
 
 @pytest.fixture(scope="module")
 def gpu_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """For cpu and cuda, in fp16: OPT, a Llama that skips layers of the prompt too, and short convolutions, which keep states."""
+    """Bundles for cpu and cuda, in fp16: OPT, a Llama that skips layers in the prompt too, and short convolutions with states."""
     paths = []
     for name, anchor in (("opt", Anchor.GENERATED), ("lfm2", Anchor.GENERATED), ("llama", Anchor.ABSOLUTE)):
         paths.append(tmp_path_factory.mktemp("gpu") / name)
@@ -66,7 +66,7 @@ def test_the_cpp_tests_pass(build: str, conformance_bundle: Callable[[str], Path
 
 
 @pytest.mark.parametrize("build", ["release", "address"])
-def test_engines_for_a_gpu_are_checked_on_a_cpu(build: str, gpu_bundles: list[Path]) -> None:
+def test_gpu_engines_pass_the_device_tests_on_a_cpu(build: str, gpu_bundles: list[Path]) -> None:
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_device_tests"],
         env=environment(SKD_TEST_DEVICE_BUNDLES=" ".join(map(str, gpu_bundles))),
@@ -77,7 +77,7 @@ def test_engines_for_a_gpu_are_checked_on_a_cpu(build: str, gpu_bundles: list[Pa
 
 
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
-def test_the_services_batcher_goes_on_where_sessions_fail(build: str) -> None:
+def test_the_services_own_tests_pass(build: str) -> None:
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_service_tests"],
         env=environment(), capture_output=True, text=True, timeout=60, check=False,
@@ -87,7 +87,7 @@ def test_the_services_batcher_goes_on_where_sessions_fail(build: str) -> None:
 
 
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
-def test_what_runs_on_a_gpu_is_checked_on_a_stand_in_for_the_driver(build: str, libcuda: Path, gpu_bundles: list[Path]) -> None:
+def test_the_gpu_tests_pass_on_a_stand_in_for_the_driver(build: str, libcuda: Path, gpu_bundles: list[Path]) -> None:
     bundles = " ".join(map(str, gpu_bundles))
     done = subprocess.run(
         [BUILD / build / "tests" / "skd_cuda_tests"],
@@ -98,8 +98,8 @@ def test_what_runs_on_a_gpu_is_checked_on_a_stand_in_for_the_driver(build: str, 
     assert "All tests passed" in done.stdout
 
 
-def test_on_the_real_cuda_provider_runs_of_engines_become_graphs_whatever_multiplies_int8(zoo: Zoo, tmp_path: Path) -> None:
-    """On stand-ins for CUDA and its driver, which compute nothing: what is asked of them is what a GPU would be asked for."""
+def test_on_the_real_cuda_provider_engine_runs_become_graphs_whichever_kernel_multiplies_int8(zoo: Zoo, tmp_path: Path) -> None:
+    """CUDA and its driver are stand-ins that compute nothing, but they get the calls that a GPU would get."""
     provider, libraries = standin.provider() / "onnxruntime" / "capi", standin.build_runtime(tmp_path)
     (tmp_path / "libonnxruntime.so.1").symlink_to(next(provider.glob("libonnxruntime.so.*")))
     for name in ("cuda", "shared"):
@@ -116,12 +116,12 @@ def test_on_the_real_cuda_provider_runs_of_engines_become_graphs_whatever_multip
         assert done.returncode == 0, done.stderr
         *said, figures = done.stdout.splitlines()
         launches = json.loads(figures)["full"]["graph_launches_per_step"]
-        assert launches > len(made.segments), "segments, embedding and head, but in the first step"
+        assert launches > len(made.segments), "segments, embedding and head, except in the first step"
         assert any("fpA_intB" in line for line in said) is by_cutlass
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, so that a quota of one leaves fewer")
-def test_a_process_whose_quota_is_one_core_has_no_pool_of_more(conformance_bundle: Callable[[str], Path]) -> None:
+def test_a_process_with_a_quota_of_one_core_has_no_larger_pool(conformance_bundle: Callable[[str], Path]) -> None:
     def num_threads(started_by: list[str]) -> int:
         driver = Driver(*started_by)
         driver.ask(command="load", bundle=conformance_bundle("opt"))
@@ -134,7 +134,7 @@ def test_a_process_whose_quota_is_one_core_has_no_pool_of_more(conformance_bundl
     assert within == num_threads([]) - len(os.sched_getaffinity(0)) + 1
 
 
-def test_the_header_is_c(conformance_bundle: Callable[[str], Path]) -> None:
+def test_the_header_compiles_as_c(conformance_bundle: Callable[[str], Path]) -> None:
     program = BUILD / "release" / "tests" / "skd_c_only"
     done = subprocess.run(
         [program, conformance_bundle("opt")], env=environment(), capture_output=True, text=True, timeout=60, check=True
@@ -146,7 +146,7 @@ def test_the_header_is_c(conformance_bundle: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(("asked", "status"), [([], 2), (["--help"], 0), (["nowhere", "--help"], 0), (["nowhere", "1"], 2)])
-def test_the_benchmark_tells_its_usage(asked: list[str], status: int) -> None:
+def test_the_benchmark_prints_its_usage(asked: list[str], status: int) -> None:
     program = BUILD / "release" / "cpp_bench" / "skd_bench"
     done = subprocess.run([program, *asked], env=environment(), capture_output=True, text=True, timeout=60, check=False)
     said, other = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
@@ -154,7 +154,7 @@ def test_the_benchmark_tells_its_usage(asked: list[str], status: int) -> None:
     assert (said.count("\n") == 1) is (status == 2)
 
 
-def test_nothing_but_the_c_functions_is_exported() -> None:
+def test_only_the_c_functions_are_exported() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm here")
     lines = _run(["nm", "-D", "--defined-only", BUILD / "release" / "libskipdecode.so"]).splitlines()
@@ -163,7 +163,7 @@ def test_nothing_but_the_c_functions_is_exported() -> None:
 
 
 @pytest.mark.parametrize("global_pools", [False, True])
-def test_an_environment_that_the_application_made_first_must_have_global_pools(
+def test_an_environment_that_the_application_created_first_must_have_global_pools(
     conformance_bundle: Callable[[str], Path], global_pools: bool
 ) -> None:
     driver = Driver()
@@ -177,13 +177,11 @@ def test_an_environment_that_the_application_made_first_must_have_global_pools(
         assert (answer["code"], answer["error"]) == (
             2,
             "this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool; "
-            "load the bundle before that, or make that one with global thread pools",
+            "load the bundle first, or create that environment with global thread pools",
         )
 
 
-def test_a_library_that_is_refused_does_not_become_the_processs(
-    conformance_bundle: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_refused_library_does_not_stay_the_processs_library(conformance_bundle: Callable[[str], Path], tmp_path: Path) -> None:
     other = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
     manifest = json.loads((other / "bundle.json").read_text())
     manifest["targets"][0]["library_version"] = "1.0.0"
@@ -191,16 +189,16 @@ def test_a_library_that_is_refused_does_not_become_the_processs(
     library, driver = LIBRARIES / "libonnxruntime.so.1", Driver()
     for _ in range(2):
         says = driver.ask(command="load", bundle=other, onnxruntime_library=library)["error"]
-        assert "the engines were compiled by onnxruntime 1.0.0, loaded is" in says
+        assert "the engines were compiled by onnxruntime 1.0.0, but " in says
     good = {"command": "load", "bundle": conformance_bundle("opt")}
     assert "ONNX Runtime cannot be loaded (/nowhere.so" in driver.ask(**good, onnxruntime_library="/nowhere.so")["error"]
     assert driver.ask(**good, onnxruntime_library=library)["num_layers"] == LAYERS
-    assert driver.ask(**good, onnxruntime_library="/nowhere.so")["num_layers"] == LAYERS, "there is one by now"
+    assert driver.ask(**good, onnxruntime_library="/nowhere.so")["num_layers"] == LAYERS, "the process has its library by now"
     driver.close()
 
 
 @pytest.mark.parametrize("inside", ["program", "library"])
-def test_a_program_or_library_in_the_bundles_folder_keeps_what_it_has_written(
+def test_a_program_or_library_in_the_bundles_folder_keeps_its_written_pages(
     conformance_bundle: Callable[[str], Path], tmp_path: Path, inside: str
 ) -> None:
     bundle = shutil.copytree(conformance_bundle("opt"), tmp_path / "engines")
@@ -221,18 +219,18 @@ def test_a_program_or_library_in_the_bundles_folder_keeps_what_it_has_written(
 
 @pytest.fixture
 def no_threads(tmp_path: Path) -> str:
-    """A library to preload, with which the system starts no more threads."""
+    """A library to preload so that the system starts no more threads."""
     (tmp_path / "threads.c").write_text("#include <errno.h>\nint pthread_create(void) { return EAGAIN; }\n")
     _run(["gcc", "-shared", "-fPIC", tmp_path / "threads.c", "-o", tmp_path / "threads.so"])
     return str(tmp_path / "threads.so")
 
 
-def test_a_pool_that_the_system_starts_no_threads_for_is_told_so(
+def test_a_pool_whose_threads_the_system_does_not_start_is_refused(
     conformance_bundle: Callable[[str], Path], no_threads: str
 ) -> None:
     driver = Driver(LD_PRELOAD=no_threads)
     answer = driver.ask(command="load", bundle=conformance_bundle("opt"), threads=2)
-    says = "threads: the system starts no more for ONNX Runtime; choose fewer threads, or raise ulimit -u"
+    says = "threads: the system cannot start that many for ONNX Runtime; choose fewer threads, or raise ulimit -u"
     assert (answer["code"], answer["error"]) == (3, says)
     driver.close()
 
@@ -244,7 +242,7 @@ def test_engines_load_where_the_system_starts_no_more_threads(conformance_bundle
     driver.close()
 
 
-def test_a_build_that_names_no_type_is_optimised(tmp_path: Path) -> None:
+def test_a_build_without_a_type_is_optimised(tmp_path: Path) -> None:
     _run(["cmake", "-S", ROOT / "runtime" / "cpp", "-B", tmp_path, f"-DONNXRUNTIME_ROOT={LIBRARIES.parent}"])
     assert "CMAKE_BUILD_TYPE:STRING=Release\n" in (tmp_path / "CMakeCache.txt").read_text()
 
@@ -252,7 +250,7 @@ def test_a_build_that_names_no_type_is_optimised(tmp_path: Path) -> None:
 def test_the_header_program_builds_against_the_installed_library_and_runs(
     conformance_bundle: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The program in the header's head, by find_package and by pkg-config."""
+    """The program at the top of the header, built by find_package and by pkg-config."""
     header = (ROOT / "runtime" / "cpp" / "include" / "skipdecode" / "skipdecode.hpp").read_text(encoding="utf-8")
     lines = header.split("#ifndef")[0].splitlines()
     program = "\n".join(line[5:] for line in lines if line.startswith("//   "))
@@ -274,14 +272,14 @@ def test_the_header_program_builds_against_the_installed_library_and_runs(
     flags = _run(["pkg-config", "--cflags", "--libs", "skipdecode"], PKG_CONFIG_PATH=pc.parent).split()
     _run(["g++", "-std=c++17", tmp_path / "main.cc", "-o", tmp_path / "by_pkg_config", *flags])
     installed = pc.parent.parent
-    for name in ("libonnxruntime.so.1", "libonnxruntime-genai.so"):  # beside libskipdecode.so
+    for name in ("libonnxruntime.so.1", "libonnxruntime-genai.so"):  # next to libskipdecode.so
         (installed / name).symlink_to(LIBRARIES / name)
     for built, libraries in ((tmp_path / "build" / "main", ""), (tmp_path / "by_pkg_config", installed)):
         done = subprocess.run(
             [built, conformance_bundle("opt"), "text"], env=environment(LD_LIBRARY_PATH=libraries),
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
-        # this bundle has no tokenizer, which is found after everything else was
+        # this bundle has no tokenizer, which the program notices after everything else has been found
         assert "the bundle has no tokenizer; give token ids" in done.stderr
 
 

@@ -73,7 +73,7 @@ std::vector<Logits> Examples(size_t count) {
 
 }  // namespace
 
-TEST_CASE("the token is that of a sorted vocabulary, peaked and flat") {
+TEST_CASE("the token is the same as from a sorted vocabulary, for peaked and flat logits") {
   for (const size_t count : {size_t{1}, size_t{99}, size_t{6000}}) {
     const std::vector<Logits> examples = Examples(count);
     for (const skd_row_options& options :
@@ -94,7 +94,7 @@ TEST_CASE("the token is that of a sorted vocabulary, peaked and flat") {
   }
 }
 
-TEST_CASE("of logits that are no numbers some token is chosen, of one that is infinite that") {
+TEST_CASE("from NaN logits some token is chosen, and an infinite logit wins") {
   for (const float broken : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (const bool all : {false, true}) {
       Logits logits(50, all ? broken : 0.5F);
@@ -111,7 +111,7 @@ TEST_CASE("of logits that are no numbers some token is chosen, of one that is in
   }
 }
 
-TEST_CASE("a draw next to 1 takes one of the tokens that are kept, none of no probability") {
+TEST_CASE("a draw close to 1 takes a kept token, never one of probability 0") {
   const std::vector<Logits> examples = Examples(6000);
   for (const double top_p : {1.0, 1 - 1e-15, 0.9, 0.5}) {
     for (size_t example = 0; example < examples.size(); ++example) {
@@ -127,7 +127,7 @@ TEST_CASE("a draw next to 1 takes one of the tokens that are kept, none of no pr
   }
 }
 
-TEST_CASE("settings that are no numbers or out of their range are refused, and not read where nothing is sampled") {
+TEST_CASE("settings that are NaN or out of range are refused, but not read without sampling") {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (skd_row_options options : {Options(nan, 0, 1), Options(0, 0, 1), Options(-1, 0, 1), Options(1, 0, nan), Options(1, 0, 0),
                                   Options(1, 0, -0.5), Options(1, 0, std::nextafter(1.0, 2.0))}) {

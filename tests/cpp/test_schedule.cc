@@ -6,7 +6,7 @@
 using skd::Anchor;
 using skd::Schedule;
 
-TEST_CASE("a layer is active on the prefix that its cap says") {
+TEST_CASE("a layer is active on the prefix that ends at its cap") {
   const Schedule schedule(6, 1, {5, 5, 3, 2}, Anchor::kGenerated);
   for (int64_t layer = 0; layer < 6; ++layer) {
     for (int64_t t = 0; t < 8; ++t) {

@@ -36,7 +36,7 @@ int64_t MostResidentKiB() {
 
 }  // namespace
 
-TEST_CASE("rows that join and leave at any time get the tokens they get alone") {
+TEST_CASE("rows that join and leave at any time get the same tokens as alone") {
   for (const char* variable :
        {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE", "SKD_TEST_HYBRID_BUNDLE", "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE"}) {
     INFO(variable);
@@ -64,7 +64,7 @@ TEST_CASE("rows that join and leave at any time get the tokens they get alone") 
   }
 }
 
-TEST_CASE("a cancelled row frees its place and the others go on as before") {
+TEST_CASE("a cancelled row frees its place, and the others go on as before") {
   const skipdecode::Bundle& bundle = Bundle();
   skipdecode::Session session(bundle, Room(2));
   std::map<uint64_t, Tokens> found;
@@ -81,7 +81,7 @@ TEST_CASE("a cancelled row frees its place and the others go on as before") {
   REQUIRE(found[leaves].size() == 5);
 }
 
-TEST_CASE("sessions of one bundle run beside each other on threads of their own") {
+TEST_CASE("sessions of one bundle run concurrently on separate threads") {
   const skipdecode::Bundle& bundle = Bundle();
   std::vector<Tokens> wanted, found(8);
   for (size_t i = 0; i < found.size(); ++i) wanted.push_back(TokensAlone(bundle, kPrompts[i % 4], Options(12, i)));
@@ -113,12 +113,12 @@ TEST_CASE("a session may outlive the handle of its bundle") {
   REQUIRE(session->Step().size() == 1);
 }
 
-TEST_CASE("a stream of text is not made from a tokenizer that would be gone") {
+TEST_CASE("a text stream cannot be created from a temporary tokenizer") {
   STATIC_REQUIRE(std::is_constructible_v<skipdecode::TextStream, const skipdecode::Tokenizer&>);
   STATIC_REQUIRE_FALSE(std::is_constructible_v<skipdecode::TextStream, skipdecode::Tokenizer>);
 }
 
-TEST_CASE("bundles that come and go on two threads take no memory from others") {
+TEST_CASE("loading and releasing bundles on two threads takes no memory from others") {
   const auto come_and_go = [] {
     for (int i = 0; i < 40; ++i) skipdecode::Bundle::Load(std::getenv("SKD_TEST_BUNDLE"));
   };
@@ -163,7 +163,7 @@ TEST_CASE("counters count steps, tokens and memory") {
   REQUIRE(counters.kv_bytes > 0);
 }
 
-TEST_CASE("what does not fit is refused with a line, and the session goes on") {
+TEST_CASE("a request that does not fit is refused with a line, and the session goes on") {
   const skipdecode::Bundle& bundle = Bundle();
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(99)), Catch::Contains("99 rows: the bundle takes 1..4"));
   REQUIRE_THROWS_WITH(skipdecode::Session(bundle, Room(0)),
@@ -244,7 +244,7 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
   }
 }
 
-TEST_CASE("a load that runs out of memory behind its manifest is refused, and another can follow") {
+TEST_CASE("a load that runs out of memory after its manifest is refused, and another can follow") {
   const char* const path = std::getenv("SKD_TEST_BUNDLE");
   REQUIRE(path != nullptr);
   // on one core, where no other thread takes part of the work, all loads allocate alike
@@ -284,7 +284,7 @@ TEST_CASE("a load that runs out of memory behind its manifest is refused, and an
   CHECK(TokensAlone(skipdecode::Bundle::Load(path), {5, 6}, Options(3)) == TokensAlone(Bundle(), {5, 6}, Options(3)));
 }
 
-TEST_CASE("lengths that no session takes are refused by skd_generate, whatever their sum") {
+TEST_CASE("skd_generate refuses lengths that no session takes, whatever their sum") {
   const auto generate = [](size_t length, uint32_t max_new_tokens) {
     const int64_t id = 5;
     const skd_row_options options = Options(max_new_tokens);
@@ -298,13 +298,13 @@ TEST_CASE("lengths that no session takes are refused by skd_generate, whatever t
   CHECK(generate(1, 1).first == SKD_OK);
 }
 
-TEST_CASE("lines are UTF-8, whatever a path is made of") {
+TEST_CASE("error lines are UTF-8, whatever bytes a path has") {
   skd_bundle* bundle = nullptr;
   CHECK(CodeAndMessage(skd_bundle_load("no\nwh\xff\xc3re/\xc3\xa9", nullptr, &bundle)).second ==
         "no wh\xEF\xBF\xBD\xEF\xBF\xBDre/\xc3\xa9: there is no bundle.json here; name the folder that skip-export wrote");
 }
 
-TEST_CASE("mistakes at the C border are statuses") {
+TEST_CASE("mistakes at the C interface are statuses") {
   skd_session* session = nullptr;
   REQUIRE(CodeAndMessage(skd_session_create(nullptr, nullptr, &session)) ==
           std::pair(SKD_ERROR_INTERNAL, std::string("bundle or session is NULL; see skipdecode.h")));

@@ -28,7 +28,7 @@ int CallsOf(const std::vector<Tokens>& prompts, const skd_row_options& options) 
 
 }  // namespace
 
-TEST_CASE("a session takes what its limits say to the last row and token, and no more") {
+TEST_CASE("a session takes rows and tokens exactly up to its limits") {
   const skipdecode::Bundle& bundle = Bundle();
   CHECK_NOTHROW(skipdecode::Session(bundle, Room(4)));
   CHECK_THROWS_WITH(skipdecode::Session(bundle, Room(5)), Catch::Contains("5 rows: the bundle takes 1..4"));
@@ -42,7 +42,7 @@ TEST_CASE("a session takes what its limits say to the last row and token, and no
   CHECK_NOTHROW(session.Add(Tokens(5, 5), Options(3)));
 }
 
-TEST_CASE("of more prompts than a bundle takes rows not one is looked at") {
+TEST_CASE("with more prompts than a bundle takes rows, none of the prompts is read") {
   const size_t length = kPrompts[0].size();
   const skd_callback never = [](void*, const skd_event*) { return 1; };
   const auto said =
@@ -51,7 +51,7 @@ TEST_CASE("of more prompts than a bundle takes rows not one is looked at") {
   CHECK_THAT(said.second, Catch::EndsWith("rows: the bundle takes 1..4; choose fewer, or export with a larger --max-batch"));
 }
 
-TEST_CASE("a bundle that was named from a folder is found from another") {
+TEST_CASE("a bundle named by a relative path is found after the working directory changes") {
   const std::filesystem::path whole = std::getenv("SKD_TEST_BUNDLE"), before = std::filesystem::current_path();
   std::filesystem::current_path(whole.parent_path());
   const auto bundle = skipdecode::Bundle::Load(whole.filename());
@@ -64,7 +64,7 @@ TEST_CASE("a row may fill the bundle's length to the last token") {
   CHECK_THROWS_WITH(CallsOf({Tokens(40, 5)}, Options(9)), Catch::Contains("40 tokens and 9 new ones exceed the bundle's 48"));
 }
 
-TEST_CASE("a row that ends with its first token is told so, and is gone") {
+TEST_CASE("a row that ends with its first token is reported as ended and is removed") {
   skipdecode::Session session(Bundle(), Room(2));
   const uint64_t ends = session.Add(kPrompts[0], Options(1)), goes_on = session.Add(kPrompts[1], Options(2));
   const std::vector<skd_event> first = session.Step();
@@ -82,7 +82,7 @@ TEST_CASE("a row that ends with its first token is told so, and is gone") {
   CHECK(session.Step().empty());
 }
 
-TEST_CASE("a last token that ends sequences is a stop, whatever max_new_tokens says") {
+TEST_CASE("a last token that ends sequences is a stop, even if max_new_tokens is reached") {
   int stops = 0;
   for (uint64_t seed = 1; seed < 60; ++seed) {
     skd_row_options options = Options(20, seed);
@@ -100,7 +100,7 @@ TEST_CASE("a last token that ends sequences is a stop, whatever max_new_tokens s
   CHECK(stops > 2);
 }
 
-TEST_CASE("a callback that wants no more of a row that has just ended changes nothing for the others") {
+TEST_CASE("a callback that stops a row that has just ended changes nothing for the others") {
   int calls = 0;
   skipdecode::Generate(Bundle(), {kPrompts[0], kPrompts[1]}, Options(4), [&calls](const skd_event& event) {
     ++calls;
@@ -143,7 +143,7 @@ TEST_CASE("row i of a call samples as generator_row + i") {
   CHECK(found[0] != found[1]);
 }
 
-TEST_CASE("nanoseconds of prompts and steps are some, and no more than went by") {
+TEST_CASE("nanoseconds of prompts and steps are positive and no more than the time that passed") {
   skipdecode::Session session(Bundle(), Room(1));
   const auto began = std::chrono::steady_clock::now();
   session.Add(kPrompts[0], Options(20));
@@ -156,7 +156,7 @@ TEST_CASE("nanoseconds of prompts and steps are some, and no more than went by")
   CHECK(counters.prefill_ns + counters.decode_ns <= static_cast<uint64_t>(passed.count()));
 }
 
-TEST_CASE("a bundle's information is in its fields") {
+TEST_CASE("a bundle's information fields are filled in") {
   const skd_bundle_info info = Bundle().info();
   CHECK(info.num_layers == 6);
   CHECK(info.num_variants == 5);
@@ -168,7 +168,7 @@ TEST_CASE("a bundle's information is in its fields") {
   CHECK(info.load_s > 0);
 }
 
-TEST_CASE("a caller that knows fewer fields is given these, and no byte behind them is written") {
+TEST_CASE("a caller that knows fewer fields gets those, and no byte after them is written") {
   skd_bundle_info info{};
   info.struct_size = offsetof(skd_bundle_info, num_variants);
   info.num_variants = 12345;
@@ -178,7 +178,7 @@ TEST_CASE("a caller that knows fewer fields is given these, and no byte behind t
   CHECK(info.struct_size == offsetof(skd_bundle_info, num_variants));
 }
 
-TEST_CASE("options that are NULL are the defaults, which the header tells") {
+TEST_CASE("options that are NULL are the defaults that the header documents") {
   skd_session* session = nullptr;
   uint64_t row = 7;
   REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), nullptr, &session)).first == SKD_OK);
@@ -189,7 +189,7 @@ TEST_CASE("options that are NULL are the defaults, which the header tells") {
   skd_session_destroy(session);
 }
 
-TEST_CASE("a step that has no room for all rows is refused before it runs") {
+TEST_CASE("a step without room for all rows is refused before it runs") {
   skd_session* session = nullptr;
   const skd_session_options room = Room(2);
   REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), &room, &session)).first == SKD_OK);

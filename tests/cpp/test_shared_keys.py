@@ -1,4 +1,4 @@
-"""Layers that read the keys and values of others, of several sizes: the C++ runtime gives what Python's gives."""
+"""Layers that read other layers' keys and values, of several sizes: the C++ runtime agrees with Python's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
-from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_gives_what_python_gives
+from tests.cpp.conftest import LENGTHS, LONG, Driver, assert_agrees_with_python
 from tests.zoo import Zoo
 
 
 @pytest.fixture(scope="module")
 def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One engine a layer."""
+    """A bundle with one engine per layer."""
     out = tmp_path_factory.mktemp("reading") / "bundle"
     schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=10)
     export(
@@ -27,5 +27,5 @@ def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_both_runtimes_give_the_same(lengths: str, bundle: Path, driver: Driver) -> None:
-    assert_gives_what_python_gives(driver, bundle, LENGTHS[lengths])
+def test_both_runtimes_give_the_same_results(lengths: str, bundle: Path, driver: Driver) -> None:
+    assert_agrees_with_python(driver, bundle, LENGTHS[lengths])

@@ -1,4 +1,4 @@
-"""Text in C++ (ONNX Runtime GenAI's tokenizers) against Hugging Face's tokenizers, token for token."""
+"""Text in C++ (ONNX Runtime GenAI's tokenizers) compared with Hugging Face's tokenizers, token by token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _trained(tokenizer: Tokenizer, specials: list[str], **options: object) -> To
 
 
 def opt_family() -> tuple[Tokenizer, dict[str, str]]:
-    """Byte-level BPE; a `</s>` in front."""
+    """Byte-level BPE with a `</s>` in front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ def llama_family() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _byte_level(split: str, specials: list[str]) -> Tokenizer:
-    """Byte-level BPE over a pattern, as Llama 3 and gpt-oss have it."""
+    """Byte-level BPE over a pattern, as in Llama 3 and gpt-oss."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -97,7 +97,7 @@ def llama3_family() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def gpt_oss_family() -> tuple[Tokenizer, dict[str, str]]:
-    """Byte-level BPE over o200k's pattern, which looks at the case of letters; nothing around a text."""
+    """Byte-level BPE over o200k's pattern, which depends on the case of letters, with nothing around a text."""
     tokenizer = _byte_level(_O200K_SPLIT, ["<|startoftext|>", "<|return|>"])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokenizer, {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"}
@@ -113,7 +113,7 @@ FAMILIES: dict[str, Callable[[], tuple[Tokenizer, dict[str, str]]]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer]:
-    """A bundle with the family's tokenizer, saved as transformers saves it; and what transformers uses."""
+    """A bundle with the family's tokenizer, saved by transformers, and the tokenizer that transformers uses."""
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer, names = FAMILIES[request.param]()
     saved = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
@@ -129,7 +129,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "engines", Tokenizer.from_file(str(folder / "checkpoint" / "tokenizer.json"))
 
 
-def test_ids_and_text_are_those_of_hugging_face(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+def test_ids_and_text_match_hugging_face(family: tuple[Path, Tokenizer], driver: Driver) -> None:
     bundle, tokenizer = family
     found = driver.ask(command="tokenize", bundle=bundle, texts=[*CORPUS, *SPECIAL])
     ids = {text: tokenizer.encode(text).ids for text in [*CORPUS, *SPECIAL]}
@@ -139,7 +139,7 @@ def test_ids_and_text_are_those_of_hugging_face(family: tuple[Path, Tokenizer], 
 
 
 def _edited(bundle: Path, out: Path, name: str, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of the bundle in which a JSON file is changed, and known to the manifest."""
+    """A copy of the bundle in which a JSON file is changed and the manifest updated to match."""
     shutil.copytree(bundle, out)
     data = json.loads((out / name).read_text(encoding="utf-8"))
     change(data)
@@ -151,18 +151,18 @@ def _edited(bundle: Path, out: Path, name: str, change: Callable[[dict[str, Any]
     return out
 
 
-def test_a_tokenizer_that_is_read_differently_is_refused(family: tuple[Path, Tokenizer], tmp_path: Path, driver: Driver) -> None:
+def test_a_tokenizer_whose_samples_differ_is_refused(family: tuple[Path, Tokenizer], tmp_path: Path, driver: Driver) -> None:
     def change(data: dict[str, Any]) -> None:
         data["samples"][3]["ids"][0] += 1
 
     bundle = _edited(family[0], tmp_path / "engines", "tokenization.json", change)
     refused = driver.ask(command="tokenize", bundle=bundle, texts=[])["error"]
-    assert "'12345 3.14 1,000 9th' in another way than Hugging Face" in refused
+    assert "'12345 3.14 1,000 9th' differently from Hugging Face" in refused
 
 
 @pytest.mark.parametrize("family", ["opt"], indirect=True)
 @pytest.mark.parametrize("left", ["another", "nothing"])
-def test_the_tokenizer_of_another_bundle_is_not_taken_for_the_loaded_ones(
+def test_another_bundles_tokenizer_is_not_taken_for_the_loaded_bundles(
     family: tuple[Path, Tokenizer], tmp_path: Path, left: str
 ) -> None:
     bundle, driver = shutil.copytree(family[0], tmp_path / "engines"), Driver()
@@ -175,7 +175,7 @@ def test_the_tokenizer_of_another_bundle_is_not_taken_for_the_loaded_ones(
     driver.close()
 
 
-def test_text_that_streams_is_the_same_text(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+def test_streamed_text_is_the_same_text(family: tuple[Path, Tokenizer], driver: Driver) -> None:
     bundle, tokenizer = family
     found = driver.ask(command="tokenize", bundle=bundle, texts=CORPUS)
     assert [text.lstrip() for text in found["streamed"]] == [
@@ -188,9 +188,7 @@ def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*(stream.put(token) for token in ids), stream.end()]
 
 
-def test_pieces_are_those_of_python_also_where_a_text_ends_inside_a_character(
-    family: tuple[Path, Tokenizer], driver: Driver
-) -> None:
+def test_pieces_match_pythons_even_where_a_text_ends_inside_a_character(family: tuple[Path, Tokenizer], driver: Driver) -> None:
     bundle, tokenizer = family
     texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in CORPUS]
     ids = [whole[:length] for whole in texts for length in (len(whole), len(whole) // 2, len(whole) - 1) if length > 0]
@@ -199,13 +197,13 @@ def test_pieces_are_those_of_python_also_where_a_text_ends_inside_a_character(
 
 
 def _any_ids(seed: int) -> list[list[int]]:
-    """As a model writes at a high temperature: bytes (the first entries), special tokens, ids without an entry."""
+    """Ids as a model writes them at a high temperature: bytes (the first entries), special tokens, ids without an entry."""
     chance = random.Random(seed)
     lengths = [chance.randint(1, 25) for _ in range(200)]
     return [[chance.randrange(300 if chance.random() < 0.6 else 2000) for _ in range(length)] for length in lengths]
 
 
-def test_bytes_that_are_no_text_lose_nothing_of_what_follows(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+def test_bytes_that_are_not_text_lose_nothing_of_what_follows(family: tuple[Path, Tokenizer], driver: Driver) -> None:
     bundle, tokenizer = family
     ids = _any_ids(0)
     expected = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
@@ -216,7 +214,7 @@ def test_bytes_that_are_no_text_lose_nothing_of_what_follows(family: tuple[Path,
 
 
 def _of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """The entries of single bytes, which byte-level BPE writes in an alphabet of its own."""
+    """The ids of single bytes, which byte-level BPE writes in an alphabet of its own."""
     alphabet = bytes_to_unicode()
     fallback = tokenizer.token_to_id("<0x0A>") is not None
     found = [tokenizer.token_to_id(f"<0x{byte:02X}>" if fallback else alphabet[byte]) for byte in data]
@@ -224,8 +222,8 @@ def _of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
     return [id_ for id_ in found if id_ is not None]
 
 
-def test_bytes_are_a_character_where_unicode_says_so(family: tuple[Path, Tokenizer], driver: Driver) -> None:
-    """Too long a form, a surrogate, beyond U+10FFFF, or cut off: at the edge of each, and next to it."""
+def test_bytes_form_a_character_exactly_where_unicode_says_so(family: tuple[Path, Tokenizer], driver: Driver) -> None:
+    """Overlong forms, surrogates, beyond U+10FFFF and cut off: at the edge of each range and next to it."""
     bundle, tokenizer = family
     seconds = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0)
     leads = (0x80, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1, 0xEC, 0xED, 0xEE, 0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xFF)
@@ -239,7 +237,7 @@ def test_bytes_are_a_character_where_unicode_says_so(family: tuple[Path, Tokeniz
 
 
 @pytest.mark.parametrize("family", ["opt"], indirect=True)
-def test_a_decoder_that_is_not_known_is_left_to_genai(family: tuple[Path, Tokenizer], tmp_path: Path, driver: Driver) -> None:
+def test_an_unknown_decoder_is_left_to_genai(family: tuple[Path, Tokenizer], tmp_path: Path, driver: Driver) -> None:
     decoder = {"type": "Replace", "pattern": {"Regex": "[x]"}, "content": "y"}
     bundle = _edited(family[0], tmp_path / "engines", "tokenizer.json", lambda data: data.update(decoder=decoder))
     words = family[1].encode("The Mill is a shop.").ids
@@ -279,7 +277,7 @@ def test_other_decoders_are_followed(
         lambda data: data["model"]["vocab"].update(word="x"),
     ],
 )
-def test_a_tokenizer_json_that_cannot_be_decoded_by_is_refused_in_one_line(
+def test_a_tokenizer_json_that_decoding_cannot_use_is_refused_in_one_line(
     family: tuple[Path, Tokenizer], tmp_path: Path, driver: Driver, change: Callable[[dict[str, Any]], object]
 ) -> None:
     bundle = _edited(family[0], tmp_path / "engines", "tokenizer.json", change)
@@ -287,12 +285,12 @@ def test_a_tokenizer_json_that_cannot_be_decoded_by_is_refused_in_one_line(
     assert "tokenizer.json: cannot be read (" in refused and refused.endswith("; export the model again")
 
 
-def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_told(
+def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_reported(
     conformance_bundle: Callable[[str], Path], family: tuple[Path, Tokenizer]
 ) -> None:
     driver = Driver()
     refused = driver.ask(command="tokenize", bundle=family[0], texts=["a"], genai_library="/nowhere/libonnxruntime-genai.so")
-    assert refused["error"].startswith("ONNX Runtime GenAI, whose tokenizers are used, cannot be loaded (/nowhere/")
+    assert refused["error"].startswith("ONNX Runtime GenAI, whose tokenizers this library uses, cannot be loaded (/nowhere/")
     assert refused["error"].endswith("install it, set LD_LIBRARY_PATH, or name it in skd_tokenizer_create")
     refused = driver.ask(command="tokenize", bundle=conformance_bundle("opt"), texts=["a"])
     assert refused["error"].endswith("the bundle has no tokenizer; give token ids")

@@ -1,4 +1,4 @@
-"""The C++ service, running, for the tests of its answers and of its connections."""
+"""The running C++ service, for the tests of its answers and of its connections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Server:
             return error.code, error.read().decode()
 
     def streamed(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
-        """The pieces of an answer, without the word that ends them."""
+        """The pieces of an answer, without the [DONE] that ends them."""
         _, text = self.post(json.dumps({**asked, "stream": True}).encode())
         return [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
 
@@ -78,7 +78,7 @@ class Server:
         self.process.send_signal(by)
 
     def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit status; it is asked to end unless it has been, which a second time would not wait for what runs."""
+        """End it and return its exit status. No second signal is sent, after which it would not wait for what runs."""
         if not self._asked:
             self.ask_to_end(by)
         code = self.process.wait(timeout=30)

@@ -32,7 +32,7 @@ def pieces(server: Server, **asked: Any) -> list[dict[str, Any]]:
     return server.streamed({"prompt": PROMPT, **asked})
 
 
-def test_without_settings_16_tokens_are_sampled_and_anew_for_each_request(server: Server) -> None:
+def test_by_default_16_tokens_are_sampled_and_differently_for_each_request(server: Server) -> None:
     answers = [answered(server, ignore_eos=True) for _ in range(12)]
     assert {answer["usage"]["completion_tokens"] for answer in answers} == {16}
     assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"length"}
@@ -45,13 +45,13 @@ def test_null_is_as_if_the_field_were_left_out(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 16
 
 
-def test_fields_that_are_not_served_may_have_the_value_that_changes_nothing(server: Server) -> None:
+def test_unsupported_fields_may_have_the_value_that_changes_nothing(server: Server) -> None:
     neutral = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
     greedy = text_of(server, temperature=0)
     assert text_of(server, temperature=0, **neutral, suffix=None, logprobs=None) == greedy
 
 
-def test_the_likeliest_of_one_is_greedy_at_any_temperature(server: Server) -> None:
+def test_top_k_of_1_is_greedy_at_any_temperature(server: Server) -> None:
     greedy = text_of(server, temperature=0, max_tokens=40)
     assert {text_of(server, temperature=2, top_k=1, seed=seed, max_tokens=40) for seed in range(3)} == {greedy}
     assert {text_of(server, temperature=2, top_k=0, seed=seed, max_tokens=40) for seed in range(3)} != {greedy}
@@ -60,9 +60,9 @@ def test_the_likeliest_of_one_is_greedy_at_any_temperature(server: Server) -> No
 @pytest.mark.parametrize(
     ("good", "bad", "says"),
     [
-        ({"temperature": 2}, {"temperature": 2.01}, "temperature is not among 0..2"),
+        ({"temperature": 2}, {"temperature": 2.01}, "temperature is not in 0..2"),
         ({"top_p": 1}, {"top_p": 1.01}, "top_p is not in (0, 1]"),
-        ({"max_tokens": 128}, {"max_tokens": 129}, "max_tokens is not among 1..128"),
+        ({"max_tokens": 128}, {"max_tokens": 129}, "max_tokens is not in 1..128"),
         ({"stop": ["a", "b", "c", "d"]}, {"stop": ["a", "b", "c", "d", "e"]}, "stop is not a string or a list of at most 4"),
         ({"prompt": [5] * 128}, {"prompt": [5] * 129}, "prompt has 129 tokens, this server takes 128"),
         (
@@ -80,13 +80,13 @@ def test_a_limit_itself_is_served_and_what_is_beyond_it_is_refused(
     assert (status, json.loads(text)["error"]["message"]) == (400, says)
 
 
-def test_an_answer_tells_when_it_was_made_and_has_an_id_of_its_own(server: Server) -> None:
+def test_an_answer_says_when_it_was_made_and_has_its_own_id(server: Server) -> None:
     answers = [answered(server, max_tokens=2) for _ in range(3)]
     assert all(abs(answer["created"] - time.time()) < 60 for answer in answers)
     assert len({answer["id"] for answer in answers}) == 3
 
 
-def test_choices_have_the_numbers_of_their_prompts_and_usage_is_of_all(server: Server) -> None:
+def test_choices_have_their_prompts_index_and_usage_counts_all(server: Server) -> None:
     prompts = [[5, 6, 7], [8], [9, 10]]
     asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = answered(server, **asked)
@@ -98,7 +98,7 @@ def test_choices_have_the_numbers_of_their_prompts_and_usage_is_of_all(server: S
     assert streamed == [choice["text"] for choice in answer["choices"]]
 
 
-def test_usage_is_streamed_to_those_alone_who_ask_for_it(server: Server) -> None:
+def test_usage_is_streamed_only_when_asked_for(server: Server) -> None:
     assert all("usage" not in piece and piece["choices"] for piece in pieces(server, max_tokens=3))
     *_, last = pieces(server, max_tokens=3, ignore_eos=True, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
@@ -114,7 +114,7 @@ def test_metrics_count_the_tokens_the_steps_of_the_batch_and_the_layers_of_its_d
     assert [server.metric(name) - old for name, old in zip(names, before, strict=True)] == [60, 19, sum(layers), 3, 3]
 
 
-def test_who_is_refused_for_now_is_told_when_to_come_again(bundle: Path) -> None:
+def test_a_client_that_is_refused_for_now_is_told_when_to_retry(bundle: Path) -> None:
     narrow = Server(bundle, "--rows", "1", "--queue", "64")
     asked = {"prompt": [PROMPT] * 64, "max_tokens": 128, "ignore_eos": True}
     with narrow.client.completions.create(model="model", stream=True, extra_body=asked, prompt=PROMPT):
@@ -127,15 +127,15 @@ def test_who_is_refused_for_now_is_told_when_to_come_again(bundle: Path) -> None
     assert narrow.stop() == 0
 
 
-def test_more_rows_than_the_bundle_takes_and_longer_prompts_leave_what_is_left_and_sigint_ends_it(bundle: Path) -> None:
+def test_rows_are_capped_by_the_bundle_longer_prompts_leave_fewer_new_tokens_and_sigint_ends_it(bundle: Path) -> None:
     wide = Server(bundle, "--rows", "1000", "--max-prompt-tokens", "200")
     assert answered(wide, prompt=[5] * 200, max_tokens=56, ignore_eos=True)["usage"]["completion_tokens"] == 56
     status, text = wide.post(json.dumps({"prompt": [5], "max_tokens": 57}).encode())
-    assert status == 400 and "max_tokens is not among 1..56" in text
+    assert status == 400 and "max_tokens is not in 1..56" in text
     assert wide.stop(signal.SIGINT) == 0
 
 
-def test_how_long_a_text_may_be_is_told_in_bytes_too(bundle: Path) -> None:
+def test_a_text_may_also_be_too_long_in_bytes(bundle: Path) -> None:
     short = Server(bundle, "--max-prompt-bytes", "8")
     assert short.post(json.dumps({"prompt": "name \u00e9a", "max_tokens": 2}).encode())[0] == 200
     status, text = short.post(json.dumps({"prompt": "name \u00e9ab"}).encode())

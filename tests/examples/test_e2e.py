@@ -1,4 +1,4 @@
-"""The model that ships, end to end: exported with a 2x schedule, run with text, against the reference."""
+"""The example's model end to end: exported with a 2x schedule, run with text, and compared with the reference."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tokens_of_a_prompt_are_those_of_transformers(bundle: Path) -> None:
         assert generator.encode(text) == [tokenizer(text)["input_ids"]]
 
 
-def test_text_streams_to_the_same_text(bundle: Path) -> None:
+def test_streamed_text_is_the_whole_text(bundle: Path) -> None:
     (prompt,) = _prompts(1)
     command = [str(BIN / "skip-run"), str(bundle), "--prompt", prompt]
     streamed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
@@ -75,7 +75,7 @@ def test_text_streams_to_the_same_text(bundle: Path) -> None:
     assert "decode steps" in streamed.stderr
 
 
-def test_a_prompt_file_is_taken_to_the_letter_but_for_a_byte_order_mark(bundle: Path, tmp_path: Path) -> None:
+def test_a_prompt_file_is_read_literally_except_for_a_byte_order_mark(bundle: Path, tmp_path: Path) -> None:
     (path := tmp_path / "prompt.txt").write_bytes("\ufeffname[The Mill]\r\n =>\n".encode())
     done = subprocess.run(
         [str(BIN / "skip-run"), str(bundle), "--prompt-file", str(path), "--max-new-tokens", "1", "--json"],
@@ -91,7 +91,7 @@ def test_a_prompt_file_is_taken_to_the_letter_but_for_a_byte_order_mark(bundle: 
         ([], "either text or token ids"),
         (["--prompt", ""], "is empty"),
         (["--prompt", "a", "--token-ids", "1"], "either text or token ids"),
-        (["--token-ids", "1,x"], "write numbers with commas"),
+        (["--token-ids", "1,x"], "write numbers separated by commas"),
         (["--token-ids", "1", "--temperature", "0"], "above 0"),
         (["--prompt-file", "nowhere.txt"], "name a UTF-8 text file"),
         (["--prompt", "a", "--target", "cuda"], "choose from cpu"),
@@ -101,7 +101,7 @@ def test_a_prompt_file_is_taken_to_the_letter_but_for_a_byte_order_mark(bundle: 
         (["--prompt", "a", "--prefill-chunk", "0"], "--prefill-chunk: 0 is not a positive count; choose 1 or more"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_2(bundle: Path, arguments: list[str], says: str) -> None:
+def test_bad_arguments_give_one_line_and_exit_status_2(bundle: Path, arguments: list[str], says: str) -> None:
     done = subprocess.run(
         [str(BIN / "skip-run"), str(bundle), *arguments], capture_output=True, text=True, timeout=60, check=False
     )

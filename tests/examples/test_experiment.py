@@ -1,4 +1,4 @@
-"""The paper's table: it is what the results file says, and the script that made it runs."""
+"""The paper's table has the values of the results files, and the script that made it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_table_in_the_readme_is_that_of_the_results(experiment: ModuleType) -> None:
+def test_the_table_in_the_readme_has_the_values_of_the_results_files(experiment: ModuleType) -> None:
     readme = (E2E / "README.md").read_text(encoding="utf-8")
     lines = [*experiment.table(SHORT["rows"]), *experiment.table(LONG["rows"])]
     assert len(lines) > 50
@@ -46,7 +46,7 @@ def test_longer_training_loses_nothing_against_a_model_that_was_trained_as_long_
     assert len(behind) == 5 and max(behind.values()) <= 0
 
 
-def test_every_model_that_is_there_has_its_rows_in_the_table(
+def test_every_model_in_the_folder_has_its_rows_in_the_table(
     experiment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "skip").symlink_to(E2E / "model")
@@ -67,7 +67,7 @@ def test_every_model_that_is_there_has_its_rows_in_the_table(
     assert rows[1]["mean_layers"] < rows[0]["mean_layers"] == 24
     assert rows[0]["bleu_behind"]["value"] == pytest.approx(rows[4]["bleu"]["value"] - rows[0]["bleu"]["value"])
     assert "bleu_behind" not in rows[4]
-    assert experiment.table(rows)[-1].split(" | ")[5].startswith("| ")  # nothing that it is behind
+    assert experiment.table(rows)[-1].split(" | ")[5].startswith("| ")  # the column "behind" is empty
 
 
 def test_decoding_of_truncated_models_is_compared_with_one_that_has_all_layers(experiment: ModuleType, tmp_path: Path) -> None:

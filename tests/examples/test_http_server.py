@@ -30,13 +30,13 @@ def _curl(*arguments: str) -> tuple[int, str]:
     return int(status), text
 
 
-def test_curls_default_type_serves_bodies_of_any_size(server: Server, tmp_path: Path) -> None:
+def test_curls_default_content_type_is_served_with_bodies_of_any_size(server: Server, tmp_path: Path) -> None:
     (tmp_path / "body.json").write_text(json.dumps(GOOD) + " " * 100_000)
     status, text = _curl(f"{server.url}/v1/completions", "-d", f"@{tmp_path / 'body.json'}")
     assert (status, json.loads(text)["object"]) == (200, "text_completion")
 
 
-def test_a_body_in_chunks_is_counted_as_it_comes(server: Server, tmp_path: Path) -> None:
+def test_a_chunked_body_is_measured_as_it_arrives(server: Server, tmp_path: Path) -> None:
     chunked = ["-H", "Transfer-Encoding: chunked", "-H", "Content-Type: application/json", f"{server.url}/v1/completions"]
     (tmp_path / "small").write_bytes(json.dumps(GOOD).encode())
     assert _curl(*chunked, "--data-binary", f"@{tmp_path / 'small'}")[0] == 200
@@ -44,7 +44,7 @@ def test_a_body_in_chunks_is_counted_as_it_comes(server: Server, tmp_path: Path)
     before = _resident_bytes(server.process.pid)
     status, text = _curl(*chunked, "--data-binary", f"@{tmp_path / 'large'}")
     assert (status, json.loads(text)["error"]["message"]) == (413, "the body is larger than 1 MiB")
-    for path, method in (("/elsewhere", "POST"), ("/v1/completions", "PUT")):  # nobody reads these
+    for path, method in (("/elsewhere", "POST"), ("/v1/completions", "PUT")):  # no handler reads these bodies
         assert _curl(*chunked[:-1], server.url + path, "-X", method, "--data-binary", f"@{tmp_path / 'large'}")[0] == 404
     assert _resident_bytes(server.process.pid) - before < 16 << 20
 
@@ -53,7 +53,7 @@ def _resident_bytes(process: int) -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())[1]) << 10  # type: ignore[index]
 
 
-def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
+def test_a_compressed_or_multipart_body_is_refused(server: Server, tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
     packed = ["-H", "Content-Encoding: gzip", "--data-binary", f"@{tmp_path / 'body'}"]
     for sent in (
@@ -62,7 +62,7 @@ def test_a_packed_body_is_refused(server: Server, tmp_path: Path) -> None:
         ["-d", "{}", "-H", "Transfer-Encoding: gzip", "-H", "Content-Length:"],
     ):
         status, text = _curl(f"{server.url}/v1/completions", *sent)
-        assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or in parts: send JSON as it is")
+        assert (status, json.loads(text)["error"]["message"]) == (415, "the body is compressed, or multipart: send plain JSON")
 
 
 def test_codings_are_read_in_any_case(server: Server) -> None:
@@ -73,7 +73,7 @@ def test_codings_are_read_in_any_case(server: Server) -> None:
 
 
 def _sent(server: Server, data: bytes) -> tuple[int, str]:
-    """Status and whole body of the answer to bytes."""
+    """Send bytes, and return the status and the whole body of the answer."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(data)
         answer = http.client.HTTPResponse(connection)
@@ -95,33 +95,33 @@ def _sent(server: Server, data: bytes) -> tuple[int, str]:
         (
             b"GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
             400,
-            "Content-Length is there more than once",
+            "Content-Length is given more than once",
         ),
         (
             b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
             400,
-            "Content-Length and Transfer-Encoding are both there",
+            "Content-Length and Transfer-Encoding are both given",
         ),
         (b"GET /health HTTP/1.1\r\nContent-Length: 1\0\r\n\r\n", 400, "is not a number of bytes"),
-        (b"GET /health HTTP/1.1\r\nContent-Length : 1\r\n\r\n", 400, "a header's name has a space in it"),
-        (b"GET /health HTTP/1.1\r\n Content-Length: 1\r\n\r\n", 400, "a header's name has a space in it"),
+        (b"GET /health HTTP/1.1\r\nContent-Length : 1\r\n\r\n", 400, "a header's name contains a space"),
+        (b"GET /health HTTP/1.1\r\n Content-Length: 1\r\n\r\n", 400, "a header's name contains a space"),
         (
             b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: gzip\r\n\r\n0\r\n\r\n",
             400,
-            "Transfer-Encoding is there more than once",
+            "Transfer-Encoding is given more than once",
         ),
         (b"GET /health HTTP/1.1\r\nRange: bytes=x\r\n\r\n", 416, "the Range header cannot be followed"),
         (b"PUT /health HTTP/1.1\r\nContent-Length: 9\r\n\r\n", 404, "PUT /health is not served"),
         (b"POST /v1/completions HTTP/1.1\r\n\r\n", 400, "the body is not valid JSON"),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed, or ends"),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n", 400, "the body is malformed or incomplete"),
     ],
 )
-def test_what_http_forbids_is_told_as_it_is(server: Server, data: bytes, status: int, says: str) -> None:
+def test_what_http_forbids_is_refused_with_its_reason(server: Server, data: bytes, status: int, says: str) -> None:
     found, text = _sent(server, data)
     assert (found, says in json.loads(text)["error"]["message"]) == (status, True), text
 
 
-def test_a_body_that_is_announced_too_large_or_by_no_number_is_not_waited_for(bundle: Path) -> None:
+def test_a_body_announced_as_too_large_or_without_a_number_is_not_waited_for(bundle: Path) -> None:
     patient = Server(bundle, "--arrival-s", "100")
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: "
     for length in (b"1048577", b"1" * 30):
@@ -140,11 +140,11 @@ def _head(size: int, first: bytes = b"GET /health HTTP/1.1\r\n") -> bytes:
 
 
 def _sent_in_pieces(server: Server, pieces: list[bytes]) -> int:
-    """The status."""
+    """Send bytes in pieces, and return the answer's status."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
-            with contextlib.suppress(OSError):  # it has refused what came before
+            with contextlib.suppress(OSError):  # the server may have refused what came before
                 connection.sendall(piece)
             time.sleep(0.02)
         answer = http.client.HTTPResponse(connection)
@@ -153,7 +153,7 @@ def _sent_in_pieces(server: Server, pieces: list[bytes]) -> int:
 
 
 @pytest.mark.parametrize(("size", "status"), [(65_536, 200), (65_537, 431), (65_600, 431), (81_920, 431)])
-def test_the_longest_head_has_64_kib_however_it_comes(server: Server, size: int, status: int) -> None:
+def test_the_longest_head_has_64_kib_however_it_arrives(server: Server, size: int, status: int) -> None:
     whole, body = _head(size), json.dumps(GOOD).encode()
     for cuts in ([], [100], [100, 16_484, 32_868, 49_252], [size - 1], [size - 2], [65_530]):
         ends = [0, *cuts, size]
@@ -189,7 +189,7 @@ def test_clients_of_http_1_0_get_no_chunks(server: Server) -> None:
 
 @contextlib.contextmanager
 def _slow(server: Server, clients: int, head: bytes) -> Iterator[None]:
-    """Clients that send a byte every 0.2 s, as long as they may."""
+    """Run clients that send a byte every 0.2 s, as long as the server lets them."""
     gone = threading.Event()
 
     def send() -> None:
@@ -222,7 +222,7 @@ def test_a_request_that_does_not_arrive_in_time_frees_its_thread(bundle: Path, h
     assert small.stop() == 0
 
 
-def test_a_request_that_is_late_is_told_so(bundle: Path) -> None:
+def test_a_late_request_is_answered_with_408(bundle: Path) -> None:
     small = Server(bundle, "--arrival-s", "1")
     heads = [b"GET /health HTTP/1.1\r\nHost: a\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999\r\n\r\n{"]
     with ThreadPoolExecutor(2) as pool:
@@ -233,7 +233,7 @@ def test_a_request_that_is_late_is_told_so(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("head", _SLOW)
-def test_shutdown_does_not_wait_for_requests_that_are_not_here(bundle: Path, head: bytes) -> None:
+def test_shutdown_does_not_wait_for_requests_that_have_not_arrived(bundle: Path, head: bytes) -> None:
     ending = Server(bundle, "--arrival-s", "100")
     with _slow(ending, clients=1, head=head):
         assert json.loads(ending.get("/health")) == {"status": "ok"}  # connections are taken in their order
@@ -254,7 +254,7 @@ def test_a_request_on_its_way_at_shutdown_is_answered(bundle: Path) -> None:
     assert ending.stop() == 0
 
 
-def test_a_client_that_sends_no_more_while_it_waits_is_refused_and_frees_its_place(bundle: Path) -> None:
+def test_a_client_that_stops_sending_while_it_waits_is_refused_and_frees_its_place(bundle: Path) -> None:
     narrow = Server(bundle, "--rows", "1", "--queue", "65")
     asked = {"prompt": [PROMPT] * 64, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
     body = json.dumps(GOOD).encode()
@@ -270,7 +270,7 @@ def test_a_client_that_sends_no_more_while_it_waits_is_refused_and_frees_its_pla
     assert narrow.stop() == 0
 
 
-def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
+def test_bytes_that_are_not_http_harm_nobody(server: Server) -> None:
     for data in (
         b"\0" * 1000,
         b"GET / HTTP/9.9\r\n\r\n",
@@ -283,7 +283,7 @@ def test_bytes_that_are_no_http_harm_nobody(server: Server) -> None:
 
 
 def test_connections_under_the_thread_sanitizer(bundle: Path) -> None:
-    """Answers, refusals, streams, clients that go away and shutdown, beside each other."""
+    """Answers, refusals, streams, clients that go away and shutdown, all at once."""
     program = BUILD / "thread" / "cpp_service" / "skd_service"
     sanitized = Server(bundle, "--connections", "6", "--rows", "2", "--queue", "40", program=program, **SANITIZERS)
     body = json.dumps({**GOOD, "stream": True}).encode()

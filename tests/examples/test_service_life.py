@@ -25,7 +25,7 @@ LONG = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "temperature": 
 
 
 def _started(bundle: Path, *options: str, address_space: int | None = None) -> subprocess.CompletedProcess[str]:
-    """A service that ends by itself, with so many bytes of address space."""
+    """Run a service that ends by itself, with at most `address_space` bytes of it."""
 
     def limit() -> None:
         if address_space is not None:
@@ -38,7 +38,7 @@ def _started(bundle: Path, *options: str, address_space: int | None = None) -> s
 
 
 def _refused(bundle: Path, *options: str, address_space: int | None = None) -> str:
-    """The one line of a service that cannot start."""
+    """The one line that a service prints if it cannot start."""
     done = _started(bundle, *options, address_space=address_space)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     return done.stderr
@@ -49,19 +49,19 @@ def test_a_port_that_another_service_listens_on_is_not_shared(server: Server, bu
     assert _refused(bundle, "--port", str(server.port)) == says
 
 
-def test_a_host_that_is_none_of_this_machine_is_one_line(bundle: Path) -> None:
+def test_a_host_that_is_not_this_machines_gives_one_line(bundle: Path) -> None:
     assert "name an address of this machine with --host" in _refused(bundle, "--host", "192.0.2.1", "--port", "0")
-    assert _refused(bundle, "--host", "no..host").startswith("--host: 'no..host' is no address (")
+    assert _refused(bundle, "--host", "no..host").startswith("--host: 'no..host' is not an address (")
 
 
-def test_connections_that_the_system_has_no_threads_for_are_one_line(bundle: Path) -> None:
+def test_connections_that_the_system_has_no_threads_for_give_one_line(bundle: Path) -> None:
     """4096 stacks of 8 MiB are more than the address space that it gets."""
     says = _refused(bundle, "--port", "0", "--connections", "4096", address_space=4 << 30)
-    assert says.startswith("the system starts no more threads (") and "choose fewer --connections" in says
+    assert says.startswith("the system cannot start more threads (") and "choose fewer --connections" in says
 
 
-def test_memory_that_engines_do_not_fit_in_is_no_damaged_bundle(bundle: Path) -> None:
-    for mebibytes in range(100, 200, 20):  # where memory ends differs from start to start; of some allocations ONNX Runtime dies
+def test_running_out_of_memory_is_not_reported_as_a_damaged_bundle(bundle: Path) -> None:
+    for mebibytes in range(100, 200, 20):  # where memory runs out differs from start to start; some failed allocations kill it
         done = _started(bundle, "--port", "0", address_space=mebibytes << 20)
         assert done.returncode != 0 and "export the model again" not in done.stderr, done.stderr
 
@@ -86,7 +86,7 @@ def _failing(library: Path, errors: list[int], bundle: Path, *options: str) -> I
         started.process.kill()
 
 
-def test_connections_that_cannot_be_accepted_end_no_service(failing_accept: Path, bundle: Path) -> None:
+def test_connections_that_cannot_be_accepted_do_not_end_the_service(failing_accept: Path, bundle: Path) -> None:
     lost = [errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM, errno.ENETDOWN]
     scarce = [errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ENOMEM]
     with _failing(failing_accept, lost + scarce, bundle) as server:
@@ -95,7 +95,7 @@ def test_connections_that_cannot_be_accepted_end_no_service(failing_accept: Path
         assert server.process.stderr is not None
         says = server.process.stderr.read()
         assert (server.stop(), says.count("\n")) == (0, 1)
-        assert says.startswith("no room for another connection (Too many open files in system), those that come wait")
+        assert says.startswith("no room for another connection (Too many open files in system), new ones wait")
 
 
 def test_a_service_that_cannot_accept_any_more_finishes_what_runs_and_says_so(failing_accept: Path, bundle: Path) -> None:
@@ -110,10 +110,10 @@ def test_a_service_that_cannot_accept_any_more_finishes_what_runs_and_says_so(fa
         assert server.process.stderr is not None
         says = server.process.stderr.read()
         assert server.stop() == 1
-        assert says == "no more connections can be accepted (Bad file descriptor); start the service again\n"
+        assert says == "no more connections can be accepted (Bad file descriptor); restart the service\n"
 
 
-def test_the_first_signal_after_that_does_not_end_what_runs(failing_accept: Path, bundle: Path) -> None:
+def test_the_first_signal_once_accepting_has_failed_does_not_end_what_runs(failing_accept: Path, bundle: Path) -> None:
     with _failing(failing_accept, [0, errno.EBADF], bundle, "--rows", "1") as server, _streaming(server) as answer:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=30):
             pass
@@ -143,7 +143,7 @@ def test_more_clients_than_connections_are_all_served(bundle: Path) -> None:
     assert narrow.stop() == 0
 
 
-def test_a_signal_before_it_listens_ends_a_service_at_once(bundle: Path, tmp_path: Path) -> None:
+def test_a_signal_before_a_service_listens_ends_it_at_once(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.c").write_text(
         '#include <unistd.h>\n__attribute__((constructor)) static void Load(void) { write(1, "loads\\n", 6); sleep(30); }\n'
     )
@@ -158,7 +158,7 @@ def test_a_signal_before_it_listens_ends_a_service_at_once(bundle: Path, tmp_pat
 
 
 def _until_stopping(server: Server) -> None:
-    """Wait until a service says of itself that it ends, ten seconds at most."""
+    """Wait until a service reports that it is stopping, ten seconds at most."""
     for _ in range(200):
         try:
             server.get("/health")
@@ -177,8 +177,8 @@ def _streaming(server: Server) -> Iterator[http.client.HTTPResponse]:
         yield connection.getresponse()
 
 
-def test_signals_in_a_row_are_one_and_what_runs_is_finished(bundle: Path) -> None:
-    """As of timeout(1), which tells its child and then the process group that this is in."""
+def test_signals_in_quick_succession_count_as_one_and_what_runs_is_finished(bundle: Path) -> None:
+    """As from timeout(1), which signals its child and then the process group that the child is in."""
     for pause_s in (0, 0.001, 0.1):
         ending = Server(bundle, "--rows", "1")
         with _streaming(ending) as answer:
@@ -190,7 +190,7 @@ def test_signals_in_a_row_are_one_and_what_runs_is_finished(bundle: Path) -> Non
 
 
 def test_an_interrupt_that_was_ignored_when_it_started_stays_ignored(bundle: Path) -> None:
-    """As a shell has it for what a script starts in the background."""
+    """As a shell ignores it for what a script starts in the background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         background = Server(bundle)
@@ -210,7 +210,7 @@ def test_a_second_signal_does_not_wait_for_what_runs(bundle: Path) -> None:
         ending.until("rows_running", 1)
         ending.ask_to_end()
         _until_stopping(ending)
-        time.sleep(1.1)  # one that comes sooner is the first again
+        time.sleep(1.1)  # one that comes sooner counts as the first
         ending.ask_to_end(signal.SIGINT)
         assert ending.stop() == -signal.SIGINT
         assert asked.exception() is not None
@@ -233,8 +233,8 @@ def test_clients_that_wait_for_a_connection_at_shutdown_are_answered(bundle: Pat
 
 
 @pytest.mark.parametrize("bytes_a_look", [0, 30_000])
-def test_shutdown_does_not_wait_for_clients_that_take_nothing_or_take_it_slowly(bundle: Path, bytes_a_look: int) -> None:
-    """An answer of 10 MB, far more than sockets hold: of its many prompts most have no time to run."""
+def test_shutdown_does_not_wait_for_clients_that_read_nothing_or_read_slowly(bundle: Path, bytes_a_look: int) -> None:
+    """An answer of 10 MB, far more than sockets hold: most of its many prompts have no time to run."""
     ending = Server(bundle, "--timeout-s", "2", "--queue", "150000")
     body = json.dumps({"prompt": [[5]] * 150_000}).encode()
     with socket.socket() as client:
@@ -249,8 +249,8 @@ def test_shutdown_does_not_wait_for_clients_that_take_nothing_or_take_it_slowly(
         while ending.process.poll() is None and time.monotonic() - asked < 25:
             if bytes_a_look:
                 client.recv(bytes_a_look)
-            time.sleep(0.1)  # all of it would take half a minute
-        assert time.monotonic() - asked < 15  # --timeout-s, 5 s to take what is there, and to let go
+            time.sleep(0.1)  # reading all of it would take half a minute
+        assert time.monotonic() - asked < 15  # --timeout-s, 5 s to read what is there, and the time to end
     assert ending.stop() == 0
 
 
@@ -263,7 +263,7 @@ def test_clients_that_go_away_leave_no_descriptors_threads_or_rows(bundle: Path)
 
     before = held()
     body = json.dumps(LONG).encode()
-    for taken in range(40):  # gone before, in and after the answer's head
+    for taken in range(40):  # they leave before, during and after the answer's head
         with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
             if taken % 3:
@@ -278,7 +278,7 @@ def test_clients_that_go_away_leave_no_descriptors_threads_or_rows(bundle: Path)
     assert running.stop() == 0
 
 
-def test_a_range_changes_no_answer(server: Server) -> None:
+def test_a_range_header_changes_no_answer(server: Server) -> None:
     """httplib would answer 206, in as many parts as the header has."""
     for method, path, body in (("POST", "/v1/completions", json.dumps(GOOD)), ("GET", "/metrics", None)):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)

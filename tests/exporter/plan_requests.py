@@ -1,4 +1,4 @@
-"""What the tests of TensorRT's targets ask skip-export for."""
+"""What the tests of TensorRT's targets ask an export for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan_request(zoo: Zoo, name: str, out: Path, **changes: object) -> ExportReq
 
 
 def longer_checkpoint(zoo: Zoo, name: str, folder: Path) -> Path:
-    """A checkpoint of the zoo, with positions for long runs."""
+    """A copy of a zoo checkpoint with positions for long runs."""
     checkpoint = shutil.copytree(zoo.checkpoint(name), folder / "longer")
     edit_config(checkpoint, max_position_embeddings=2**21)
     return checkpoint

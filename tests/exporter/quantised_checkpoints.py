@@ -1,4 +1,4 @@
-"""Checkpoints with quantised weights, as those who publish them write them."""
+"""Checkpoints with quantised weights, laid out as their publishers write them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.agreement import assert_gives_the_references_logits
 from tests.models import MAX_LENGTH
 from tests.zoo import edit_config
 
-Store = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # a matrix to what a file has of it, by what the names end in
-WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says of weights, and of rows where the layout needs it
+Store = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # a matrix -> what a file stores of it, by the ends of names
+WEIGHTS = {  # llm-compressor's schemes: the layout, and what its config.json says of weights
     "W4A16": ("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"}),
     "W4A16, asymmetric": ("pack-quantized", {"num_bits": 4, "group_size": 16, "strategy": "group", "symmetric": False}),
     "W8A16, a row": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
@@ -49,12 +49,12 @@ WEIGHTS = {  # llm-compressor's schemes: the layout, what its config.json says o
 
 
 def source(folder: Path) -> TensorSource:
-    """Of a checkpoint's tensors, as numbers."""
+    """The source of a checkpoint's tensors, dequantised."""
     return CheckpointSource(folder, build_skeleton(load_config(str(folder))[0]))
 
 
 def assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: float = 0) -> None:
-    """A checkpoint's parameters are these numbers, but for such a part of each."""
+    """A checkpoint's parameters are read as `expected`, each number to within `rounding` as a share of it."""
     skeleton = build_skeleton(load_config(str(folder))[0])
     read = CheckpointSource(folder, skeleton)
     for parameter, shape in skeleton.shapes.items():
@@ -62,7 +62,7 @@ def assert_reads(folder: Path, expected: dict[str, torch.Tensor], rounding: floa
 
 
 def assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: float = 1e-3) -> None:
-    """A bundle of it gives the logits of transformers' model."""
+    """A bundle exported from the checkpoint gives the logits of transformers' model."""
     bundle, full = folder.with_suffix(".bundle"), ScheduleRequest(name="full")
     export(ExportRequest(model=str(folder), out=bundle, schedule=full, max_length=MAX_LENGTH, quantize=quantize))
     decoder = skipdecode.load(bundle).decoder([9], 3)
@@ -72,7 +72,7 @@ def assert_runs(folder: Path, model: Any, quantize: str = "none", tolerance: flo
 def assert_refused(
     folder: Path, change: Mapping[str, torch.Tensor | None], says: str, parameter: str, shape: tuple[int, ...]
 ) -> None:
-    """With these tensors in a checkpoint, and without those that are None, reading `parameter` is one line."""
+    """Put these tensors into a checkpoint, without those that are None: reading `parameter` fails with one line."""
     state = load_file(folder / "model.safetensors") | change
     save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
     with pytest.raises(ModelNotSupportedError, match=says) as caught:
@@ -81,7 +81,7 @@ def assert_refused(
 
 
 def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: Store) -> Path:
-    """A checkpoint whose matrices, but for embedding and head, lie as `store` puts them."""
+    """A copy of a checkpoint whose matrices, except embedding and head, are as `store` writes them."""
     shutil.copytree(checkpoint, folder)
     edit_config(folder, dtype="bfloat16", quantization_config=settings)
     state = load_file(folder / "model.safetensors")
@@ -92,7 +92,7 @@ def rewritten(checkpoint: Path, folder: Path, settings: dict[str, Any], store: S
 
 
 def in_fp8(checkpoint: Path, folder: Path, block: tuple[int, int] | None) -> Path:
-    """A checkpoint as DeepSeek writes it: matrices in FP8, a scale for each block of them, or with None for each of them."""
+    """A checkpoint as DeepSeek writes it: matrices in FP8 with a scale per block, or per matrix where `block` is None."""
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         blocks = [-(-size // length) for size, length in zip(matrix.shape, block or matrix.shape, strict=True)]
@@ -105,7 +105,7 @@ def in_fp8(checkpoint: Path, folder: Path, block: tuple[int, int] | None) -> Pat
 
 
 def compressed(checkpoint: Path, folder: Path, name: str) -> Path:
-    """A checkpoint as llm-compressor writes it, by the library that it writes them with; scales in fp32, which none rounds."""
+    """A checkpoint as llm-compressor writes it, with the library that it uses; in fp32, so that scales are not rounded."""
     layout, given = WEIGHTS[name]
     arguments = QuantizationArgs(**given)
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
@@ -137,9 +137,11 @@ def compressed(checkpoint: Path, folder: Path, name: str) -> Path:
 def gptq(
     bits: int, numbers: list[torch.Tensor], *, layout: str = "gptq", shuffled: bool = False, size: int | None = None
 ) -> Store:
-    """As GPTQModel packs: inputs in words, zero points less one in the first layout. `numbers`: what each matrix stands for.
+    """Store as GPTQModel packs: inputs in words, and in the first layout zero points less one.
 
-    Groups are of `size`, the last one of what is left, or four.
+    Args:
+        numbers: filled with what each stored matrix stands for.
+        size: of a group of inputs, the last one taking what is left; None: four groups.
     """
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -156,7 +158,7 @@ def gptq(
 
 
 def bitnet(numbers: list[torch.Tensor], *, divides: bool = False) -> Store:
-    """As transformers packs numbers of -1, 0 and 1, by whose scale one of its layers divides."""
+    """Store as transformers packs -1, 0 and 1; `divides`: with the inverse scale, by which one of its layers divides."""
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         mean = matrix.abs().mean()
@@ -170,7 +172,7 @@ def bitnet(numbers: list[torch.Tensor], *, divides: bool = False) -> Store:
 
 
 def awq(numbers: list[torch.Tensor]) -> Store:
-    """As AutoAWQ packs for its GEMM kernel: outputs in words, in an order of its own."""
+    """Store as AutoAWQ packs for its GEMM kernel: outputs in words, in an order of its own."""
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         group = torch.arange(matrix.shape[1]) // 32
@@ -183,7 +185,7 @@ def awq(numbers: list[torch.Tensor]) -> Store:
 
 
 def modelopt(algorithm: str, numbers: list[torch.Tensor]) -> Store:
-    """As NVIDIA's ModelOpt writes: FP8 with one scale, or FP4, two a byte, a scale in FP8 for each 16 and one for all."""
+    """Store as NVIDIA's ModelOpt writes: FP8 with one scale, or FP4, two a byte, with an FP8 scale per 16 and one for all."""
 
     def store(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         if algorithm == "FP8":
@@ -205,7 +207,7 @@ def modelopt(algorithm: str, numbers: list[torch.Tensor]) -> Store:
 
 
 def _rounded(matrix: torch.Tensor, bits: int, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A matrix [N,K] and the group of each input to levels [N,K], and zero points and scales [N,G] for each group's own range."""
+    """Quantise a matrix [N,K] by the group of each input: levels [N,K], zero points and scales [N,G] for each group's range."""
     parts = [matrix[:, group == index] for index in range(int(group.max()) + 1)]
     lowest = torch.stack([part.amin(1).clamp(max=0) for part in parts], 1)
     highest = torch.stack([part.amax(1).clamp(min=0) for part in parts], 1)
@@ -216,7 +218,7 @@ def _rounded(matrix: torch.Tensor, bits: int, group: torch.Tensor) -> tuple[torc
 
 
 def _words(levels: torch.Tensor, bits: int, order: list[int]) -> torch.Tensor:
-    """Levels [N,K], several a word of 32 bits: the `order[i]`th of them at bit `i * bits`."""
+    """Pack levels [N,K] into words of 32 bits: of a word's levels number `order[i]` is at bit `i * bits`."""
     several = levels.long().unflatten(1, (-1, len(order)))[..., order]
     words = sum(several[..., place] << (bits * place) for place in range(len(order)))
     assert isinstance(words, torch.Tensor)

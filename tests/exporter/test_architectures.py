@@ -1,4 +1,4 @@
-"""Which architectures can be exported, and that each of them was run."""
+"""Which architectures can be exported, and that each of them runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RAGGED = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [5, 6, 7], [11]]
 NEW = 6
 
 
-def test_no_architecture_is_taken_that_no_test_exports() -> None:
+def test_every_supported_architecture_has_a_test_model() -> None:
     assert {make().model_type for make in (CONFIGS | RELATIVES).values()} == {*SUPPORTED}
     assert {*EVERY_PATH} < {*RELATIVES}
 
@@ -47,7 +47,7 @@ def test_a_relatives_ragged_batch_gives_the_references_logits_under_either_ancho
         assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
 
 
-def test_experts_that_are_products_of_their_own_give_the_references_logits_and_are_packed_as_others(zoo: Zoo) -> None:
+def test_experts_written_out_as_products_give_the_references_logits_and_are_prepacked(zoo: Zoo) -> None:
     generator = skipdecode.load(zoo.bundle("gemma4_moe"))
     schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=5), LAYERS)
     decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, schedule)
@@ -68,7 +68,7 @@ def test_quantised_experts_with_biases_and_clamps_mostly_give_the_references_log
 
 
 def _assert_agrees(config: Any, folder: Path) -> None:
-    """A model of two layers, at full depth."""
+    """A two-layer model agrees with its bundle at full depth."""
     config.num_hidden_layers, config.initializer_range = 2, 0.5
     _assert_exports(transformers.AutoModelForCausalLM.from_config(config).eval(), folder)
 
@@ -79,28 +79,28 @@ def _assert_exports(model: Any, folder: Path) -> None:
 
 
 def _assert_gives_logits(model: Any, folder: Path) -> None:
-    """The torch model's, of what `checkpoint` exports to."""
+    """The bundle of `folder`'s checkpoint gives the torch model's logits."""
     full = ScheduleRequest(name="full")
     export(ExportRequest(model=str(folder / "checkpoint"), out=folder / "bundle", schedule=full, max_length=MAX_LENGTH))
     decoder = skipdecode.load(folder / "bundle").decoder([len(RAGGED[0])], NEW)
     assert_gives_the_references_logits(decoder, model, RAGGED[:1], NEW, 1e-3)
 
 
-def test_layers_that_differ_by_a_number_alone_are_traced_each(tmp_path: Path) -> None:
-    """Some of GPT-2's descendants divide the attention scores of layer l by l + 1; every layer was once traced as the first."""
+def test_layers_that_differ_only_by_a_number_are_traced_separately(tmp_path: Path) -> None:
+    """Some of GPT-2's descendants divide the attention scores of layer l by l + 1."""
     config = CONFIGS["gpt2"]()
     config.scale_attn_by_inverse_layer_idx = True
     _assert_agrees(config, tmp_path)
 
 
-def test_layers_that_turn_by_bases_of_their_own_may_share_a_segment(tmp_path: Path) -> None:
+def test_layers_with_their_own_rotary_bases_may_share_a_segment(tmp_path: Path) -> None:
     config = RELATIVES["granite_swa"]()
     config.layer_rope_theta, config.layer_types = config.layer_rope_theta[:2], ["full_attention"] * 2
     assert config.layer_rope_theta[0] != config.layer_rope_theta[1]
     _assert_agrees(config, tmp_path)
 
 
-def test_rotary_scalings_that_look_at_the_runs_length_are_exact_below_the_original_one(tmp_path: Path) -> None:
+def test_rotary_scalings_that_depend_on_the_runs_length_are_exact_up_to_the_original_length(tmp_path: Path) -> None:
     longrope = {"short_factor": [1.0 + index / 4 for index in range(8)], "long_factor": [9.0] * 8}
     for name, scaling in (
         ("llama", {"rope_type": "dynamic", "factor": 2.0}),
@@ -147,7 +147,7 @@ def test_smollm3s_windows_are_those_of_its_layers_whatever_use_sliding_window_sa
 
 def test_granite_4_may_have_no_experts_and_no_positions_and_mamba_in_the_place_of_attention(tmp_path: Path) -> None:
     dense = {"num_local_experts": 0, "position_embedding_type": None, "embedding_multiplier": 3.0, "attention_multiplier": 0.1}
-    mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "time_step_limit": (0.4, 0.8)}  # which some steps are outside of
+    mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "time_step_limit": (0.4, 0.8)}  # some steps are outside
     for kinds in (["attention", "attention"], ["mamba", "attention"]):
         settings = {**dense, **mamba, "num_hidden_layers": 2, "layer_types": kinds}
         _assert_agrees(RELATIVES["granitemoehybrid"](**settings), tmp_path / kinds[0])
@@ -157,7 +157,7 @@ def test_nemotron_hs_experts_may_be_of_another_width_than_its_layers(tmp_path: P
     _assert_agrees(VARIATIONS["nemotron_h_latent"](), tmp_path)
 
 
-def test_shared_experts_may_be_none_and_a_checkpoint_without_their_empty_weights(tmp_path: Path) -> None:
+def test_a_model_may_have_no_shared_experts_and_its_checkpoint_none_of_their_empty_weights(tmp_path: Path) -> None:
     config = RELATIVES["deepseek_v3"](n_shared_experts=0)
     config.num_hidden_layers, config.initializer_range = 2, 0.5
     with allowing_empty_weights():
@@ -171,7 +171,7 @@ def test_shared_experts_may_be_none_and_a_checkpoint_without_their_empty_weights
     assert len(graphs) == 2 and all(math.prod(each.shape) for graph in graphs for each in graph.initializers.values())
 
 
-def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_version_that_computes_states_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace would leave the state out."""
     config = RELATIVES["nemotron_h"]()
     build_skeleton(config)
@@ -182,9 +182,11 @@ def test_a_transformers_that_computes_states_in_another_way_is_refused(monkeypat
         build_skeleton(config)
 
 
-def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those_may_not(zoo: Zoo, tmp_path: Path) -> None:
+def test_layers_that_read_others_keys_and_values_may_be_skipped_but_the_layers_they_read_may_not(
+    zoo: Zoo, tmp_path: Path
+) -> None:
     model, bundle = zoo.model("reading_others"), tmp_path / "bundle"
-    asked = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)  # and one warm-up layer, where there must be 3
+    asked = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)  # and 1 warm-up layer, where 3 are needed
     checkpoint = str(zoo.checkpoint("reading_others"))
     export(ExportRequest(model=checkpoint, out=bundle, schedule=asked, max_length=MAX_LENGTH, segment_bytes=1))
     generator = skipdecode.load(bundle)
@@ -192,7 +194,7 @@ def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those
     assert (own.warmup_layers, own.layers[-1]) == (3, 4)
     for anchor in Anchor:
         decoder = generator.decoder([len(prompt) for prompt in RAGGED], NEW, dataclasses.replace(own, anchor=anchor))
-        assert [{*arrays} for arrays in decoder.kv.layers[3:]] == 3 * [set()], "they keep nothing"
+        assert [{*arrays} for arrays in decoder.kv.layers[3:]] == 3 * [set()], "they have KV buffers"
         assert_gives_the_references_logits(decoder, model, RAGGED, NEW, 1e-3)
     skipping = dataclasses.replace(own, warmup_layers=2)
     with pytest.raises(ScheduleError, match=r"skips layer 2, whose keys .* later layers read .*; give 3 warm-up layers or more"):
@@ -201,7 +203,7 @@ def test_layers_that_read_the_keys_and_values_of_others_may_be_skipped_and_those
         pass
 
 
-def test_layers_that_keep_nothing_are_engines_of_their_own_since_a_prompt_passes_them_by(zoo: Zoo, tmp_path: Path) -> None:
+def test_layers_without_a_kv_buffer_are_segments_of_their_own_so_that_prompts_can_bypass_them(zoo: Zoo, tmp_path: Path) -> None:
     _assert_exports(zoo.model("reading_others"), tmp_path)
     assert manifests.read(tmp_path / "bundle").segments == ((0, 1, 2), (3, 4, 5))
 
@@ -218,7 +220,7 @@ def test_layers_of_one_segment_share_their_linear_biases(zoo: Zoo, tmp_path: Pat
 
 
 def test_a_model_that_transformers_knows_needs_none_of_the_code_that_came_with_it(tmp_path: Path) -> None:
-    """Phi-3's checkpoints name their own code, which transformers has had for long."""
+    """Phi-3's checkpoints name their own code, though transformers has long had the model."""
     config = CONFIGS["phi3"]()
     config.auto_map = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
     _assert_agrees(config, tmp_path)
@@ -229,10 +231,10 @@ def test_a_model_that_transformers_knows_needs_none_of_the_code_that_came_with_i
     [
         ("llama", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
         ("mistral", {"sliding_window": 5, "use_sliding_window": False}),
-        ("lfm2", {"hidden_act": "gelu", "layer_types": ["conv", "full_attention"]}),  # short convolutions have none
+        ("lfm2", {"hidden_act": "gelu", "layer_types": ["conv", "full_attention"]}),  # its convolutions have no activation
     ],
 )
-def test_settings_of_other_kinds_of_models_mean_nothing(name: str, strays: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_other_architectures_are_ignored(name: str, strays: dict[str, Any], tmp_path: Path) -> None:
     """A Llama's config.json may have been a Mistral's; transformers keeps such keys, and its Llama attends to all tokens."""
     config = (CONFIGS | RELATIVES)[name]()
     for key, value in strays.items():
@@ -240,8 +242,8 @@ def test_settings_of_other_kinds_of_models_mean_nothing(name: str, strays: dict[
     _assert_agrees(config, tmp_path)
 
 
-def test_numbers_that_a_checkpoint_stores_beside_its_parameters_are_its_own(tmp_path: Path) -> None:
-    """Apertus' activation keeps two; they were once those of transformers' class."""
+def test_buffers_that_a_checkpoint_stores_are_read_from_it(tmp_path: Path) -> None:
+    """Apertus' activation has two; its class in transformers would fill in others."""
     config = RELATIVES["apertus"]()
     config.num_hidden_layers, config.initializer_range = 2, 0.5
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -251,12 +253,12 @@ def test_numbers_that_a_checkpoint_stores_beside_its_parameters_are_its_own(tmp_
 
 
 def test_layers_of_one_segment_may_rotate_by_different_frequencies(zoo: Zoo, tmp_path: Path) -> None:
-    """Gemma 3's windowed layers and the others; in one graph they once had the first one's table."""
+    """Gemma 3's layers with a window and its others do: in one graph each kind needs its own rotary table."""
     _assert_one_segment_agrees(zoo, "gemma3", tmp_path)
 
 
 def _assert_one_segment_agrees(zoo: Zoo, name: str, folder: Path) -> Path:
-    """At full depth, of which all layers are one segment; returns the bundle."""
+    """A full-depth bundle, one segment of all layers, gives the reference's logits; returns the bundle."""
     model = str(zoo.checkpoint(name))
     made = export(ExportRequest(model=model, out=folder / "bundle", schedule=ScheduleRequest(name="full"), max_length=48))
     assert made.segments == (tuple(range(LAYERS)),)
@@ -265,8 +267,8 @@ def _assert_one_segment_agrees(zoo: Zoo, name: str, folder: Path) -> Path:
     return folder / "bundle"
 
 
-def test_keys_of_a_latent_are_as_wide_as_their_two_parts_whatever_a_configuration_says_of_the_sum() -> None:
-    """Of which no layer of transformers asks it."""
+def test_latent_keys_are_as_wide_as_their_two_parts_whatever_qk_head_dim_says() -> None:
+    """No layer of transformers reads it."""
     config = RELATIVES["youtu"]()
     config.qk_head_dim *= 2
     assert layer_keys(config, 0).head_size == config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -275,11 +277,11 @@ def test_keys_of_a_latent_are_as_wide_as_their_two_parts_whatever_a_configuratio
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [
-        ("hunyuan_v1_dense", {"alpha": 1000.0, "factor": 1.0}),  # as its checkpoints have it: `alpha` sets the frequencies once
-        ("llama", {"factor": 2.0}),  # whose frequencies change beyond max_position_embeddings, 64
+        ("hunyuan_v1_dense", {"alpha": 1000.0, "factor": 1.0}),  # as in its checkpoints: `alpha` sets the frequencies once
+        ("llama", {"factor": 2.0}),  # its frequencies change only beyond max_position_embeddings, 64
     ],
 )
-def test_a_dynamic_scaling_is_exact_beyond_the_original_length_that_it_names(
+def test_a_dynamic_scaling_is_exact_beyond_an_original_length_that_it_ignores(
     name: str, scaling: dict[str, float], tmp_path: Path
 ) -> None:
     config = (CONFIGS | RELATIVES)[name]()

@@ -1,4 +1,4 @@
-"""What bitsandbytes itself stores, alone and through transformers."""
+"""Weights that bitsandbytes itself has stored, directly and through transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Quantised = Callable[[str, str], tuple[Path, Any]]
 
 @pytest.fixture(scope="module", autouse=True)
 def _computed_by_torch() -> Iterator[None]:
-    """Dequantised by bitsandbytes' own code in torch: 0.50.2's for AVX-512 takes other blocks' scales where blocks cross rows."""
+    """Have bitsandbytes dequantise with its torch code: 0.50.2's AVX-512 code takes wrong scales where blocks cross rows."""
 
     def generic(
         weight: torch.Tensor, absmax: torch.Tensor, block: int, kind: str, shape: Any, dtype: torch.dtype
@@ -52,7 +52,7 @@ def _computed_by_torch() -> Iterator[None]:
 
     library = torch.library.Library("bitsandbytes", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it was registered before
+        warnings.simplefilter("ignore")  # torch warns that it was registered before
         library.impl("dequantize_4bit", generic, "CPU", allow_override=True)
     yield
     library._destroy()
@@ -60,7 +60,7 @@ def _computed_by_torch() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quantised(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Quantised:
-    """A checkpoint as transformers writes it, and its model with numbers again; by architecture and way, made once."""
+    """Gives a checkpoint as transformers quantises it, and its dequantised model; by architecture and way, made once."""
     make = transformers.AutoModelForCausalLM.from_pretrained
 
     @functools.cache
@@ -77,11 +77,11 @@ def quantised(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Quantised:
 def test_what_bitsandbytes_stores_is_read_as_transformers_dequantises_it(name: str, way: str, quantised: Quantised) -> None:
     folder, model = quantised(name, way)
     assert any(key.endswith(("SCB", "absmax")) for key in load_file(folder / "model.safetensors"))
-    assert_reads(folder, model.state_dict(), 2**-22 if way == "LLM.int8()" else 0)  # which multiplies by 1 / 127
+    assert_reads(folder, model.state_dict(), 2**-22 if way == "LLM.int8()" else 0)  # transformers multiplies by 1 / 127
 
 
-def test_gpt2s_matrices_are_turned_back(quantised: Quantised) -> None:
-    """bitsandbytes' layers have them [N,K]; a square one would fit either way."""
+def test_gpt2s_matrices_are_transposed_back(quantised: Quantised) -> None:
+    """bitsandbytes' layers store them as [N,K]; a square one would fit either way."""
     assert_runs(*quantised("gpt2", "NF4"))
 
 
@@ -92,7 +92,7 @@ def test_int8_keeps_the_levels_of_llm_int8(quantised: Quantised) -> None:
     assert found is not None and found.rows.all() and relative_error(restored(found), matrix) < 1e-6
 
 
-def test_an_older_config_does_not_name_the_method(quantised: Quantised, tmp_path: Path) -> None:
+def test_an_older_config_that_does_not_name_the_method_is_read(quantised: Quantised, tmp_path: Path) -> None:
     folder, model = quantised("llama", "NF4")
     copied = shutil.copytree(folder, tmp_path / "older")
     config = json.loads((folder / "config.json").read_text())
@@ -104,8 +104,8 @@ def test_an_older_config_does_not_name_the_method(quantised: Quantised, tmp_path
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("shape", "block"), [((24, 40), 64), ((3, 50), 64), ((3, 5), 64), ((130, 128), 64), ((130, 128), 256)])
-def test_blocks_cross_rows_and_the_last_may_be_a_part(shape: tuple[int, int], block: int, nested: bool, kind: str) -> None:
-    """A number of an odd count, too, and more scales than one block of theirs has."""
+def test_blocks_may_cross_rows_and_the_last_may_be_partial(shape: tuple[int, int], block: int, nested: bool, kind: str) -> None:
+    """Also with an odd count of numbers, and with more scales than fit in one block of scales."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     packed, state = functional.quantize_4bit(matrix, blocksize=block, compress_statistics=nested, quant_type=kind)
     tensors = {"weight": packed} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
@@ -141,11 +141,11 @@ STATE = "quant_state.bitsandbytes__nf4"
         ({"quant_map": None}, "cannot be put together"),
         ({"quant_map": torch.ones(15)}, "cannot be put together"),
         ({"absmax": torch.ones(31, dtype=torch.uint8)}, "cannot be put together"),
-        ({"absmax": torch.ones(32)}, "cannot be put together"),  # which would be no codes
+        ({"absmax": torch.ones(32)}, "cannot be put together"),  # not codes
         ({"absmax": None}, r"k_proj.weight has shape \(1024, 1\)"),
     ],
 )  # fmt: skip
-def test_parts_in_4_bits_that_do_not_fit_together_are_one_line(
+def test_mismatched_4_bit_parts_give_a_one_line_error(
     change: dict[str, torch.Tensor | None], says: str, quantised: Quantised, tmp_path: Path
 ) -> None:
     folder, _ = quantised("llama", "NF4, its scales quantised as well")
@@ -161,7 +161,7 @@ def test_parts_in_4_bits_that_do_not_fit_together_are_one_line(
         ({KEY.replace("weight", "weight_format"): torch.tensor(1, dtype=torch.uint8)}, "cannot be put together"),
     ],
 )
-def test_parts_in_8_bits_that_do_not_fit_together_are_one_line(
+def test_mismatched_8_bit_parts_give_a_one_line_error(
     change: dict[str, torch.Tensor | None], says: str, quantised: Quantised, tmp_path: Path
 ) -> None:
     folder, _ = quantised("llama", "LLM.int8()")

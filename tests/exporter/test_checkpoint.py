@@ -1,4 +1,4 @@
-"""Checkpoints as they are found: safetensors and `.bin`, sharded, of models that also see, tied, quantised, hostile."""
+"""Checkpoints as they are found: safetensors and `.bin`, sharded, of vision models, tied, quantised, hostile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 
 def in_shards(state: State, folder: Path, pattern: str, save: Callable[[State, Path], object]) -> None:
-    """Two files and their index, as save_pretrained writes them."""
+    """Write two files and their index, as save_pretrained does."""
     names = list(state)
     files = {name: pattern.format(1 + (2 * index >= len(names))) for index, name in enumerate(names)}
     for file in set(files.values()):
@@ -42,7 +42,7 @@ def _folder(config: Any, folder: Path) -> Path:
 
 
 def _in_either_form(model: Any, folder: Path) -> Iterator[tuple[Path, TensorSource]]:
-    """A file of torch's and one of safetensors, and what is read of it."""
+    """Yield a model's `.bin` and its safetensors file, each with the source that reads it."""
     for name, save in (("pytorch_model.bin", torch.save), ("model.safetensors", save_file)):
         file = _folder(model.config, folder / name) / name
         save(dict(model.state_dict()), file)
@@ -50,7 +50,7 @@ def _in_either_form(model: Any, folder: Path) -> Iterator[tuple[Path, TensorSour
 
 
 def _read_all(folder: Path, config: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is warned of once every parameter is read."""
+    """The warnings once every parameter is read."""
     skeleton = build_skeleton(config)
     read = CheckpointSource(folder, skeleton)
     for name, shape in skeleton.shapes.items():
@@ -61,15 +61,13 @@ def _read_all(folder: Path, config: Any, caplog: pytest.LogCaptureFixture) -> li
 
 
 @pytest.mark.parametrize("name", CONFIGS | RELATIVES | VARIATIONS)
-def test_of_what_transformers_saves_nothing_is_left_out(name: str, zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_that_transformers_saves_is_left_out(name: str, zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     folder = zoo.checkpoint(name)
     assert _read_all(folder, load_config(str(folder))[0], caplog) == []
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])  # whose files have other names
-def test_weights_without_numbers_are_neither_asked_for_nor_told_of(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])  # the names in their files differ
+def test_empty_weights_are_neither_required_nor_warned_of(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with allowing_empty_weights():
         model = transformers.AutoModelForCausalLM.from_config(RELATIVES[name](n_shared_experts=0))
     empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}
@@ -85,7 +83,7 @@ def test_an_indexer_that_would_choose_all_tokens_is_left_out(zoo: Zoo) -> None:
     assert [name for name in load_file(zoo.checkpoint("deepseek_v32") / "model.safetensors") if "indexer" in name]
 
 
-def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
+def test_layers_and_biases_that_config_json_has_no_place_for_are_warned_of(
     zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = _folder(CONFIGS["llama"](), tmp_path)
@@ -94,15 +92,15 @@ def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
         "model.layers.0.self_attn.q_proj.bias": torch.ones(3),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
     }
-    beside["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(3)  # as AutoGPTQ writes one for each matrix
-    for spelled in ("", "language_model."):  # the text part of a model that also sees
+    beside["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(3)  # AutoGPTQ writes one for each matrix
+    for spelled in ("", "language_model."):  # the text part of a vision model
         save_file({f"{spelled}{key}": value for key, value in (state | beside).items()}, folder / "model.safetensors")
-        (told,) = _read_all(folder, CONFIGS["llama"](), caplog)
-        assert f"without 1 of the layers' tensors there, {spelled}model.layers.0.self_attn.q_proj.bias the first" in told
+        (warning,) = _read_all(folder, CONFIGS["llama"](), caplog)
+        assert f"lacks 1 of this checkpoint's layer tensors (first: {spelled}model.layers.0.self_attn.q_proj.bias)" in warning
     shallower = CONFIGS["llama"]()
     shallower.num_hidden_layers -= 1
-    (told,) = _read_all(zoo.checkpoint("llama"), shallower, caplog)
-    assert f"without 9 of the layers' tensors there, model.layers.{shallower.num_hidden_layers}." in told
+    (warning,) = _read_all(zoo.checkpoint("llama"), shallower, caplog)
+    assert f"lacks 9 of this checkpoint's layer tensors (first: model.layers.{shallower.num_hidden_layers}." in warning
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_layers_and_biases_that_config_json_has_no_place_for_are_told(
         ("glm4_moe", "model.layers.6.eh_proj.weight"),
     ],
 )
-def test_masks_and_layers_that_predict_ahead_are_left_out_without_a_word(
+def test_stored_masks_and_multi_token_prediction_layers_are_left_out_silently(
     name: str, beside: str, zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = (CONFIGS | RELATIVES)[name]()
@@ -137,7 +135,7 @@ def test_a_checkpoint_is_read_in_every_form_that_hugging_face_writes(name: str, 
         in_shards(state, folder, "pytorch_model-{:05d}-of-00002.bin", torch.save)
     elif form == "safetensors in shards":
         in_shards(state, folder, "model-{:05d}-of-00002.safetensors", save_file)
-    else:  # what OPT's and GPT-2's checkpoints on the hub are called by
+    else:  # the names in OPT's and GPT-2's checkpoints on the hub
         renamed = {key.removeprefix(f"{model.base_model_prefix}."): value for key, value in state.items()}
         torch.save(renamed, folder / "pytorch_model.bin")
     read = source(folder)
@@ -145,8 +143,8 @@ def test_a_checkpoint_is_read_in_every_form_that_hugging_face_writes(name: str, 
         torch.testing.assert_close(read(key, tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
 
 
-def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
-    """Or the peak of an export would be the whole checkpoint."""
+def test_a_file_is_unmapped_with_the_tensor_that_was_read_from_it(zoo: Zoo, tmp_path: Path) -> None:
+    """Otherwise the whole checkpoint would count in an export's peak memory."""
     for file, read in _in_either_form(zoo.model("llama"), tmp_path):
         held = read("model.norm.weight", (64,))
         assert str(file) in Path("/proc/self/maps").read_text()
@@ -154,14 +152,14 @@ def test_a_tensors_mapping_goes_with_it(zoo: Zoo, tmp_path: Path) -> None:
         assert str(file) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_file_that_vanishes_while_it_is_read_is_the_checkpoints_fault(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_file_that_vanishes_while_it_is_read_is_an_unreadable_checkpoint(zoo: Zoo, tmp_path: Path) -> None:
     for file, read in _in_either_form(zoo.model("llama"), tmp_path):
         file.unlink()
         with pytest.raises(ModelNotSupportedError, match="cannot be read"):
             read("model.norm.weight", (64,))
 
 
-def test_the_head_may_stand_for_the_embedding_that_is_tied_to_it(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_tied_embedding_may_be_stored_as_the_head_only_and_must_not_differ_from_it(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo.model("qwen2")
     folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
     head = state["lm_head.weight"].clone()
@@ -193,15 +191,15 @@ def test_quantised_weights_without_their_scales_are_refused(zoo: Zoo, tmp_path: 
         "[" * 100_000,
     ],
 )
-def test_an_index_that_lists_no_files_is_named(text: str, tmp_path: Path) -> None:
+def test_a_malformed_shard_index_is_reported_by_name(text: str, tmp_path: Path) -> None:
     folder = _folder(CONFIGS["llama"](), tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelNotSupportedError, match=r"index\.json: is not a shard index; download the checkpoint again"):
         source(folder)
 
 
-def test_a_tensor_that_two_shards_hold_is_the_same_in_both(zoo: Zoo, tmp_path: Path) -> None:
-    """One of them may be left from another version; transformers takes the last one's, whatever the index says."""
+def test_a_tensor_in_two_shards_must_be_the_same_in_both(zoo: Zoo, tmp_path: Path) -> None:
+    """One of them may be left from another version; transformers takes the last shard's, whatever the index says."""
     model = zoo.model("llama")
     folder, state = _folder(model.config, tmp_path / "model"), dict(model.state_dict())
     in_shards(state, folder, "model-{:05d}-of-00002.safetensors", save_file)
@@ -215,7 +213,7 @@ def test_a_tensor_that_two_shards_hold_is_the_same_in_both(zoo: Zoo, tmp_path: P
 
 
 class _Hostile:
-    """What unpickling it would call."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -224,7 +222,7 @@ class _Hostile:
         return os.mkdir, (str(self._path),)
 
 
-def test_a_bin_that_is_not_plain_tensors_is_refused_and_runs_nothing(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_bin_that_is_not_plain_tensors_is_refused_and_none_of_its_code_runs(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo.model("llama")
     folder, state = _folder(model.config, tmp_path / "model"), model.state_dict()
     weights, trace = folder / "pytorch_model.bin", tmp_path / "was here"
@@ -247,6 +245,6 @@ def test_a_bin_that_is_not_plain_tensors_is_refused_and_runs_nothing(zoo: Zoo, t
     others = ({3: some}, {name: some.to_sparse()}, {name: some.to("meta")})
     for content in ({"state_dict": state}, *({**state, **other} for other in others)):
         torch.save(content, weights)
-        with pytest.raises(ModelNotSupportedError, match="no flat list of tensors"):
+        with pytest.raises(ModelNotSupportedError, match="not a flat dict of tensors"):
             source(folder)
     assert not trace.exists()

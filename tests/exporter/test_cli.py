@@ -1,4 +1,4 @@
-"""skip-export's options: each reaches the export, and what is left out is as a request from Python has it."""
+"""skip-export's options: each reaches the export, and those left out have the defaults of a request from Python."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_every_option_reaches_the_export(monkeypatch: pytest.MonkeyPatch) -> Non
     )  # fmt: skip
 
 
-def test_what_no_option_names_is_as_in_a_request_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_left_out_have_the_defaults_of_a_request_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _asked("", monkeypatch) == ExportRequest(model="opt-125m", out=Path("bundle"))
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "said"),
+    ("options", "status", "printed"),
     [
         ("opt-6.7b --help", 0, "opt-6.7b --schedule linear"),
         ("opt-6.7b --taget", 2, "--taget; see skip-export --help\n"),
@@ -62,19 +62,19 @@ def test_what_no_option_names_is_as_in_a_request_from_python(monkeypatch: pytest
         ("opt-6.7b --out .", 2, "exists and is not a bundle"),
     ],
 )
-def test_neither_help_nor_what_is_mistyped_waits_for_torch(options: str, status: int, said: str) -> None:
+def test_neither_help_nor_a_mistyped_option_waits_for_torch(options: str, status: int, printed: str) -> None:
     command = [*SKIP_EXPORT, "--out", "bundle", *options.split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == status and said in ended.stdout + ended.stderr, ended.stderr
+    assert ended.returncode == status and printed in ended.stdout + ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize(
     ("model", "first"), [("opt-125m", []), ("org/model", ["looking for org/model", "org/model is asked for"])]
 )
-def test_what_an_export_waits_for_is_told_from_its_start(model: str, first: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(command, "_progress", lambda quiet: nullcontext(lambda what, done: told.append(what)))
-    monkeypatch.setattr(hub_config, "fetch_config", lambda name: told.append(f"{name} is asked for"))
+def test_progress_is_reported_from_the_start_of_an_export(model: str, first: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(command, "_progress", lambda quiet: nullcontext(lambda what, done: reported.append(what)))
+    monkeypatch.setattr(hub_config, "fetch_config", lambda name: reported.append(f"{name} is asked for"))
     monkeypatch.setattr(cli, "export", lambda request, report: report("exporting", 0.5))
     assert command.main([model, "--out", "bundle", "--quiet"]) == 0
-    assert told == [*first, "importing torch and transformers", "exporting"]
+    assert reported == [*first, "importing torch and transformers", "exporting"]

@@ -1,4 +1,4 @@
-"""Settings of a config.json that no model can be made of: one line each, and nothing is written."""
+"""Settings in config.json from which no model can be built: an error of one line each, and nothing is written."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "
         ("llama", {"hidden_act": "wibble"}, "'wibble' is not found, in `self.act_fn = ACT2FN.config.hidden_act."),
         ("llama", {"intermediate_size": -8}, "negative dimension -8.*, in `self.gate_proj = "),
         ("llama", {"pad_token_id": 1000}, "Padding_idx must be within .*, in `self.embed_tokens = "),
-        ("llama", {"vocab_size": 0}, "vocab_size is 0 in its config.json; write a whole number from 1 on"),
+        ("llama", {"vocab_size": 0}, "vocab_size is 0 in its config.json; write a whole number, 1 or more"),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0 in its config.json"),
         ("llama", {"head_dim": -8}, "head_dim is -8 in its config.json"),
         ("llama", {"max_position_embeddings": -1}, "max_position_embeddings is -1 in its config.json"),
-        ("llama", {"num_key_value_heads": 3}, "has 4 heads, no multiple of the 3 that their keys have"),
-        ("mistral", {"sliding_window": 0}, "sliding_window is 0 in its config.json; write a whole number from 1 on"),
+        ("llama", {"num_key_value_heads": 3}, "has 4 heads, not a multiple of its 3 key/value heads"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0 in its config.json; write a whole number, 1 or more"),
         ("gpt_neo", {"window_size": -1}, "window_size is -1 in its config.json"),
         ("gpt2", {"n_layer": 10**15}, "n_layer is 1000000000000000 in its config.json; write 4096 or less"),
         ("gpt2", {"n_head": 0}, "n_head is 0 in its config.json"),
         ("bloom", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x' in its config.json"),
         ("axk1", {"qk_rope_head_dim": None}, "Field 'qk_rope_head_dim' expected int, got NoneType"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0 in its config.json"),
-        ("granitemoe", {"num_local_experts": None}, "num_local_experts is None in its config.json; write a whole number from 1"),
-        ("qwen3_moe", {"num_local_experts": "x"}, "num_local_experts is 'x' in its config.json; write a whole number from 1 on"),
+        ("granitemoe", {"num_local_experts": None}, "num_local_experts is None in its config.json; write a whole number, 1"),
+        ("qwen3_moe", {"num_local_experts": "x"}, "num_local_experts is 'x' in its config.json; write a whole number, 1 or more"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 in its config.json; write 1 to 5"),
         ("deepseek_v3", {"num_experts_per_tok": None}, "num_experts_per_tok is None in its config.json; write 1 to 8"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 0, 3, 3, 3]}, "moe_topk is .3, 3, 0, 3, 3, 3. in its config.json; write 1 to 5"),
@@ -57,12 +57,20 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "
         ("deepseek_v3", {"n_group": 0}, "n_group is 0 in its config.json; write a divisor of 8"),
         ("deepseek_v3", {"topk_group": 0}, "topk_group is 0 in its config.json; write 1 to 4"),
         ("deepseek_v3", {"topk_group": 9}, "topk_group is 9 in its config.json; write 1 to 4"),
-        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5 in its config.json; write 1 to 4, the experts of"),
-        ("nemotron_h", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5 in its config.json; write 1 to 4, the experts of"),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok is 5 in its config.json; write 1 to 4, the number of experts in",
+        ),
+        (
+            "nemotron_h",
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok is 5 in its config.json; write 1 to 4, the number of experts in",
+        ),
         ("qwen2", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
         ("glm", {"head_dim": None}, "NoneType.*, in `self.scaling = self.head_dim"),
         ("nemotron", {"num_key_value_heads": None}, "NoneType.*, in `self.num_key_value_groups = "),
-        # what no module asks for when it is made
+        # settings that no module reads when it is built
         ("starcoder2", {"residual_dropout": -0.5}, "between 0 and 1, but got -0.5, in `.* p=self.residual_dropout, "),
         ("deepseek_v2", {"topk_group": None}, "must be int, not NoneType, in `group_idx = torch.topk"),
         ("ernie4_5_moe", {"moe_norm_min": None}, "both min and max are none"),
@@ -70,7 +78,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 8, "
         ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling is 0.0 in its config.json; write a number above 0"),
     ],
 )
-def test_a_setting_that_makes_no_model_is_one_line_that_names_config_json(
+def test_a_setting_that_makes_no_model_gives_one_line_that_names_config_json(
     name: str, changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     (CONFIGS | RELATIVES)[name]().save_pretrained(tmp_path / "model")
@@ -97,8 +105,8 @@ for name in names:
 """
 
 
-def test_settings_by_the_names_that_a_checkpoint_on_the_hub_has_are_taken_without_a_word(tmp_path: Path) -> None:
-    """As Kimi Linear's: transformers has other names for half of them, and calls `rope_scaling` deprecated."""
+def test_settings_under_a_hub_checkpoints_own_names_are_read_without_warnings(tmp_path: Path) -> None:
+    """Kimi Linear's: transformers has other names for half of them, and calls `rope_scaling` deprecated."""
     settings = {
         "model_type": "kimi_linear", "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"}, "hidden_size": 64,
         "linear_attn_config": {
@@ -118,13 +126,13 @@ def test_settings_by_the_names_that_a_checkpoint_on_the_hub_has_are_taken_withou
     ]
 
 
-def test_a_file_that_may_not_be_read_is_named_for_that_and_not_as_damaged(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_file_without_read_permission_is_reported_as_such_and_not_as_damaged(zoo: Zoo, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model"))
     names = ["config.json", "generation_config.json", "model.safetensors"]
     command = [*UNPRIVILEGED, sys.executable, "-c", _EXPORTS, folder, tmp_path / "out", *names]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = [f"{folder / name}: cannot be read (Permission denied); check its permissions" for name in names]
-    assert (ended.returncode, ended.stderr.splitlines()) == (0, said)
+    expected = [f"{folder / name}: cannot be read (Permission denied); check its permissions" for name in names]
+    assert (ended.returncode, ended.stderr.splitlines()) == (0, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -140,7 +148,7 @@ def test_a_model_whose_config_json_asks_for_tuples_is_exported_as_any_other(zoo:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "line"),
     [
         (KeyError("no entry for 'foo'"), "no entry for 'foo'"),
         (KeyError("rope"), "'rope' is not found"),
@@ -151,5 +159,5 @@ def test_a_model_whose_config_json_asks_for_tuples_is_exported_as_any_other(zoo:
     ],
     ids=repr,
 )
-def test_of_a_librarys_error_the_line_that_says_most_is_told(error: Exception, told: str) -> None:
-    assert reason(error) == told
+def test_the_line_of_a_librarys_error_that_says_most_is_reported(error: Exception, line: str) -> None:
+    assert reason(error) == line

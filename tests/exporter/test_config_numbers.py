@@ -1,4 +1,4 @@
-"""Numbers of a config.json that no model can compute with."""
+"""Numbers in config.json that no model can compute with."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ def _changed(name: str, path: str, value: Any) -> Any:
         ("minicpm3", "dim_model_base", (0,)),
         ("mpt", "attn_config.softmax_scale", (0.0, NAN)),
         ("olmo", "clip_qkv", (-8.0, NAN)),
-        ("gpt_oss", "swiglu_limit", (0.0, -7.0)),  # whose compilation ended the process
-        ("hy_v3", "router_scaling_factor", (-0.5,)),  # other experts were chosen
+        ("gpt_oss", "swiglu_limit", (0.0, -7.0)),  # compiling it kills the process
+        ("hy_v3", "router_scaling_factor", (-0.5,)),  # would choose other experts
         ("deepseek_v3", "routed_scaling_factor", (-2.5, INFINITE)),
     ],
 )
-def test_a_number_that_no_model_can_compute_with_is_refused_by_its_setting(name: str, path: str, values: tuple[Any, ...]) -> None:
-    """Most of them were exported, and every logit was NaN; of a rotary part of one number the engines failed when they ran."""
+def test_a_number_that_no_model_can_compute_with_is_refused_by_its_settings_name(
+    name: str, path: str, values: tuple[Any, ...]
+) -> None:
+    """Exported, most would make every logit NaN; engines with a rotary part of one number would fail when they run."""
     for value in values:
         says = rf"{path.split('.')[-1]} is \S+ in its config\.json; write "
         with pytest.raises(ModelNotSupportedError, match=says) as caught:
@@ -84,21 +86,21 @@ def test_a_number_that_no_model_can_compute_with_is_refused_by_its_setting(name:
         ("llama", "rope_parameters.factor", 0.5),
         ("llama", "rope_parameters.mscale_all_dim", 0.0),  # off
         ("llama", "rms_norm_eps", 0.0),
-        ("phi", "rope_parameters.partial_rotary_factor", 0.125),  # two numbers of 16
+        ("phi", "rope_parameters.partial_rotary_factor", 0.125),  # two of a head's 16 numbers
         ("gemma2", "attn_logit_softcapping", None),
         ("granite", "residual_multiplier", 0.0),
         ("laguna", "moe_router_logit_softcapping", 0.0),  # off, its default
         ("gemma3", "rope_parameters.full_attention", LONGROPE),
-        ("llama", "logits_scaling", math.nan),  # which is Granite's, and no Llama's code reads
+        ("llama", "logits_scaling", math.nan),  # Granite's, which Llama's code does not read
     ],
 )
-def test_a_number_that_a_model_can_compute_with_is_taken(name: str, path: str, value: Any) -> None:
+def test_a_number_that_a_model_can_compute_with_is_accepted(name: str, path: str, value: Any) -> None:
     check_supported(_changed(name, path, value), MAX_LENGTH)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_no_default_of_transformers_is_refused(name: str, tmp_path: Path) -> None:
-    """One is infinite."""
+    """One of them is infinite."""
     config = transformers.AutoConfig.for_model(name)
     config.save_pretrained(tmp_path)
     for made in (config, transformers.AutoConfig.from_pretrained(tmp_path)):

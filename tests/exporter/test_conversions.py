@@ -1,4 +1,4 @@
-"""A mixture's tensors as they lie in files, and as the model has them."""
+"""A mixture's tensors as files store them, and as the model has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _source(folder: Path) -> TensorSource:
 
 
 CONVERTED = ["mixtral", "qwen3_moe", "phimoe", "granitemoe", "ernie4_5_moe", "minimax_m2", "deepseek_v3", "kimi_linear"]
-DIVIDED = ["exaone", "lara_mini", "sarvam_moe"]  # the last two have several matrices in one, in the file
+DIVIDED = ["exaone", "lara_mini", "sarvam_moe"]  # files of the last two have several matrices in one
 
 
 @pytest.mark.parametrize("name", [*CONVERTED, *DIVIDED])
@@ -47,7 +47,7 @@ def test_the_eleventh_expert_comes_after_the_tenth(tmp_path: Path) -> None:
     assert torch.equal(_source(tmp_path)("model.layers.0.mlp.experts.down_proj", tuple(value.shape)), value)
 
 
-def test_llama_4s_experts_may_lie_one_by_one_as_llm_compressor_writes_them(zoo: Zoo, tmp_path: Path) -> None:
+def test_llama_4s_experts_may_be_stored_one_by_one_as_llm_compressor_writes_them(zoo: Zoo, tmp_path: Path) -> None:
     state = load_file(zoo.checkpoint("llama4_text") / "model.safetensors")
     transformers.AutoConfig.from_pretrained(zoo.checkpoint("llama4_text")).save_pretrained(tmp_path)
     apart: dict[str, torch.Tensor] = {}
@@ -68,7 +68,7 @@ def test_llama_4s_experts_may_lie_one_by_one_as_llm_compressor_writes_them(zoo: 
         assert torch.equal(source(parameter, shape), state[parameter]), parameter
 
 
-def test_experts_that_do_not_fit_together_are_one_line(zoo: Zoo, tmp_path: Path) -> None:
+def test_mismatched_experts_give_a_one_line_error(zoo: Zoo, tmp_path: Path) -> None:
     state = load_file(zoo.checkpoint("mixtral") / "model.safetensors")
     transformers.AutoConfig.from_pretrained(zoo.checkpoint("mixtral")).save_pretrained(tmp_path)
     for change, says in (({UP: torch.zeros(7, 64)}, "cannot be put together"), ({UP: None}, "has shape|cannot be put together")):

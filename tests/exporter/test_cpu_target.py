@@ -27,7 +27,7 @@ def _operators(engine: Path) -> Counter[str]:
     ("name", "mlp"),
     [
         ("llama", {"MatMul": 5, "QuickGelu": 1, "Mul": 1}),
-        ("mixtral", {"MatMul": 2, "Reshape": 1, "Gemm": 1, "MoE": 1}),  # whose router is inside
+        ("mixtral", {"MatMul": 2, "Reshape": 1, "Gemm": 1, "MoE": 1}),  # which chooses the experts
     ],
 )
 def test_a_layer_is_few_operators(name: str, mlp: dict[str, int], zoo: Zoo) -> None:
@@ -42,10 +42,10 @@ def test_one_product_makes_query_key_and_value_where_a_checkpoint_has_them_in_on
     assert attention.input[1:3] == ["", ""]
 
 
-def test_a_quantised_layer_sums_where_it_norms_and_none_of_its_weights_stands_inside_the_graph_that_is_compiled(
+def test_a_quantised_layer_fuses_sums_with_norms_and_no_weight_is_inside_the_graph_that_is_compiled(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor of the head: a file of ONNX holds 2 GiB."""
+    """The head's graph has none inside either: an ONNX file holds at most 2 GiB."""
     sizes: list[int] = []
 
     def compile_ort(source: Path, engine: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_quantised_layer_sums_where_it_norms_and_none_of_its_weights_stands_in
     assert len(sizes) == 2 and sizes[0] < target.segment_weight_bytes[0] / 2 and sizes[1] < target.head_weight_bytes / 2
 
 
-def test_beside_engines_for_gpus_quantised_ones_compute_in_fp32(zoo: Zoo, tmp_path: Path) -> None:
+def test_quantised_cpu_engines_compute_in_fp32_alongside_gpu_engines(zoo: Zoo, tmp_path: Path) -> None:
     full = ScheduleRequest(name="full")
     request = ExportRequest(
         model=str(zoo.checkpoint("llama")), out=tmp_path / "b", schedule=full, max_length=MAX_LENGTH, targets=("cpu", "cuda"),
@@ -77,16 +77,16 @@ def test_beside_engines_for_gpus_quantised_ones_compute_in_fp32(zoo: Zoo, tmp_pa
     assert_gives_the_references_logits(decoder, zoo.model("llama"), [prompt], 2, 0.05)
 
 
-def test_nothing_is_left_of_what_was_written_to_be_compiled(zoo: Zoo) -> None:
+def test_graphs_that_were_written_only_to_be_compiled_are_removed(zoo: Zoo) -> None:
     layers = [f"layer_{layer:03d}.onnx" for layer in range(LAYERS)]
     variants = [f"v{count}.onnx" for count in range(2, LAYERS + 1)]
     found = sorted(path.name for path in (zoo.bundle("llama") / "graphs").iterdir())
     assert found == ["embed.onnx", "head.onnx", *layers, *variants, "weights.safetensors"]
 
 
-def test_a_step_reads_the_weights_of_layers_and_head_but_not_their_rotary_tables(zoo: Zoo) -> None:
+def test_weight_bytes_count_layers_and_head_but_not_rotary_tables(zoo: Zoo) -> None:
     bones = build_skeleton(zoo.model("llama").config)
     (target,) = manifests.read(zoo.bundle("llama")).targets
     assert target.segment_weight_bytes == tuple(4 * numbers for numbers in bones.layer_parameters)
     head = 4 * (VOCABULARY + 1) * bones.hidden_size  # a row for each token, and the norm
-    assert head <= target.head_weight_bytes < head + 64, "which has a few indices"
+    assert head <= target.head_weight_bytes < head + 64, "the head also has a few indices"

@@ -1,7 +1,7 @@
-"""Every kind of layer that the cuda target takes: its numbers on a CPU, and what the real onnxruntime-gpu makes of it.
+"""Every kind of layer that the cuda target supports: its numbers on a CPU, and what the real onnxruntime-gpu does with it.
 
-The provider loads on stand-ins for CUDA and its driver (tests/standin): it says which nodes it takes, chooses its kernels and
-asks for all that it asks a GPU for, and computes nothing.
+The provider loads on stand-ins for CUDA and its driver (tests/standin). It decides which nodes it runs, chooses kernels and makes
+every call that it would make to a GPU, but nothing is computed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8
-# parts of heads turned, norms of heads, softcaps, biases, sinks and bases, latents, streams, keys of two sizes and of other
-# layers, three kinds of states, norms whose groups or heads have scales of their own
+# among them: heads turned in part, norms of heads, softcaps, linear biases, sinks, rotary bases, latents, streams, keys of two
+# sizes and of other layers, three kinds of states, norms with a scale per group or head
 DENSE = (
     "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma3n_text", "reading_others", "mamba", "lfm2",
     "qwen3_5_text", "falcon_h1", "cohere",
 )  # fmt: skip
-# a router inside the operator and outside, of softmaxes, sigmoids, groups and biases; experts with a bias, with no gate
+# routers inside the operator and outside, with softmaxes, sigmoids, groups and biases; experts with a bias, without a gate
 MIXTURES = (
     "mixtral",
     "qwen2_moe",
@@ -52,9 +52,9 @@ MIXTURES = (
     "kimi_linear",
     "llama4_text",
 )
-ENGINES = (  # of every architecture: `make survey`
+ENGINES = (  # `make survey` has those of every architecture
     *((name, "fp16", "none") for name in ("opt", "llama", *DENSE, *MIXTURES)),
-    *((name, "bf16", "none") for name in ("apertus", "phimoe", "nemotron_h", "qwen3_5_text")),  # whose operators lack kernels
+    *((name, "bf16", "none") for name in ("apertus", "phimoe", "nemotron_h", "qwen3_5_text")),  # some operators lack kernels
     *((name, "fp16", "int4") for name in ("opt", "qwen3_5_text")),
     ("opt", "fp16", "int8"),
 )
@@ -62,7 +62,7 @@ ENGINES = (  # of every architecture: `make survey`
 
 @pytest.fixture(scope="module")
 def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Path]:
-    """Of a model for cuda, made when first asked for: two variants, few segments."""
+    """Gives a model's bundle for cuda, made on first use: two variants, few segments."""
     schedule = ScheduleRequest(name="step", max_layers=6, min_layers=4, warmup_layers=3, span=6, max_variants=2)
     folder = tmp_path_factory.mktemp("cuda")
 
@@ -92,16 +92,16 @@ def test_fp16_engines_agree_with_the_reference(name: str, bundle: Callable[[str,
     assert_gives_the_references_logits(_decoder(bundle(name, "fp16", "none")), model, PROMPTS, NEW, 0.02)
 
 
-def test_beside_a_cpu_the_same_graphs_are_computed_in_fp32(bundle: Callable[[str, str, str], Path]) -> None:
-    """Of both targets' bundle the standard graphs are narrow; that of one for a CPU alone are not."""
+def test_the_graphs_of_a_cuda_bundle_can_be_widened_to_fp32_for_a_cpu(bundle: Callable[[str, str, str], Path]) -> None:
+    """A bundle for both targets has narrow standard graphs; one for only a CPU does not."""
     for name in ("opt", "llama", *DENSE, *MIXTURES):
         for path in (bundle(name, "fp16", "none") / "graphs").glob("[!v]*.onnx"):
-            WidenGraphPass()(ir.load(path))  # which checks that nothing is left narrow
+            WidenGraphPass()(ir.load(path))  # raises if anything stays narrow
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "cohere"])
-def test_no_norm_has_a_scale_of_each_group_or_head(name: str, bundle: Callable[[str, str, str], Path]) -> None:
-    """Of which CUDA's kernels would take the first one's for all; a CPU's take each."""
+def test_no_norm_has_a_scale_per_group_or_head(name: str, bundle: Callable[[str, str, str], Path]) -> None:
+    """CUDA's kernels would use the first group's scale for all; a CPU's use each group's own."""
     graphs = [ir.load(path).graph for path in (bundle(name, "fp16", "none") / "targets" / "cuda").glob("*.onnx")]
     norms = [node for graph in graphs for node in graph if node.op_type in NORMS]
     assert norms and all(scales_last_axis_only(node) for node in norms)
@@ -119,7 +119,7 @@ def test_one_product_makes_query_key_and_value_though_a_checkpoint_has_them_head
     ("name", "lowering"),
     [("falcon_h1", SliceUnevenSplitsPass), ("deepseek_v3", SliceUnevenSplitsPass), ("phimoe", ReplaceMaximumPass)],
 )
-def test_nothing_is_left_that_reads_the_hosts_memory_in_a_graph_or_asks_for_cudnn(
+def test_no_node_reads_host_memory_in_a_cuda_graph_or_needs_cudnn(
     name: str, lowering: type[ir.passes.InPlacePass], bundle: Callable[[str, str, str], Path]
 ) -> None:
     engines = [ir.load(path) for path in (bundle(name, "fp16", "none") / "targets" / "cuda").glob("*.onnx")]
@@ -134,14 +134,14 @@ def test_fp16_mixtures_mostly_agree(name: str, bundle: Callable[[str, str, str],
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That onnxruntime-gpu runs on."""
-    driver.provider()  # or nothing is built for it
+    """The folder of the stand-in libraries that onnxruntime-gpu runs on."""
+    driver.provider()  # skips before anything is built
     return driver.build_runtime(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture(scope="module")
 def answers(bundle: Callable[[str, str, str], Path], libraries: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """What `tests.standin.provider` says of each engine in ENGINES."""
+    """What `tests.standin.provider` reports for each of ENGINES."""
     done = driver.ask_provider(libraries, *(bundle(*each) for each in ENGINES))
     assert done.returncode == 0, done.stderr
     return dict(zip(ENGINES, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -153,16 +153,16 @@ def test_the_cuda_provider_runs_every_node_and_steps_become_graphs(
 ) -> None:
     answer = answers[engines]
     assert "error" not in answer, answer["error"]
-    assert (answer["graphs"], answer["said"]) == (2, []), "both variants' steps"
+    assert (answer["graphs"], answer["warnings"]) == (2, []), "both variants' steps"
     assert answer["kernels"][-1] == "skd_turnaround_kernel"
 
 
 def test_a_layers_kernels_are_few(answers: dict[tuple[str, str, str], dict[str, Any]]) -> None:
-    """Norm, query key value, attention, output, norm, gate, its activation, up, product, down."""
+    """A layer's are norm, query key value, attention, output, norm, gate, its activation, up, product, down."""
     kernels = answers["llama", "fp16", "none"]["kernels"]
     once = ["_GatherKernel", "Cast", "cublasGemmEx", "the last sum", "the last norm", "skd_turnaround_kernel"]
     assert len(kernels) <= 6 * 11 + len(once)
-    assert sum("flash_fwd" in kernel for kernel in kernels) == 6, "one attention a layer, in one part"
+    assert sum("flash_fwd" in kernel for kernel in kernels) == 6, "one attention per layer, in one part"
     assert sum(kernel == "cublasGemmEx" for kernel in kernels) == 5 * 6 + 1
     assert "no kernel" not in kernels, "copies cost the host more than kernels do"
 
@@ -173,7 +173,7 @@ def test_cutlass_multiplies_quantised_weights_where_the_environment_asks_for_it_
     libraries: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a layer's four products not the one of 96 inputs, nor in int4 the one of 96 outputs, nor the head's of 99."""
+    """Not a layer's product with 96 inputs, nor in int4 the one with 96 outputs, nor the head's with 99."""
     monkeypatch.setenv("ORT_FPA_INTB_GEMM", "1")
     kinds = ("int8", "int4")
     done = driver.ask_provider(libraries, *(bundle("opt", "fp16", kind) for kind in kinds))

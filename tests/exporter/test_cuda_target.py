@@ -60,8 +60,8 @@ def test_a_model_that_overflows_in_fp16_draws_a_warning_there(
     assert manifests.read(tmp_path / "b").dtype == ("float16" if warned else "bfloat16")
 
 
-def test_what_a_graph_captures_has_no_split_into_unlike_parts(zoo: Zoo, tmp_path: Path) -> None:
-    """CUDA's reads host memory that is gone at the next replay; ONNX Runtime would make one of slices while it loads."""
+def test_what_a_cuda_graph_captures_has_no_split_into_uneven_parts(zoo: Zoo, tmp_path: Path) -> None:
+    """CUDA's Split into such parts reads host memory that is gone at the next replay; loading could make one from slices."""
     made = _export(zoo, "phi3", tmp_path / "b")
     engines_ort.use_threads(None)
     trace = Trace()
@@ -92,7 +92,9 @@ def test_a_row_may_fill_the_bundles_length(zoo: Zoo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.05), ("int4", 0.5)])
 @pytest.mark.parametrize("name", ["opt", "mixtral"])
-def test_quantised_engines_stay_near(name: str, quantize: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
+def test_quantised_engines_stay_close_to_the_reference(
+    name: str, quantize: str, tolerance: float, zoo: Zoo, tmp_path: Path
+) -> None:
     made = _export(zoo, name, tmp_path / "b", quantize=quantize)
     assert made.targets[0].weights == quantize
     manifest, engines = _on_cpu(tmp_path / "b")
@@ -105,7 +107,7 @@ def test_quantised_engines_stay_near(name: str, quantize: str, tolerance: float,
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_layer_is_few_operators_all_in_the_narrow_dtype(dtype: str, zoo: Zoo, tmp_path: Path) -> None:
-    """bf16 has no kernels on a CPU, so its graph is only looked at."""
+    """bf16 has no kernels on a CPU, so its graph is only inspected."""
     made = _export(zoo, "llama", tmp_path / "b", dtype=dtype)
     graph = ir.load(tmp_path / "b" / made.targets[0].segments[0]).graph
     layers = len(made.segments[0])
@@ -144,8 +146,8 @@ def test_a_layers_experts_are_one_operator_in_the_narrow_dtype_with_its_router_i
     assert {value.dtype for value in given} == ({narrow} if plain else {narrow, ir.DataType.UINT8})
 
 
-def test_of_a_checkpoint_in_4_bits_the_head_is_in_8(zoo: Zoo, tmp_path: Path) -> None:
-    """The checkpoint has it in full: in 4 bits it would be nearly all of the error."""
+def test_the_head_of_a_4_bit_checkpoint_is_in_8_bits(zoo: Zoo, tmp_path: Path) -> None:
+    """The checkpoint has the head in full precision; in 4 bits it would cause nearly all of the error."""
     checkpoint = compressed(zoo.checkpoint("llama"), tmp_path / "llama", "W4A16")
     full = ScheduleRequest(name="full")
     request = ExportRequest(model=str(checkpoint), out=tmp_path / "b", schedule=full, targets=("cuda",), quantize="int4")
@@ -175,7 +177,7 @@ def both(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_tied_embedding_and_head_are_given_one_matrix(both: Path, zoo: Zoo) -> None:
+def test_a_tied_embedding_and_head_share_one_matrix(both: Path, zoo: Zoo) -> None:
     cuda = manifests.read(both).targets[1]
     assert cuda.tied_weight is not None
     wanted = zoo.model("opt").lm_head.weight.detach().half().numpy()
@@ -184,14 +186,14 @@ def test_a_tied_embedding_and_head_are_given_one_matrix(both: Path, zoo: Zoo) ->
     for path in (cuda.embed, cuda.head):
         graph = ir.load(both / path).graph
         assert bindings.TIED_WEIGHT in [value.name for value in graph.inputs]
-        assert all(value.shape != wanted.shape for value in graph.initializers.values()), "it has a copy of its own"
+        assert all(value.shape != wanted.shape for value in graph.initializers.values()), "the engine has a copy of its own"
     _, engines = _on_cpu(both)
     assert isinstance(engines.embed, SharingEngine) and isinstance(engines.head, SharingEngine)
     assert engines.embed.weights[bindings.TIED_WEIGHT] is engines.head.weights[bindings.TIED_WEIGHT]
     assert cuda.head_weight_bytes >= stored.nbytes
 
 
-def test_a_model_that_ties_nothing_and_quantised_weights_have_their_own(zoo: Zoo, tmp_path: Path) -> None:
+def test_untied_and_quantised_models_have_no_tied_weight(zoo: Zoo, tmp_path: Path) -> None:
     assert _export(zoo, "llama", tmp_path / "llama").targets[0].tied_weight is None
     assert _export(zoo, "opt", tmp_path / "opt", quantize="int8").targets[0].tied_weight is None
 
@@ -203,11 +205,11 @@ def test_a_tied_weight_without_whole_rows_is_refused(both: Path, tmp_path: Path)
     file["size"] -= 2
     (tmp_path / "b" / "bundle.json").write_text(json.dumps(made))
     os.truncate(tmp_path / "b" / file["path"], file["size"])
-    with pytest.raises(BundleError, match=r"tied\.bin: has no whole rows; export the model again"):
+    with pytest.raises(BundleError, match=r"tied\.bin: is not a whole number of rows; export the model again"):
         _on_cpu(tmp_path / "b")
 
 
-def test_cpu_engines_beside_it_are_what_runs_unless_told_otherwise(both: Path, zoo: Zoo) -> None:
+def test_a_bundle_for_cpu_and_cuda_runs_its_cpu_engines_by_default(both: Path, zoo: Zoo) -> None:
     generator = skipdecode.load(both)
     assert [target.name for target in generator.manifest.targets] == ["cpu", "cuda"] and generator.target.name == "cpu"
     exact = generator.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True).sequences[0].token_ids
@@ -228,10 +230,10 @@ def test_keys_values_and_logits_are_those_of_the_cpu_engines(both: Path) -> None
             np.testing.assert_allclose(narrow.memory.to_host(others[name]), exact.memory.to_host(one), rtol=0.02, atol=0.02)
 
 
-def test_without_a_gpu_it_is_refused_in_one_line(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_refused_where_onnxruntime_has_no_cuda_provider(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(
-        TargetError, match="has no cuda in it; pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"
+        TargetError, match="is built without CUDA; pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"
     ):
         skipdecode.load(both, target="cuda")
 
@@ -243,7 +245,9 @@ class _Gpu(HostDevice):
 @pytest.mark.skipif(
     "AzureExecutionProvider" not in engines_ort.ort.get_available_providers(), reason="onnxruntime-gpu has no other provider"
 )
-def test_nodes_that_cuda_cannot_run_are_an_error_not_the_cpus(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_cuda_cannot_run_are_an_error_and_do_not_fall_back_to_the_cpu(
+    both: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Azure's provider, which comes with onnxruntime and has no kernels, stands in for CUDA's."""
     monkeypatch.setattr(engines_ort, "_provider", lambda device: ("AzureExecutionProvider", {}))
     with pytest.raises(
@@ -257,26 +261,28 @@ CUDA = "CUDA failure 2: out of memory ; GPU=0 ; hostname=gpu ; expr=cudaMalloc((
 CUBLAS = "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0 ; expr=cublasCreate(&cublas_handle_);"
 
 
-@pytest.mark.parametrize(("said", "asked"), [(ARENA, " for 3072 MiB"), (CUDA, ""), (CUBLAS, "")])
-def test_memory_that_is_not_there_is_told_as_such(said: str, asked: str, both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("message", "size"), [(ARENA, " for 3072 MiB"), (CUDA, ""), (CUBLAS, "")])
+def test_running_out_of_gpu_memory_is_reported_as_such(
+    message: str, size: str, both: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As ONNX Runtime words it when a session is made, and when it runs."""
 
     def fails(*_: object, **__: object) -> None:
-        raise engines_ort.ort.capi.onnxruntime_pybind11_state.RuntimeException(said)
+        raise engines_ort.ort.capi.onnxruntime_pybind11_state.RuntimeException(message)
 
     _, engines = _on_cpu(both)
     engine = engines.segments[0].engine
     assert isinstance(engine, engines_ort.OrtEngine)
     run = engine.bind({}, {})
     monkeypatch.setattr(engines_ort.ort.InferenceSession, "run_with_iobinding", fails)
-    with pytest.raises(CapacityError, match=f"^no memory is left{asked}; send fewer rows .* a smaller --prefill-chunk$"):
+    with pytest.raises(CapacityError, match=f"^no memory is left{size}; send fewer rows .* a smaller --prefill-chunk$"):
         run()
     monkeypatch.setattr(engines_ort.ort, "InferenceSession", fails)
-    with pytest.raises(CapacityError, match=rf"head\.onnx: no memory is left{asked}; free some, or export with --quantize int4$"):
+    with pytest.raises(CapacityError, match=rf"head\.onnx: no memory is left{size}; free some, or export with --quantize int4$"):
         engines_ort.OrtEngine(both / "targets" / "cuda" / "head.onnx", device=_Gpu())
 
 
-def test_a_run_that_cuda_ends_is_one_line(both: Path) -> None:
+def test_a_run_that_onnxruntime_aborts_gives_one_line(both: Path) -> None:
     _, engines = _on_cpu(both)
     run = engines.segments[0].engine.bind({}, {})  # nothing is bound
     with pytest.raises(TargetError, match=r"\.onnx: ONNX Runtime stopped \(.*\); check nvidia-smi, and start again$") as caught:
@@ -284,11 +290,11 @@ def test_a_run_that_cuda_ends_is_one_line(both: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_cudas_libraries_are_loaded_without_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cudas_libraries_are_loaded_silently(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: (loaded.append("all"), print("Failed to load libcudnn.so.9")))
-    for name, value in engines_ort.ENVIRONMENT.items():  # prepare_cuda sets it for the process
+    for name, value in engines_ort.ENVIRONMENT.items():  # prepare_cuda sets these for the whole process
         monkeypatch.setenv(name, value)
     engines_ort.prepare_cuda()
     assert loaded == ["all"] and capsys.readouterr() == ("", "")
@@ -296,12 +302,12 @@ def test_cudas_libraries_are_loaded_without_a_word(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", engines_ort.ENVIRONMENT)
 @pytest.mark.parametrize("own", [None, "the user's"])
-def test_what_cudas_libraries_read_from_the_environment_is_the_users_where_they_say_so(
+def test_environment_variables_of_cudas_libraries_keep_the_users_values(
     name: str, own: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines_ort.ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(engines_ort.ort, "preload_dlls", lambda: None)
-    for each in engines_ort.ENVIRONMENT:  # set before they are missing, so that they are as they were after the test
+    for each in engines_ort.ENVIRONMENT:  # set before it is deleted, so that it is restored after the test
         monkeypatch.setenv(each, own or "")
         if own is None:
             monkeypatch.delenv(each)
@@ -316,7 +322,7 @@ def test_what_cudas_libraries_read_from_the_environment_is_the_users_where_they_
         ({"targets": ("cuda:sm90",)}, "--target: target 'cuda:sm90': cuda has no compute capabilities; write cuda"),
     ],
 )
-def test_what_it_cannot_be_is_refused_before_anything_is_written(
+def test_what_cuda_cannot_do_is_refused_before_anything_is_written(
     changes: dict[str, object], says: str, zoo: Zoo, tmp_path: Path
 ) -> None:
     with pytest.raises(SkipDecodeError) as caught:

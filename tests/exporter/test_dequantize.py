@@ -1,4 +1,4 @@
-"""What quantised checkpoints hold, and the numbers that it stands for."""
+"""Quantised checkpoints are read as the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_number_in_fp8_is_scaled_by_the_block_it_lies_in(block: tuple[int, int
     ],
     ids=["too many scales", "scales of another dtype", "four bits", "a vector", "no scales"],
 )
-def test_a_matrix_in_fp8_and_scales_that_do_not_fit_together_are_one_line(
+def test_mismatched_fp8_matrices_and_scales_give_a_one_line_error(
     change: dict[str, torch.Tensor | None], says: str, zoo: Zoo, tmp_path: Path
 ) -> None:
     folder, prefix = in_fp8(zoo.checkpoint("llama"), tmp_path / "in_fp8", (16, 8)), KEY.removesuffix("k_proj")
@@ -92,7 +92,7 @@ DOWN = "model.layers.2.mlp.experts.down_proj"
 
 @pytest.fixture
 def in_mxfp4(zoo: Zoo, tmp_path: Path) -> Path:
-    """gpt-oss' checkpoint as OpenAI writes it: bf16, the experts' matrices as blocks of 32 numbers of 4 bits and exponents."""
+    """A gpt-oss checkpoint as OpenAI writes it: bf16, the experts' matrices as blocks of 32 4-bit numbers with exponents."""
     folder = shutil.copytree(zoo.checkpoint("gpt_oss"), tmp_path / "in_mxfp4")
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     edit_config(folder, dtype="bfloat16", quantization_config=quantised)
@@ -123,7 +123,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_dequantises_them(in_mxfp4: Pa
     ],
     ids=["too few scales", "scales of another dtype", "no blocks", "no scales"],
 )
-def test_blocks_and_scales_that_do_not_fit_together_are_one_line(part: str, change: Any, says: str, in_mxfp4: Path) -> None:
+def test_mismatched_blocks_and_scales_give_a_one_line_error(part: str, change: Any, says: str, in_mxfp4: Path) -> None:
     name, state = f"{DOWN}_{part}", load_file(in_mxfp4 / "model.safetensors")
     assert_refused(in_mxfp4, {name: change(state[name])}, says, DOWN, (5, 96, 64))
 
@@ -131,12 +131,12 @@ def test_blocks_and_scales_that_do_not_fit_together_are_one_line(part: str, chan
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_llm_compressor_writes_is_read_as_transformers_dequantises_it(name: str, zoo: Zoo, tmp_path: Path) -> None:
     folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", name)
-    assert_reads(folder, _by_transformers(folder).state_dict(), 2**-8 if name == "NVFP4" else 0)  # which it rounds to bf16
+    assert_reads(folder, _by_transformers(folder).state_dict(), 2**-8 if name == "NVFP4" else 0)  # transformers rounds to bf16
 
 
 @pytest.mark.parametrize("name", ["W4A16", "AWQ", "BitNet"])
-def test_int4_of_levels_of_4_bits_is_as_near_to_them_as_int8(name: str, zoo: Zoo, tmp_path: Path) -> None:
-    """Embedding and head, which the checkpoint has in full, are in int8 like the rows: in 4 bits the error is 0.1 and more."""
+def test_int4_of_a_4_bit_checkpoint_is_as_close_to_it_as_int8(name: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Embedding and head, unquantised in the checkpoint, are in int8 as the inputs are: in 4 bits the error is 0.1 or more."""
     folder = tmp_path / "quantised"
     if name in PACKED:
         settings, store = PACKED[name]
@@ -147,7 +147,7 @@ def test_int4_of_levels_of_4_bits_is_as_near_to_them_as_int8(name: str, zoo: Zoo
 
 
 @pytest.mark.parametrize(("options", "warned"), [([], True), (["--quantize", "int4"], False), (["--quiet"], False)])
-def test_levels_of_4_bits_that_become_fp32_are_told_without_the_checkpoint_being_read_again(
+def test_a_4_bit_checkpoint_that_becomes_fp32_is_warned_of_without_being_read_again(
     options: list[str],
     warned: bool,
     zoo: Zoo,
@@ -159,16 +159,16 @@ def test_levels_of_4_bits_that_become_fp32_are_told_without_the_checkpoint_being
 
     def export_and_lose(request: ExportRequest, report: Report) -> Manifest:
         made = export(request, report)
-        shutil.rmtree(folder)  # as a hub does that cannot be reached any more
+        shutil.rmtree(folder)  # as if it were on a hub that has become unreachable
         return made
 
     monkeypatch.setattr(cli, "export", export_and_lose)
     assert command.main([str(folder), "--out", str(tmp_path / "bundle"), "--max-length", "48", *options]) == 0
-    told = "the checkpoint's weights are in 4 bits or less, those for cpu are not; --quantize int4 keeps them"
-    assert (f"skip-export: warning: {told}\n" in capsys.readouterr().err) is warned
+    warning = "the checkpoint's weights of 4 bits or less are widened for cpu; --quantize int4 keeps them"
+    assert (f"skip-export: warning: {warning}\n" in capsys.readouterr().err) is warned
 
 
-def test_experts_that_were_stored_quantised_are_put_together(zoo: Zoo, tmp_path: Path) -> None:
+def test_experts_that_were_stored_quantised_are_joined(zoo: Zoo, tmp_path: Path) -> None:
     name = "W4A16, asymmetric"
     folder = compressed(zoo.checkpoint("qwen3_moe"), tmp_path / "compressed", name)
     read, state = source(folder), load_file(folder / "model.safetensors")
@@ -215,7 +215,7 @@ PACKED: dict[str, tuple[dict[str, Any], Callable[[list[torch.Tensor]], Store]]] 
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_what_others_write_is_read_as_the_numbers_that_it_stands_for(name: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_what_other_tools_write_is_read_as_the_numbers_that_it_stands_for(name: str, zoo: Zoo, tmp_path: Path) -> None:
     torch.manual_seed(0)
     numbers: list[torch.Tensor] = []
     settings, store = PACKED[name]
@@ -227,7 +227,7 @@ def test_what_others_write_is_read_as_the_numbers_that_it_stands_for(name: str, 
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 
 
-def test_gpt2s_turned_matrices_are_unpacked_turned(zoo: Zoo, tmp_path: Path) -> None:
+def test_gpt2s_transposed_matrices_are_unpacked_transposed(zoo: Zoo, tmp_path: Path) -> None:
     """A square one would fit either way."""
     folder = shutil.copytree(zoo.checkpoint("gpt2"), tmp_path / "packed")
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 8})
@@ -262,7 +262,7 @@ def test_gpt2s_turned_matrices_are_unpacked_turned(zoo: Zoo, tmp_path: Path) -> 
         ("W8A8, a row", {"weight_scale": None}, "k_proj.weight is torch.int8; give an unquantised checkpoint"),
     ],
 )  # fmt: skip
-def test_parts_that_do_not_fit_together_are_one_line(
+def test_mismatched_parts_give_a_one_line_error(
     name: str, change: dict[str, torch.Tensor | None], says: str, zoo: Zoo, tmp_path: Path
 ) -> None:
     folder = compressed(zoo.checkpoint("llama"), tmp_path / "compressed", name)

@@ -1,4 +1,4 @@
-"""Transformers' own forward pass without numbers, ahead of every export."""
+"""The dry run before every export: transformers' own forward pass on tensors without numbers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def _config(name: str, rope: dict[str, Any] | None = None) -> Any:
 @pytest.mark.parametrize(
     ("name", "rope"),
     [
-        # which ask how long a run is, but where they are settled
+        # these read a run's length unless the dry run freezes them
         ("llama", {"rope_type": "dynamic", "factor": 2.0}),
         ("llama", LONGROPE),
         ("phimoe", {**LONGROPE, "short_mscale": 1.25, "long_mscale": 7.0}),
     ],
 )
-def test_no_rotary_scalings_forward_pass_needs_numbers_or_memory(
+def test_no_rotary_scaling_needs_numbers_or_memory_in_a_forward_pass(
     name: str, rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _assert_runs_without_numbers(_config(name, rope), monkeypatch)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *EACH_RELATIVE])
-def test_no_supported_models_forward_pass_needs_numbers_or_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or faults behind the question would be found where a layer is traced."""
+def test_no_supported_model_needs_numbers_or_memory_in_a_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise later faults would be found only when a layer is traced."""
     _assert_runs_without_numbers(_config(name), monkeypatch)
 
 
@@ -54,10 +54,10 @@ def _assert_runs_without_numbers(made: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_forward_pass_that_needs_numbers_is_left_to_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "freeze_rotary", lambda rotary: rotary)
     check_runs(_config("llama", {"rope_type": "dynamic", "factor": 2.0}))
-    assert torch.zeros(1).item() == 0  # no fake tensors from here on
+    assert torch.zeros(1).item() == 0  # fake tensors are off again
 
 
-def test_shapes_that_do_not_fit_are_one_line_and_no_torchs_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_mismatched_shapes_give_one_line_and_nothing_in_torchs_log(caplog: pytest.LogCaptureFixture) -> None:
     torch_logs = logging.getLogger("torch")
     torch_logs.addHandler(caplog.handler)  # it does not propagate
     try:

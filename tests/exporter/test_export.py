@@ -1,4 +1,4 @@
-"""Exporting: what is written."""
+"""What an export writes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_commands_export_inspect_and_run(zoo: Zoo, tmp_path: Path) -> None:
+def test_the_commands_export_and_run(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "engines"
     done = _run("skip-export", zoo.checkpoint("llama"), "--schedule", "linear", "--speedup", 2, "--span", 8, "--out", out)
-    (said,) = done.stderr.splitlines()
-    assert done.returncode == 0 and "llama has no tokenizer, so the bundle takes token ids alone; save it there" in said
+    (warning,) = done.stderr.splitlines()
+    assert done.returncode == 0 and "llama has no tokenizer, so the bundle takes only token ids; save one there" in warning
     same = ScheduleRequest(name="linear", speedup=2, span=8)
     here = export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "here", schedule=same))
-    assert here.files == manifests.read(out).files, "the traces that tests keep are those of a process of its own"
+    assert here.files == manifests.read(out).files, "traces that tests share are those of a process of its own"
     ran = _run("skip-run", out, "--token-ids", "5,6,7", "--token-ids", "9", "--max-new-tokens", 6, "--json")
     result = json.loads(ran.stdout)
     assert [row["prompt_ids"] for row in result["sequences"]] == [[5, 6, 7], [9]]
@@ -74,7 +74,7 @@ def test_standard_graphs_hold_no_weights_and_pass_the_onnx_checker(name: str, zo
         assert inside < 4096, path
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])  # whose attention has outputs that are left out
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])  # the graphs leave out some outputs of their attention
 def test_a_whole_variant_graph_gives_the_logits_of_the_reference(name: str, zoo: Zoo) -> None:
     manifest = manifests.read(zoo.bundle(name))
     prompt = [9, 8, 7, 6, 5]
@@ -153,24 +153,24 @@ def test_segments_are_larger_where_no_cpu_engine_shares_them(zoo: Zoo, tmp_path:
         assert len(export(request).segments) == count
 
 
-def test_what_is_being_done_is_told_with_the_part_of_all_that_is_done(zoo: Zoo, tmp_path: Path) -> None:
-    told: list[tuple[str, float]] = []
+def test_progress_is_reported_with_the_fraction_that_is_done(zoo: Zoo, tmp_path: Path) -> None:
+    reported: list[tuple[str, float]] = []
     request = ExportRequest(
         model=str(zoo.checkpoint("llama")), out=tmp_path / "b", schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH,
         dtype="fp16", targets=("cpu", "cuda"), segment_bytes=1,
     )  # fmt: skip
-    export(request, lambda what, done: told.append((what, done)))
-    segments = [what for what, _ in told if what.startswith("compiling segment")]
+    export(request, lambda what, done: reported.append((what, done)))
+    segments = [what for what, _ in reported if what.startswith("compiling segment")]
     counts = range(1, LAYERS + 1)
     assert segments == [f"compiling segment {n} of {LAYERS} for {target}" for target in ("cpu", "cuda") for n in counts]
-    done = [each for _, each in told]
+    done = [each for _, each in reported]
     assert done == sorted(done) and done[0] == 0 and done[-1] == 1
-    assert [each for what, each in told if what.startswith("compiling segment 4 ")] == pytest.approx([0.625, 0.875])
+    assert [each for what, each in reported if what.startswith("compiling segment 4 ")] == pytest.approx([0.625, 0.875])
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_of_a_mixture_a_step_reads_the_experts_that_it_chooses(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
-    """Here 3 of 5, beside attention and router."""
+def test_a_step_of_a_mixture_reads_only_the_experts_that_it_chooses(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
+    """Here 3 of 5, besides attention and router."""
     full = ScheduleRequest(name="full")
     made = export(
         ExportRequest(
@@ -187,7 +187,7 @@ def test_of_a_mixture_a_step_reads_the_experts_that_it_chooses(quantize: str, zo
 def test_a_disk_need_not_have_more_room_for_a_segment_than_the_model_has_weights(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A segment may have 256 MiB, this model has one."""
+    """A segment may have 256 MiB; this model has 1 MiB."""
     free = 8 << 20
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))  # type: ignore[attr-defined]
     full = ScheduleRequest(name="full")
@@ -196,10 +196,10 @@ def test_a_disk_need_not_have_more_room_for_a_segment_than_the_model_has_weights
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx:sm89"])
-def test_a_disk_that_is_said_to_do_is_large_enough_for_an_embedding_that_is_not_quantised(
+def test_the_disk_space_that_is_required_suffices_for_an_embedding_that_is_not_quantised(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nearly all of this model is its embedding, which is the head, too."""
+    """Nearly all of this model is its embedding, which is also its head."""
     config = CONFIGS["qwen2"]()
     config.vocab_size = 400_000
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -222,7 +222,7 @@ def test_force_replaces_a_bundle_and_nothing_else(zoo: Zoo, tmp_path: Path) -> N
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_bundle_with_many_variants_weighs_what_one_with_a_single_variant_weighs(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_bundle_with_many_variants_is_no_larger_than_one_with_a_single_variant(zoo: Zoo, tmp_path: Path) -> None:
     one = export(
         ExportRequest(
             model=str(zoo.checkpoint("llama")), out=tmp_path / "one", schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH
@@ -238,7 +238,7 @@ def test_a_bundle_with_many_variants_weighs_what_one_with_a_single_variant_weigh
 
 
 @pytest.mark.parametrize(("quantize", "tolerance"), [("int8", 0.03), ("int4", 0.4)])
-def test_quantised_engines_stay_near_the_exact_ones_and_are_smaller(
+def test_quantised_engines_stay_close_to_the_exact_ones_and_are_smaller(
     zoo: Zoo, tmp_path: Path, quantize: str, tolerance: float
 ) -> None:
     made = export(ExportRequest(model=str(zoo.checkpoint("opt")), out=tmp_path / "q", quantize=quantize, max_length=MAX_LENGTH))
@@ -280,21 +280,21 @@ def test_a_schedule_that_skips_layer_0_is_warned_of(
 
 
 @pytest.mark.parametrize(("table", "warned"), [('{"layers": [6, 5], "warmup_layers": 4}', False), ('{"layers": [6, 5]}', True)])
-def test_warm_up_layers_that_nobody_asked_for_are_warned_of(
+def test_warm_up_layers_beyond_those_requested_are_warned_of(
     zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, warned: bool
 ) -> None:
-    """The model's layers read the keys and values of others: 3 there must be, whatever is asked."""
+    """The model's layers read the keys and values of others, so there must be 3, whatever is requested."""
     (tmp_path / "t.json").write_text(table)
     options = ["--schedule", f"table:{tmp_path / 't.json'}", "--max-length", "48", "--out", str(tmp_path / "bundle")]
     assert command.main([str(zoo.checkpoint("reading_others")), *options]) == 0
-    said = "warning: 3 warm-up layers, since later layers read the keys and values of layer 2 and below"
+    warning = "warning: 3 warm-up layers, since later layers read the keys and values of layer 2 and below"
     assert [line for line in capsys.readouterr().err.splitlines() if "warm-up layers, since" in line] == [
-        f"skip-export: {said}"
+        f"skip-export: {warning}"
     ] * warned
 
 
 @pytest.mark.parametrize(("span", "warned"), [(48, False), (100, True)])
-def test_a_schedule_that_no_row_comes_to_the_end_of_is_warned_of(
+def test_a_schedule_whose_end_no_row_reaches_is_warned_of(
     zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], span: int, warned: bool
 ) -> None:
     options = ["--schedule", "step", "--span", str(span), "--max-variants", str(span), "--max-layers", "6", "--min-layers", "2"]
@@ -308,8 +308,6 @@ def test_warm_up_layers_below_0_are_refused(zoo: Zoo, tmp_path: Path) -> None:
         export(ExportRequest(model=str(zoo.checkpoint("llama")), out=tmp_path / "bundle", schedule=schedule))
 
 
-def test_a_model_that_lies_in_the_current_folder_has_that_folders_name(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_the_current_folder_is_named_after_it(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shutil.copytree(zoo.checkpoint("llama"), tmp_path / "my-llama"))
     assert export(ExportRequest(model=".", out=tmp_path / "bundle", max_length=48)).model.name == "my-llama"

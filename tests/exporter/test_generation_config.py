@@ -18,7 +18,7 @@ from tests.models import CONFIGS, MAX_LENGTH
 from tests.zoo import Zoo
 
 
-def _of_a_model_that_also_sees(**whole: Any) -> dict[str, Any]:
+def _of_a_vision_model(**whole: Any) -> dict[str, Any]:
     text = {**CONFIGS["gemma3"]().to_dict(), "eos_token_id": 1}
     return {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}, **whole}
 
@@ -30,8 +30,8 @@ def _of_a_model_that_also_sees(**whole: Any) -> dict[str, Any]:
         ({"generation_config": {}, "config": {"eos_token_id": 1}}, ()),
         ({"config": {"eos_token_id": 5}}, (5,)),
         ({"config": {}}, ()),
-        ({"config": _of_a_model_that_also_sees(eos_token_id=[1, 106])}, (1, 106)),
-        ({"config": _of_a_model_that_also_sees()}, (1,)),
+        ({"config": _of_a_vision_model(eos_token_id=[1, 106])}, (1, 106)),
+        ({"config": _of_a_vision_model()}, (1,)),
     ],
 )
 def test_rows_end_at_the_ids_at_which_transformers_ends_them(
@@ -60,7 +60,7 @@ def test_a_model_without_a_checkpoint_ends_rows_as_its_configuration_says() -> N
         ('{"eos_token_id": true}', "eos_token_id is True; write a whole number"),
     ],
 )
-def test_a_generation_config_that_cannot_be_read_is_one_line_before_anything_is_compiled(
+def test_an_unreadable_generation_config_gives_one_line_before_anything_is_compiled(
     content: str, says: str, zoo: Zoo, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -88,7 +88,7 @@ def test_a_bundle_ends_rows_as_its_checkpoint_does(zoo: Zoo) -> None:
         ("config", {"repetition_penalty": 1.3}, "repetition_penalty"),
     ],
 )
-def test_what_transformers_applies_of_itself_and_a_bundle_does_not_is_warned_of(
+def test_settings_that_transformers_applies_by_itself_and_a_bundle_does_not_are_warned_of(
     file: str, settings: dict[str, Any], named: str | None, zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -97,6 +97,6 @@ def test_what_transformers_applies_of_itself_and_a_bundle_does_not_is_warned_of(
     own = json.loads((folder / "config.json").read_text()) if file == "config" else {}
     (folder / f"{file}.json").write_text(json.dumps({**own, **settings}))
     assert command.main([str(folder), "--max-length", str(MAX_LENGTH), "--out", str(tmp_path / "bundle")]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "which transformers applies" in line]
-    wanted = f"skip-export: warning: {file}.json: bundles leave out {named}, which transformers applies"
-    assert told == ([wanted] if named else [])
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "which transformers applies" in line]
+    wanted = f"skip-export: warning: {file}.json: bundles ignore {named}, which transformers applies"
+    assert warnings == ([wanted] if named else [])

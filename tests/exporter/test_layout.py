@@ -1,4 +1,4 @@
-"""What lies where in a bundle, and what of it a step reads."""
+"""Where a bundle's weights are stored, and how many of their bytes a step reads."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def _product() -> tuple[ir.Model, Array, Array]:
     return with_parameters(PRODUCT, {"weight": weight, "bias": bias}), weight, bias
 
 
-def test_large_weights_lie_beside_the_engine_and_small_ones_in_it(tmp_path: Path) -> None:
+def test_large_weights_are_stored_next_to_the_engine_and_small_ones_inside_it(tmp_path: Path) -> None:
     model, weight, bias = _product()
     save_engine(model, tmp_path / "head.onnx")
     assert (tmp_path / "head.bin").stat().st_size == weight.nbytes
     np.testing.assert_allclose(_answer(tmp_path / "head.onnx"), X @ weight + bias, rtol=1e-6)
 
 
-def test_a_weight_that_another_engine_has_under_its_name_is_written_once_whatever_its_shape(tmp_path: Path) -> None:
+def test_a_weight_of_the_same_name_in_another_engine_is_written_once_whatever_its_shape(tmp_path: Path) -> None:
     head, weight, bias = _product()
     save_engine(head, tmp_path / "head.onnx")
     own = _drawn(64, 16)[:, 0]
     embed = with_parameters(TURNED, {"weight": weight.reshape(64, 16), "bias": bias, "own": own})
     save_engine(embed, tmp_path / "embed.onnx", shared_with=tmp_path / "head.onnx")
-    assert not (tmp_path / "embed.bin").exists(), "it has no large one of its own"
+    assert not (tmp_path / "embed.bin").exists(), "it has no large weight of its own"
     expected = (X @ weight.reshape(64, 16).T) * own + bias
     np.testing.assert_allclose(_answer(tmp_path / "embed.onnx"), expected, rtol=1e-5)
 
 
-def test_only_what_lies_in_a_file_of_another_folder_is_copied(tmp_path: Path) -> None:
+def test_only_weights_in_a_file_of_another_folder_are_copied(tmp_path: Path) -> None:
     model, weight, _ = _product()
     (tmp_path / "graphs").mkdir()
     save_engine(model, tmp_path / "graphs" / "head.onnx")
@@ -70,7 +70,7 @@ def test_only_what_lies_in_a_file_of_another_folder_is_copied(tmp_path: Path) ->
     np.testing.assert_array_equal(moved.numpy(), weight)
 
 
-def test_rows_behind_the_last_one_of_a_tied_weight_are_zero(tmp_path: Path) -> None:
+def test_a_tied_weight_is_padded_with_rows_of_zeros(tmp_path: Path) -> None:
     table = _drawn(13, 64)
     text = f"{HEADER} (float[B,64] x, float[13,64] table) => (float[B,13] y) {{ t = Transpose (table) y = MatMul (x, t) }}"
     head = with_parameters(text, {"table": table})
@@ -85,18 +85,18 @@ def test_rows_behind_the_last_one_of_a_tied_weight_are_zero(tmp_path: Path) -> N
 def test_a_step_reads_every_weight_once() -> None:
     model, weight, bias = _product()
     assert weight_bytes(model.graph) == weight.nbytes + bias.nbytes
-    model.graph.initializers["layer.weight"].meta[READ_FRACTION] = 1 / 4  # a mixture's that is written out
+    model.graph.initializers["layer.weight"].meta[READ_FRACTION] = 1 / 4  # as of a mixture that is written out
     assert weight_bytes(model.graph) == weight.nbytes // 4 + bias.nbytes
 
 
-def test_a_step_reads_of_a_mixture_the_chosen_experts() -> None:
+def test_a_step_of_a_mixture_reads_the_chosen_experts() -> None:
     arrays = {"up": _drawn(8, 32, 16), "down": _drawn(8, 16, 32)}
     text = f"""{HEADER} (float[B,16] x, float[B,8] routed, float[8,32,16] up, float[8,16,32] down) => (float[B,16] y)
     {{ y = com.microsoft.MoE <k: int = 3> (x, routed, up, , down) }}"""
     assert weight_bytes(with_parameters(text, arrays).graph) == 2 * 3 * 16 * 32 * 4
 
 
-def test_a_step_reads_of_the_rotary_tables_a_row_which_is_not_counted() -> None:
+def test_the_row_that_a_step_reads_of_rotary_tables_is_not_counted() -> None:
     text = f"""{HEADER}
     (float[B,1,64] q, float[B,2,C,32] k, float[B,2,C,32] v, int32[B] n, int32 t, float[48,16] cos, float[48,16] sin)
     => (float[B,1,64] y)

@@ -1,4 +1,4 @@
-"""Decode steps that attend to many positions, where an attention of one new token has a kernel of its own."""
+"""Decode steps that attend to many positions, where attention with one new token has a kernel of its own."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.agreement import assert_gives_the_references_logits
 from tests.models import CONFIGS, LAYERS
 
 POSITIONS, NEW = 6000, 4
-WORTH = 40_960  # less than it is: narrow queries would need prompts of thousands
+WORTH = 40_960  # below the real threshold, which such narrow queries reach only with thousands of tokens
 PROMPTS = [[(5 * number + number // 7) % 97 + 2 for number in range(length)] for length in (690, 330, 3)]
 
 
-def test_width_and_length_are_such_that_the_first_step_is_among_many_and_others_are_not() -> None:
-    """So that the tests below reach both kernels: with WORTH 640 positions for queries of 64 numbers, 320 for 128."""
-    assert len(PROMPTS[0]) > 640 and 640 > len(PROMPTS[1]) > 320 > len(PROMPTS[2])
+def test_the_prompts_lengths_are_on_both_sides_of_the_thresholds() -> None:
+    """So the test below reaches both kernels, for queries of 64 numbers and of 128."""
+    assert len(PROMPTS[0]) > WORTH // 64 > len(PROMPTS[1]) > WORTH // 128 > len(PROMPTS[2])
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("llama", LAYERS), ("qwen3", LAYERS), ("gemma2", 0)])
 def test_long_prompts_give_the_references_logits_alone_and_in_a_ragged_batch(
     name: str, chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Query, key and value in one matrix; a norm between; a cap on scores, for which there is one kernel."""
+    """Query, key and value from one matrix; with a norm in between; with a cap on scores, for which there is only one kernel."""
     monkeypatch.setattr(choose_attention_kernel, "_MIN_WIDTH_TIMES_POSITIONS", WORTH)
     config = CONFIGS[name]()
     config.num_key_value_heads, config.max_position_embeddings = 1, POSITIONS

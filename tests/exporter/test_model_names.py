@@ -1,4 +1,4 @@
-"""From a hub id to a bundle, over HTTP, with repositories laid out as they are there."""
+"""From a hub id to a bundle, over HTTP, with repositories laid out as they are on the hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _export(url: str, home: Path, *arguments: object) -> subprocess.CompletedPro
 
 
 def _refuse(url: str, home: Path, model: str, out: Path) -> subprocess.CompletedProcess[str]:
-    """The hub is asked before torch is imported, but for OPT's short names, whose configurations are known here."""
+    """Ask for a model before torch is imported, except for OPT's short names, whose configurations are built in."""
     return _run(_COMMAND if model.startswith("opt-") else SKIP_EXPORT, url, home, model, "--out", out)
 
 
@@ -48,8 +48,8 @@ def _with_hub(url: str, home: Path) -> dict[str, str]:
     return {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
 
 
-def _as_opt_is_on_the_hub(folder: Path) -> None:
-    """Half precision in `.bin` shards by the base model's names, and a tokenizer from before tokenizer.json."""
+def _write_opt_as_on_the_hub(folder: Path) -> None:
+    """Write half precision in `.bin` shards under the base model's names, and a tokenizer from before tokenizer.json."""
     words = json.loads((_E2E / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     folder.mkdir(parents=True)
     (folder / "vocab.json").write_text(json.dumps(words["vocab"]), encoding="utf-8")
@@ -70,7 +70,7 @@ def _as_opt_is_on_the_hub(folder: Path) -> None:
 
 def test_opt_as_it_is_on_the_hub_gives_transformers_tokens(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "facebook" / "opt-tiny"
-    _as_opt_is_on_the_hub(folder)
+    _write_opt_as_on_the_hub(folder)
     with hub.serving(tmp_path / "hub") as served:
         done = _export(served.url, tmp_path / "home", "facebook/opt-tiny", "--out", tmp_path / "bundle", "--max-length", 48)
     assert done.returncode == 0, done.stderr
@@ -99,15 +99,15 @@ def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -
     assert {Path(path).name for path in served.sent} == {"config.json", "generation_config.json", "model.safetensors"}
 
 
-def test_how_much_of_a_download_is_here_is_told(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_of_a_download_is_reported(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.model("llama").save_pretrained(tmp_path / "hub" / "org" / "llama")
-    told: list[str] = []
+    reported: list[str] = []
     with hub.serving(tmp_path / "hub") as served:
         for name, value in _with_hub(served.url, tmp_path / "home").items():
             monkeypatch.setenv(name, value)
-        folder = fetch_checkpoint("org/llama", told.append)
+        folder = fetch_checkpoint("org/llama", reported.append)
     size = decimal(sum(path.stat().st_size for path in folder.iterdir()))
-    assert told[-1] == f"downloading org/llama, {size} of {size}"
+    assert reported[-1] == f"downloading org/llama, {size} of {size}"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
@@ -121,10 +121,10 @@ def test_a_download_ends_with_the_export_that_waits_for_it(number: signal.Signal
                 assert served.held.wait(120)
                 (download,) = children(exporter.pid)
                 exporter.send_signal(number)
-                said = exporter.communicate(timeout=60)[1]
+                printed = exporter.communicate(timeout=60)[1]
             finally:
                 exporter.kill()
-        assert (exporter.returncode, said) == (status, "")
+        assert (exporter.returncode, printed) == (status, "")
         assert ends(download)
 
 
@@ -140,7 +140,7 @@ def test_a_download_ends_with_the_export_that_waits_for_it(number: signal.Signal
         ({"id2label": 5}, "has no attribute .items."),
     ],
 )
-def test_a_config_json_that_transformers_does_not_take_is_one_line(changes: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_a_config_json_that_transformers_rejects_gives_one_line(changes: dict[str, object], says: str, tmp_path: Path) -> None:
     config = CONFIGS["llama"]()
     config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -161,58 +161,56 @@ def test_an_encoder_decoder_is_refused_though_its_decoder_is_supported(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["org/nothing", "opt-1.3b"])
-def test_what_the_hub_lacks_is_one_line(name: str, tmp_path: Path) -> None:
+def test_a_model_that_the_hub_lacks_gives_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
     with hub.serving(tmp_path / "hub") as served:
         done = _refuse(served.url, tmp_path / "home", name, tmp_path / "bundle")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert ("--random-weights" in done.stderr) is (name == "opt-1.3b"), "the only ones that need no hub"
+    assert ("--random-weights" in done.stderr) is (name == "opt-1.3b"), "only OPT's sizes can do without the hub"
     assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize("name", ["org/llama", "opt-1.3b"])
-def test_a_gated_model_is_one_line_that_says_how_to_get_it(name: str, tmp_path: Path) -> None:
-    """The one is refused its config.json, the other, whose configuration is known here, its weights."""
+def test_a_gated_model_gives_one_line_that_says_how_to_get_it(name: str, tmp_path: Path) -> None:
+    """org/llama is refused its config.json; opt-1.3b, whose configuration is built in, its weights."""
     with hub.serving(tmp_path, gated=True) as served:
         done = _refuse(served.url, tmp_path / "home", name, tmp_path / "bundle")
-    said = f"{name}: is a gated model, and the hub does not give it to you; ask for access on its page there, and log in"
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
+    expected = f"{name}: is a gated model that you have no access to; request access on its page on the hub, and log in"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(expected), done.stderr
 
 
 @pytest.mark.parametrize("name", ["org/llama", "opt-1.3b"])
-def test_what_a_machine_that_is_to_stay_offline_lacks_is_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_an_offline_machine_lacks_gives_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = _refuse("http://127.0.0.1:9", tmp_path / "home", name, tmp_path / "bundle")
-    said = f"{name}: is no folder, nor in huggingface_hub's cache; name a checkpoint folder, or unset HF_HUB_OFFLINE"
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
+    expected = f"{name}: is neither a folder nor in huggingface_hub's cache; name a checkpoint folder, or unset HF_HUB_OFFLINE"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(expected), done.stderr
 
 
-def test_a_model_of_gguf_files_alone_is_one_line(tmp_path: Path) -> None:
+def test_a_model_of_only_gguf_files_gives_one_line(tmp_path: Path) -> None:
     (tmp_path / "hub" / "org" / "model-GGUF").mkdir(parents=True)
     (tmp_path / "hub" / "org" / "model-GGUF" / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
     with hub.serving(tmp_path / "hub") as served:
         done = _refuse(served.url, tmp_path / "home", "org/model-GGUF", tmp_path / "bundle")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(
-        "org/model-GGUF: holds no config.json; name a checkpoint that transformers loads (of GGUF files,"
+        "org/model-GGUF: holds no config.json; name a checkpoint that transformers can load (for GGUF files,"
     )
 
 
-def test_a_model_that_there_is_no_room_for_is_one_line(zoo: Zoo, tmp_path: Path) -> None:
-    """Where its cache cannot be, here; what a full disk says is a number of the system's, too."""
+def test_a_model_that_there_is_no_room_for_gives_one_line(zoo: Zoo, tmp_path: Path) -> None:
+    """Here its cache cannot be made; a full disk also fails with an errno of the system's."""
     zoo.model("llama").save_pretrained(tmp_path / "hub" / "org" / "llama")
     (tmp_path / "home").touch()
     with hub.serving(tmp_path / "hub") as served:
         done = _refuse(served.url, tmp_path / "home", "org/llama", tmp_path / "bundle")
-    said = "org/llama: cannot be kept in huggingface_hub's cache (Not a directory: "
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(said), done.stderr
-    full = "cannot be kept in huggingface_hub's cache (No space left on device)"
+    expected = "org/llama: cannot be saved in huggingface_hub's cache (Not a directory: "
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(expected), done.stderr
+    full = "cannot be saved in huggingface_hub's cache (No space left on device)"
     assert explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))[0] == full
 
 
-def test_an_adapter_on_the_hub_is_one_line_that_says_how_to_merge_it(tmp_path: Path) -> None:
+def test_an_adapter_on_the_hub_gives_one_line_that_says_how_to_merge_it(tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "org" / "adapter"
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/llama"}')
@@ -222,9 +220,9 @@ def test_an_adapter_on_the_hub_is_one_line_that_says_how_to_merge_it(tmp_path: P
     assert done.stderr.startswith("org/adapter: holds an adapter") and "merge_and_unload" in done.stderr
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
+def test_a_hub_that_cannot_be_reached_gives_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
     program = "import time; time.sleep = print; from skipdecode.exporter.command import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program]
     done = _run(command, "http://127.0.0.1:9", tmp_path / "home", "org/model", "--out", tmp_path / "bundle")
     assert done.returncode == 2 and done.stdout, "it waits, and asks again"
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("org/model: is no folder, and cannot be read"), done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("org/model: is not a folder, and cannot be read"), done.stderr

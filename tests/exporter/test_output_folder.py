@@ -23,13 +23,13 @@ OLD, NEW = '{"format_version": 1, "name": "old"}', '{"format_version": 2, "name"
 
 
 def _write(out: Path, text: str) -> None:
-    """What an export does with its folder."""
+    """Write a bundle as an export does."""
     check_out(out, force=True)
     with fresh_folder(out, force=True) as partial:
         (partial / manifests.MANIFEST).write_text(text)
 
 
-def test_of_a_link_to_a_bundle_what_it_points_to_is_replaced(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_link_to_a_bundle_stays_and_the_bundle_is_replaced(zoo: Zoo, tmp_path: Path) -> None:
     _write(tmp_path / "bundle", OLD)
     (tmp_path / "link").symlink_to("bundle")
     model, full = str(zoo.checkpoint("llama")), ScheduleRequest(name="full")
@@ -39,12 +39,12 @@ def test_of_a_link_to_a_bundle_what_it_points_to_is_replaced(zoo: Zoo, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "link"]
 
 
-def test_folders_above_it_that_are_not_there_are_made(tmp_path: Path) -> None:
+def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
     _write(tmp_path / "models" / "llama" / "bundle", NEW)
     assert (tmp_path / "models" / "llama" / "bundle" / manifests.MANIFEST).read_text() == NEW
 
 
-def test_the_folder_at_hand_is_replaced_where_it_is_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_is_replaced_if_it_is_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path / "bundle", OLD)
     monkeypatch.chdir(tmp_path / "bundle")
     _write(real_out(Path(".")), NEW)
@@ -52,7 +52,7 @@ def test_the_folder_at_hand_is_replaced_where_it_is_a_bundle(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_what_is_read_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_bundle_that_holds_what_the_export_reads_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
     _write(out := tmp_path / "bundle", OLD)
     inside = shutil.copytree(zoo.checkpoint("llama"), out / "models" / "llama")
     (table := out / "table.json").write_text("[6, 4, 2]")
@@ -60,7 +60,9 @@ def test_what_is_read_is_not_replaced(zoo: Zoo, tmp_path: Path) -> None:
         request = ExportRequest(
             model=str(model), out=out, schedule=ScheduleRequest(name=schedule), max_length=MAX_LENGTH, force=True
         )
-        with pytest.raises(BundleError, match=rf"bundle: holds .*, which is read; move the {named}, or choose another --out"):
+        with pytest.raises(
+            BundleError, match=rf"bundle: holds .*, which the export reads; move the {named}, or choose another --out"
+        ):
             export(request)
     assert (out / manifests.MANIFEST).read_text() == OLD and (inside / "model.safetensors").is_file()
 
@@ -105,7 +107,7 @@ def test_a_folder_with_a_bundle_json_of_another_kind_is_not_replaced(content: st
 def test_exports_that_run_under_the_same_process_id_leave_one_another_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of two containers do, which may share a volume."""
+    """As in two containers that share a volume."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     out = tmp_path / "bundle"
 
@@ -123,7 +125,7 @@ def test_exports_that_run_under_the_same_process_id_leave_one_another_alone(
 
 
 @pytest.mark.parametrize("name", ["bundle", "bundle[x86]"])
-def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_a_running_one_has_is_not(
+def test_leftovers_of_a_killed_export_are_removed_by_the_next_one_and_folders_of_running_ones_are_not(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / name
@@ -140,18 +142,18 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_a_running
 
     with pytest.raises(BundleError, match="exists already"):
         with_one_that_runs()
-    (said,) = caplog.messages
-    assert said == f"{left} is removed, which an export left that was killed"
+    (message,) = caplog.messages
+    assert message == f"removed {left}, left behind by an export that was killed"
 
 
-def test_what_a_killed_export_had_put_aside_is_there_again_where_nothing_has_taken_its_place(
+def test_a_bundle_that_a_killed_export_had_put_aside_is_restored_unless_another_has_taken_its_place(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, old = tmp_path / "bundle", tmp_path / ".bundle.replaced-0123abcd"
     _write(old, OLD)
     os.utime(old, (1, 1))
     with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
-        pytest.fail("and an export to it begins")
+        pytest.fail("an export to it begins")
     assert (out / manifests.MANIFEST).read_text() == OLD
     assert list(tmp_path.iterdir()) == [out]
     _write(old, OLD)
@@ -159,13 +161,15 @@ def test_what_a_killed_export_had_put_aside_is_there_again_where_nothing_has_tak
     _write(out, NEW)
     assert list(tmp_path.iterdir()) == [out]
     assert caplog.messages == [
-        f"{out} is there again, which an export that was killed had put aside",
-        f"{old} is removed, which an export left that was killed",
+        f"restored {out}, which a killed export had moved aside",
+        f"removed {old}, left behind by an export that was killed",
     ]
 
 
 @pytest.mark.parametrize("kind", ["partial", "replaced"])
-def test_what_only_has_the_name_of_something_left_is_let_be(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_and_links_with_the_names_of_leftovers_are_kept(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out, file, link = (tmp_path / name for name in ("bundle", f".bundle.{kind}-01234567", f".bundle.{kind}-89abcdef"))
     file.write_text("a note")
     _write(tmp_path / "elsewhere", OLD)
@@ -178,7 +182,7 @@ def test_what_only_has_the_name_of_something_left_is_let_be(kind: str, tmp_path:
     assert caplog.messages == []
 
 
-def test_where_a_file_system_has_no_locks_exports_go_on_and_clear_nothing_up(
+def test_on_a_file_system_without_locks_exports_work_and_remove_no_leftovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unlockable(file: int, operation: int) -> None:
@@ -193,7 +197,9 @@ def test_where_a_file_system_has_no_locks_exports_go_on_and_clear_nothing_up(
     assert sorted(tmp_path.iterdir()) == [left, tmp_path / "bundle"]
 
 
-def test_what_a_running_export_replaces_is_not_cleared_up_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_that_a_running_export_is_replacing_is_not_removed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, found = tmp_path / "bundle", []
     _write(out, OLD)
     os.utime(out, (1, 1))
@@ -201,7 +207,7 @@ def test_what_a_running_export_replaces_is_not_cleared_up_by_another(tmp_path: P
 
     def slow(folder: Path, **options: bool) -> None:
         if not found:
-            assert ".partial-" in folder.name, "half of it must not be taken for what was put aside"
+            assert ".partial-" in folder.name, "a bundle that is half removed must not be taken for one that was put aside"
             found.append(folder)
             os.utime(folder, (1, 1))
             with pytest.raises(BundleError, match="exists already"), fresh_folder(out, force=False):
@@ -214,7 +220,7 @@ def test_what_a_running_export_replaces_is_not_cleared_up_by_another(tmp_path: P
     assert found and list(tmp_path.iterdir()) == [out]
 
 
-def test_a_bundle_that_another_export_has_put_in_place_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_that_another_export_has_meanwhile_put_in_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "bundle"
     _write(out, OLD)
     rename = Path.rename
@@ -229,7 +235,7 @@ def test_a_bundle_that_another_export_has_put_in_place_meanwhile_stays(tmp_path:
     with pytest.raises(BundleError, match="cannot be written"):
         _write(out, NEW)
     assert (out / manifests.MANIFEST).read_text() == "another's"
-    assert list(tmp_path.iterdir()) == [out], "nor does what both have replaced"
+    assert list(tmp_path.iterdir()) == [out], "the bundle that both have replaced does not stay"
 
 
 def test_a_bundle_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
@@ -241,7 +247,7 @@ def test_a_bundle_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
     assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o750
 
 
-def test_an_empty_folder_is_replaced_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_empty_folder_is_replaced_with_force(tmp_path: Path) -> None:
     (out := tmp_path / "bundle").mkdir()
     with pytest.raises(BundleError, match="exists already; choose another --out, or replace it with --force"):
         check_out(out, force=False)
@@ -264,7 +270,7 @@ def _fail_inside(out: Path, error: OSError) -> None:
         OSError(errno.EBADF, "Bad file descriptor", 7),
     ],
 )
-def test_an_error_that_does_not_concern_out_is_told_as_what_it_is(error: OSError, tmp_path: Path) -> None:
+def test_an_error_that_does_not_concern_out_is_raised_unchanged(error: OSError, tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         _fail_inside(tmp_path / "bundle", error)
     assert caught.value is error
@@ -272,24 +278,24 @@ def test_an_error_that_does_not_concern_out_is_told_as_what_it_is(error: OSError
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG])
-def test_an_error_of_a_file_system_without_a_name_is_told_of_out(number: int, tmp_path: Path) -> None:
-    """That of writing to a file that is open has none."""
+def test_a_file_system_error_without_a_file_name_is_reported_for_out(number: int, tmp_path: Path) -> None:
+    """An error of writing to an open file has none."""
     with pytest.raises(BundleError, match=rf"cannot be written \({os.strerror(number)}\)"):
         _fail_inside(tmp_path / "bundle", OSError(number, os.strerror(number)))
 
 
-def test_an_array_that_finds_no_room_is_told_of_out(tmp_path: Path) -> None:
-    """numpy's own error, which has neither a number nor a name."""
+def test_an_array_that_finds_no_room_is_reported_for_out(tmp_path: Path) -> None:
+    """numpy raises an error of its own, with neither an errno nor a file's name."""
 
     def write() -> None:
         with fresh_folder(tmp_path / "bundle", force=False), Path("/dev/full").open("wb") as full:
             np.zeros(1 << 20).tofile(full)
 
-    with pytest.raises(BundleError, match=r"bundle: cannot be written \(0 of 1048576 numbers found room\); free space or"):
+    with pytest.raises(BundleError, match=r"bundle: cannot be written \(0 of 1048576 numbers were written\); free space or"):
         write()
 
 
-def test_an_error_of_a_file_in_the_bundle_is_told_of_out(tmp_path: Path) -> None:
+def test_an_error_of_a_file_in_the_bundle_is_reported_for_out(tmp_path: Path) -> None:
     def write_over_a_folder() -> None:
         with fresh_folder(tmp_path / "bundle", force=False) as partial:
             (partial / "graphs").mkdir()
@@ -299,7 +305,7 @@ def test_an_error_of_a_file_in_the_bundle_is_told_of_out(tmp_path: Path) -> None
         write_over_a_folder()
 
 
-def test_an_error_of_a_file_that_is_copied_into_the_bundle_is_told_of_out(tmp_path: Path) -> None:
+def test_an_error_of_a_file_that_is_copied_into_the_bundle_is_reported_for_out(tmp_path: Path) -> None:
     def copy() -> None:
         with fresh_folder(tmp_path / "bundle", force=False) as partial:
             raise OSError(

@@ -1,4 +1,4 @@
-"""Packages that exporting needs and that are not here, or too old: one line, before anything is imported."""
+"""Packages that exporting needs but that are missing or too old: one line, before anything is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VERSION = metadata.version
 
 
 def _have(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
-    """Let these packages be of these versions, or missing."""
+    """Let these packages have these versions, or, with None, be missing."""
 
     def version(name: str) -> str:
         found = versions.get(name, "") if name in versions else _VERSION(name)
@@ -25,11 +25,11 @@ def _have(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-def test_what_is_installed_here_is_enough() -> None:
+def test_the_packages_installed_here_suffice() -> None:
     check_packages()
 
 
-def test_all_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _have(monkeypatch, torch=None, onnx=None)
     with pytest.raises(TargetError, match=r"^exporting needs torch, onnx; pip install 'skipdecode\[export\]'$"):
         check_packages()
@@ -46,7 +46,7 @@ def test_versions_are_compared_by_their_numbers(version: str, enough: bool, monk
     assert str(raised.value) == (f"transformers {version} is older than 5.24; pip install --upgrade 'skipdecode[export]'")
 
 
-def test_nobody_says_what_a_package_needs_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_checked_where_skipdecode_itself_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def requires(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
@@ -55,7 +55,7 @@ def test_nobody_says_what_a_package_needs_that_is_not_installed(monkeypatch: pyt
     check_packages()
 
 
-def test_the_command_says_it_in_one_line_and_ends_with_2(
+def test_the_command_reports_it_in_one_line_and_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _have(monkeypatch, transformers="4.57.1")

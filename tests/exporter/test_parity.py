@@ -19,7 +19,7 @@ from tests.models import CONFIGS, LAYERS
 from tests.zoo import Zoo
 
 NEW = 12
-NAMES = [*CONFIGS, "qwen3_5_text", "falcon_h1"]  # which keep states in the place of keys and values, and beside them
+NAMES = [*CONFIGS, "qwen3_5_text", "falcon_h1"]  # which keep states instead of keys and values, and besides them
 RAGGED = [[5, 6], [9, 8, 7, 6, 5, 4, 3, 17, 23], [11], [4, 50, 6, 70]]
 
 
@@ -40,7 +40,7 @@ Reference = Callable[[str, Schedule, tuple[int, ...]], tuple[list[int], torch.Te
 
 @pytest.fixture(scope="module")
 def reference(zoo: Zoo) -> Reference:
-    """By architecture, schedule and prompt: new tokens and their logits. Whole passes are slow, so both tests share them."""
+    """Gives new tokens and their logits by architecture, schedule and prompt. Whole passes are slow, so both tests share them."""
     model = functools.cache(zoo.model)
     return functools.cache(lambda name, schedule, prompt: greedy_tokens(model(name), schedule, list(prompt), NEW))
 
@@ -86,7 +86,7 @@ def test_full_depth_equals_transformers_generate(name: str, zoo: Zoo) -> None:
     result = generator.generate(prompt, max_new_tokens=NEW, schedule="full", ignore_eos=True)
     expected = out[0, len(prompt) :].tolist()
     stop = next((i for i, token in enumerate(result.sequences[0].token_ids) if token == 2), NEW)
-    assert result.sequences[0].token_ids[:stop] == expected[:stop]  # min_new_tokens forbids the stop token there
+    assert result.sequences[0].token_ids[:stop] == expected[:stop]  # from there on min_new_tokens forbids the stop token
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])

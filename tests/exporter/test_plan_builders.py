@@ -18,7 +18,7 @@ NAMES = [f"plan_{index}" for index in range(8)]
 
 
 def _requests(folder: Path, names: list[str] = NAMES) -> Iterator[PlanRequest]:
-    """Each graph written, with weights beside it, as its turn comes."""
+    """Yield requests, writing each one's graph and weights when its turn comes."""
     for name in names:
         source = folder / f"{name}.onnx"
         source.touch()
@@ -30,7 +30,9 @@ def _silent(what: str, done: float) -> None:
     pass
 
 
-def test_as_many_as_are_allowed_run_at_a_time_and_one_graph_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_builders_as_allowed_run_at_a_time_and_one_graph_more_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running: set[str] = set()
     seen, graphs = [], []
 
@@ -42,14 +44,14 @@ def test_as_many_as_are_allowed_run_at_a_time_and_one_graph_more_is_made(tmp_pat
         running.remove(request.source)
 
     monkeypatch.setattr(plan_builders, "build_in_process", build)
-    told: list[str] = []
-    build_plans(_requests(tmp_path), len(NAMES), 3, lambda what, done: told.append(what))
+    reported: list[str] = []
+    build_plans(_requests(tmp_path), len(NAMES), 3, lambda what, done: reported.append(what))
     assert max(seen) == 3 and max(graphs) <= 4
-    assert told == [f"building plan {index} of 8 for tensorrt-rtx" for index in range(1, 9)]
-    assert list(tmp_path.iterdir()) == [], "what was written to be built"
+    assert reported == [f"building plan {index} of 8 for tensorrt-rtx" for index in range(1, 9)]
+    assert list(tmp_path.iterdir()) == [], "graphs are removed once they are built"
 
 
-def test_what_takes_long_keeps_no_other_builder_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_build_keeps_no_other_builder_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = threading.Semaphore(0)
 
     def build(request: PlanRequest, stop: threading.Event) -> None:
@@ -62,11 +64,11 @@ def test_what_takes_long_keeps_no_other_builder_waiting(tmp_path: Path, monkeypa
     build_plans(_requests(tmp_path), len(NAMES), 2, _silent)
 
 
-def test_plans_that_are_there_count_as_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_exist_already_count_as_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_builders, "build_in_process", lambda request, stop: None)
-    told: list[str] = []
-    build_plans(iter([None, *_requests(tmp_path, NAMES[:1]), None]), 3, 2, lambda what, done: told.append(what))
-    assert told == ["building plan 3 of 3 for tensorrt-rtx"], "the last one that was waited for"
+    reported: list[str] = []
+    build_plans(iter([None, *_requests(tmp_path, NAMES[:1]), None]), 3, 2, lambda what, done: reported.append(what))
+    assert reported == ["building plan 3 of 3 for tensorrt-rtx"], "only the last one was waited for"
 
 
 def test_a_graph_that_is_refused_ends_the_other_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +87,21 @@ def test_a_graph_that_is_refused_ends_the_other_builders(tmp_path: Path, monkeyp
 
 
 def test_a_graph_that_cannot_be_made_ends_the_builders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, stopped = threading.Event(), []
+
     def requests() -> Iterator[PlanRequest]:
         yield from _requests(tmp_path, NAMES[:2])
+        assert begun.wait(30), "no builder has begun"
         raise OSError(28, "No space left on device")
 
-    stopped = []
-    monkeypatch.setattr(plan_builders, "build_in_process", lambda request, stop: stopped.append(stop.wait(30)))
+    def build(request: PlanRequest, stop: threading.Event) -> None:
+        begun.set()
+        stopped.append(stop.wait(30))
+
+    monkeypatch.setattr(plan_builders, "build_in_process", build)
     with pytest.raises(OSError, match="No space left"):
         build_plans(requests(), 3, 2, _silent)
-    assert all(stopped)
+    assert stopped and all(stopped)
 
 
 def test_no_more_builders_run_than_there_are_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +112,7 @@ def test_no_more_builders_run_than_there_are_cores_and_memory_for(monkeypatch: p
 
 
 def test_no_more_builders_run_than_a_containers_memory_is_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen: 1.46 GiB of one whose plan has 403 MB of weights."""
+    """Measured: 1.46 GiB for a builder whose plan has 403 MB of weights."""
     monkeypatch.setattr(plan_builders, "usable_cores", lambda: 8)
     monkeypatch.setattr(plan_builders, "free_memory", lambda: 1500 << 20)
     assert num_builders("tensorrt-rtx", 100 << 20) == 2

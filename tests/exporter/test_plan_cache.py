@@ -39,7 +39,7 @@ def _key(version: str = "1.7", gpu: str = "", graph: str = GRAPH, **changes: obj
     ],
     ids=str,
 )
-def test_a_plan_of_another_making_has_another_key(changes: dict[str, object]) -> None:
+def test_a_plan_of_other_inputs_has_another_key(changes: dict[str, object]) -> None:
     assert _key(**changes) != _key()  # type: ignore[arg-type]
 
 
@@ -53,7 +53,7 @@ def test_a_plan_of_another_making_has_another_key(changes: dict[str, object]) ->
     ],
 )
 def test_a_plan_built_with_another_setting_has_another_key(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those from before REQUIRE_USER_ALLOCATION cannot be captured."""
+    """Plans built without REQUIRE_USER_ALLOCATION cannot be captured."""
     key, builder = _key(), Path(compile_tensorrt.__file__).read_text()
     assert builder.count(setting) == 1
     changed = tmp_path / "compile_tensorrt.py"
@@ -68,11 +68,11 @@ def test_a_plan_configured_by_another_polygraphy_has_another_key(monkeypatch: py
     assert _key() != key
 
 
-def test_where_a_plan_lies_is_no_part_of_its_key() -> None:
+def test_a_plans_path_is_not_part_of_its_key() -> None:
     assert _key(source="other/x.onnx", plan="other/x.plan", timing_cache="timing.cache") == _key()
 
 
-def test_a_known_plan_is_one_file_under_two_names_and_one_that_is_gone_is_built(tmp_path: Path) -> None:
+def test_a_known_plan_is_hard_linked_and_one_that_is_gone_is_not_taken_over(tmp_path: Path) -> None:
     plan, path = tmp_path / "old.plan", tmp_path / "new.plan"
     plan.write_bytes(b"kernels")
     known = KnownPlan.at(plan)
@@ -95,8 +95,8 @@ def test_a_known_plan_is_copied_where_the_file_system_has_no_links(tmp_path: Pat
     assert not take_over(known, path) and not path.exists()
 
 
-def test_a_plan_that_another_export_has_put_in_the_place_of_a_known_one_is_not_taken_over(tmp_path: Path) -> None:
-    """It may be one of another checkpoint, of the same size; its name is the same."""
+def test_a_plan_that_another_export_has_replaced_is_not_taken_over(tmp_path: Path) -> None:
+    """It has the same name and may have the same size, though it is of another checkpoint."""
     plan, path = tmp_path / "old.plan", tmp_path / "new.plan"
     plan.write_bytes(b"kernels")
     known = KnownPlan.at(plan)
@@ -110,7 +110,7 @@ def _replace(plan: Path) -> None:
     other.replace(plan)
 
 
-def test_what_was_timed_for_the_bundle_that_is_replaced_is_not_timed_again(tmp_path: Path) -> None:
+def test_the_timing_cache_of_the_bundle_that_is_replaced_is_kept(tmp_path: Path) -> None:
     replaced, partial = tmp_path / "bundle", tmp_path / "partial"
     for folder in (replaced, partial):
         (folder / "targets" / "tensorrt").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What block-quantised weights cost the model that ships here, on the part of the E2E data that ships with it."""
+"""What block-quantised weights cost the example's model, on the part of the E2E data that comes with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _texts(quantize: str, folder: Path, prompts: list[str]) -> list[str]:
     return [str(row.text).strip() for result in results for row in result.sequences]
 
 
-def test_int8_says_nearly_always_the_same_and_loses_at_most_half_a_point_of_bleu(
+def test_int8_gives_nearly_always_the_same_text_and_loses_at_most_half_a_point_of_bleu(
     asked: dict[str, list[str]], tmp_path: Path
 ) -> None:
     prompts = list(asked)[:100]

@@ -34,7 +34,7 @@ def test_a_full_schedule_changes_nothing(name: str, zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_layer_computes_exactly_its_positions_and_the_model_is_itself_again(name: str, zoo: Zoo) -> None:
+def test_each_layer_computes_exactly_its_positions_and_the_model_is_restored_afterwards(name: str, zoo: Zoo) -> None:
     model, lengths = zoo.model(name), {}
     for index, layer in enumerate(decoder_layers(model)):
         attention = getattr(layer, "self_attn", None) or getattr(layer, "attn", None) or layer.attention
@@ -59,7 +59,7 @@ def test_each_layer_computes_exactly_its_positions_and_the_model_is_itself_again
         "mamba",
     ],
 )  # fmt: skip
-def test_generating_with_a_cache_is_refused_and_without_gives_the_greedy_tokens(name: str, zoo: Zoo) -> None:
+def test_generating_with_a_cache_is_refused_and_without_one_gives_the_greedy_tokens(name: str, zoo: Zoo) -> None:
     model = zoo.model(name)
     wanted, _ = greedy_tokens(model, FALLING, IDS[0].tolist(), 6)
     model.generation_config.eos_token_id = None
@@ -99,12 +99,12 @@ def test_rows_with_prompts_of_several_lengths_compute_what_each_does_alone(name:
 
 
 def test_labels_say_where_prompts_end(zoo: Zoo) -> None:
-    """Also where padding stands before a prompt; without a label the whole row is one."""
+    """Also where padding precedes a prompt; a row without labels is all prompt."""
     model = zoo.model("llama")
     ids = torch.randint(3, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(0))
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[0, :2] = labels[1, :5] = labels[2] = labels[3, :4] = -100
-    labels[1, 6] = -100  # not learned, and no prompt: it stands behind a token that is
+    labels[1, 6] = -100  # not learned, but not prompt either: it follows a token that is learned
     mask[3, :3] = 0
     with torch.no_grad():
         counts = torch.tensor([2, 5, 7, 4])
@@ -113,7 +113,7 @@ def test_labels_say_where_prompts_end(zoo: Zoo) -> None:
         with skip_schedule(model, FALLING, prompt_length=counts.to(torch.int32)):
             torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits, counted, rtol=0, atol=0)
         with skip_schedule(model, FALLING, prompt_length="labels"):
-            for rows in (slice(0, 1), slice(0, 4)):  # of each pass anew
+            for rows in (slice(0, 1), slice(0, 4)):  # read again in each pass
                 read = model(ids[rows], attention_mask=mask[rows], labels=labels[rows], use_cache=False).logits
                 torch.testing.assert_close(read, counted[rows])
 
@@ -124,11 +124,14 @@ def test_counts_that_do_not_fit_are_refused(zoo: Zoo) -> None:
         with pytest.raises(ScheduleError, match="give a count of tokens"), skip_schedule(model, FALLING, prompt_length=given):  # type: ignore[arg-type]
             pass
     for given in ([1, 2], [1, 1]):
-        with skip_schedule(model, FALLING, prompt_length=given), pytest.raises(ScheduleError, match="2 counts, the batch 3 rows"):
+        with (
+            skip_schedule(model, FALLING, prompt_length=given),
+            pytest.raises(ScheduleError, match="2 counts, but the batch has 3 rows"),
+        ):
             model(ids, use_cache=False)
     with skip_schedule(model, FALLING, prompt_length="labels"):
         model(ids, labels=ids, use_cache=False)
-        with pytest.raises(ScheduleError, match=r"without labels=\.\.\.; call it with them"):
+        with pytest.raises(ScheduleError, match=r"without labels=\.\.\.; call it with labels"):
             model(ids, use_cache=False)
 
 
@@ -138,14 +141,14 @@ def test_attention_with_masks_that_cannot_be_cut_is_refused(zoo: Zoo) -> None:
         pass
 
 
-def test_attention_to_later_tokens_is_refused_as_the_exporter_does(zoo: Zoo) -> None:
+def test_attention_to_later_tokens_is_refused_as_by_the_exporter(zoo: Zoo) -> None:
     model = zoo.model("llama")
     model.config.is_causal = False
     with pytest.raises(ModelNotSupportedError, match="attends to later tokens"), skip_schedule(model, SCHEDULE):
         pass
 
 
-def test_a_model_without_a_head_skips_as_it_does_below_one(zoo: Zoo) -> None:
+def test_a_model_without_its_head_skips_as_with_it(zoo: Zoo) -> None:
     model = zoo.model("opt")
     with torch.no_grad():
         with skip_schedule(model, SCHEDULE):
@@ -154,8 +157,8 @@ def test_a_model_without_a_head_skips_as_it_does_below_one(zoo: Zoo) -> None:
             torch.testing.assert_close(model.base_model(IDS, use_cache=False).last_hidden_state, wanted)
 
 
-def test_a_loss_that_balances_experts_is_refused_where_layers_are_cut(zoo: Zoo) -> None:
-    """Routers tell of all positions that a layer computes, of which some rows keep fewer."""
+def test_a_loss_that_balances_experts_is_refused_where_layers_are_skipped(zoo: Zoo) -> None:
+    """Router logits cover all positions that a layer computes, of which some rows keep fewer."""
     model, mask = zoo.model("mixtral"), torch.ones_like(IDS)
     with skip_schedule(model, full_depth(LAYERS)):
         assert model(IDS, labels=IDS, output_router_logits=True, use_cache=False).aux_loss > 0
@@ -178,7 +181,7 @@ def test_a_static_cache_is_refused_though_it_holds_no_tokens_yet(zoo: Zoo) -> No
         model(IDS, attention_mask=torch.ones_like(IDS), use_cache=True, cache=cache)
 
 
-def test_labels_of_rows_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
+def test_labels_per_row_are_refused_where_labels_say_where_prompts_end(zoo: Zoo) -> None:
     config = transformers.AutoConfig.from_pretrained(zoo.checkpoint("llama"), num_labels=3)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     with (
@@ -188,7 +191,7 @@ def test_labels_of_rows_are_refused_where_labels_say_where_prompts_end(zoo: Zoo)
         model(IDS, labels=torch.tensor([2]))
 
 
-def test_the_package_names_it_and_takes_torch_only_when_it_is_asked_for() -> None:
+def test_the_package_exports_skip_schedule_and_imports_torch_only_for_it() -> None:
     code = """
 import sys
 import skipdecode.exporter
@@ -199,7 +202,7 @@ assert skip_schedule is sys.modules["skipdecode.exporter.reference"].skip_schedu
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_prompt_anchored_at_the_generated_tokens_runs_at_full_depth(zoo: Zoo) -> None:
+def test_a_prompt_runs_at_full_depth_under_the_anchor_generated(zoo: Zoo) -> None:
     model = zoo.model("llama")
     schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(3, 2))
     with torch.no_grad():
@@ -220,7 +223,7 @@ def test_an_absolute_anchor_ignores_where_prompts_end(given: int | list[int] | s
             torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted, rtol=0, atol=0)
 
 
-# arguments of three kinds, of which BLOOM's has its heads first, what a layer tells the one above, several streams
+# three kinds of arguments, BLOOM's with heads first; values that a layer passes to the one above; several streams
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "bloom", "mpt", "glm_moe_dsa", "gemma3n_text"])
 def test_later_positions_do_not_change_earlier_ones_so_training_and_decoding_agree(name: str, zoo: Zoo) -> None:
     model, least = zoo.model(name), LEAST_LAYERS.get(name, 2)
@@ -235,10 +238,10 @@ def test_later_positions_do_not_change_earlier_ones_so_training_and_decoding_agr
             )
 
 
-def test_layers_that_take_over_a_choice_of_tokens_are_refused_rows_in_which_it_is_not_all(zoo: Zoo) -> None:
+def test_rows_are_refused_in_which_layers_would_reuse_a_choice_of_fewer_than_all_tokens(zoo: Zoo) -> None:
     model = zoo.model("glm_moe_dsa")
     rows = torch.ones(2, model.config.index_topk + 1, dtype=torch.int64)
-    refused = rf"layers take over which {MAX_LENGTH} tokens .* has {MAX_LENGTH + 1}; cut rows to {MAX_LENGTH} tokens"
+    refused = rf"layers attend to the {MAX_LENGTH} tokens .* has {MAX_LENGTH + 1}; cut rows to {MAX_LENGTH} tokens"
     with torch.no_grad(), skip_schedule(model, SCHEDULE):
         model(rows[:, :-1], use_cache=False)
         with pytest.raises(ScheduleError, match=refused):
@@ -254,9 +257,9 @@ def test_gradients_reach_every_layer_that_was_computed_and_no_other(zoo: Zoo) ->
 
 
 @pytest.mark.parametrize("schedule", ["full", ScheduleRequest(speedup=2)])
-def test_a_name_or_a_request_is_no_schedule_to_train_with(zoo: Zoo, schedule: Any) -> None:
+def test_a_name_or_a_request_is_not_a_schedule_to_train_with(zoo: Zoo, schedule: Any) -> None:
     block = skip_schedule(zoo.model("opt"), schedule)
-    with pytest.raises(ScheduleError, match="is no Schedule; make one with build_schedule"):
+    with pytest.raises(ScheduleError, match="is not a Schedule; make one with build_schedule"):
         block.__enter__()
 
 
@@ -265,7 +268,7 @@ def test_a_schedule_of_another_depth_and_an_empty_prompt_are_refused(zoo: Zoo) -
     with pytest.raises(ScheduleError, match="the model has 6"), skip_schedule(model, full_depth(5)):
         pass
     with (
-        pytest.raises(ModelNotSupportedError, match="Linear is no model of transformers"),
+        pytest.raises(ModelNotSupportedError, match="Linear is not a transformers model"),
         skip_schedule(torch.nn.Linear(2, 2), full_depth(LAYERS)),
     ):
         pass

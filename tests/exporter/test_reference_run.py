@@ -1,4 +1,4 @@
-"""The torch reference as `skip-validate --reference` asks it."""
+"""The torch reference as `skip-validate --reference` runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.zoo import Zoo, edit_config
     [("bamba", {"attn_layer_indices": None}), ("lfm2", {"layer_types": ["conv", "conv"]})],
 )
 def test_a_model_may_have_no_attention_at_all(name: str, settings: dict[str, object]) -> None:
-    """transformers asks a layer with attention how long a run is."""
+    """transformers takes a run's length from a layer with attention."""
     config = RELATIVES[name](num_hidden_layers=2, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     found = _states(model, full_depth(2), [5, 6, 7], [8, 9])
@@ -30,8 +30,8 @@ def test_a_model_may_have_no_attention_at_all(name: str, settings: dict[str, obj
     assert {name.rpartition(".")[2] for name in found} == {"0", "1"}
 
 
-def test_keys_that_transformers_caches_once_for_each_query_are_those_of_the_models_own_heads() -> None:
-    """Falcon's."""
+def test_keys_that_transformers_caches_per_query_head_are_reduced_to_the_models_kv_heads() -> None:
+    """As Falcon's are."""
     config = RELATIVES["falcon"]()
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     found = _states(model, full_depth(LAYERS), [5, 6, 7], [8, 9])
@@ -39,7 +39,7 @@ def test_keys_that_transformers_caches_once_for_each_query_are_those_of_the_mode
     assert {array.shape[:2] for array in found.values()} == {(config.num_kv_heads, 4)}
 
 
-def test_the_reference_computes_in_fp32_with_the_weights_that_the_bundle_has_rounded(zoo: Zoo) -> None:
+def test_the_reference_computes_in_fp32_with_weights_rounded_as_in_the_bundle(zoo: Zoo) -> None:
     given, taken = zoo.model("llama").state_dict(), _load(zoo.checkpoint("llama"), torch.float16).state_dict()
     assert any((given[name] != weight).any() for name, weight in taken.items())
     for name, weight in taken.items():
@@ -47,7 +47,7 @@ def test_the_reference_computes_in_fp32_with_the_weights_that_the_bundle_has_rou
 
 
 def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) -> None:
-    """transformers draws what it does not find at random."""
+    """transformers fills in missing weights at random."""
     weights = shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True) / "model.safetensors"
     state = load_file(weights)
     del state["model.layers.2.mlp.up_proj.weight"]
@@ -57,7 +57,7 @@ def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{"_attn_implementation": "flash_attention_2"}, {"quantization_config": {}}])
-def test_settings_that_are_for_another_machine_or_for_nothing_do_not_matter(
+def test_settings_for_another_machine_or_without_effect_do_not_matter(
     settings: dict[str, object], zoo: Zoo, tmp_path: Path
 ) -> None:
     edit_config(shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True), **settings)

@@ -1,4 +1,4 @@
-"""An export that is told to end does so, in one piece, and leaves nothing."""
+"""An export that gets a signal ends cleanly and leaves nothing."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.zoo import Zoo
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put back: a process that one of these ends ignores them from then on."""
+    """Restore the handlers: a process that one of these signals ends ignores them from then on."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background has it ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_who_presses_ctrl_c_again_and_again_does_not_keep_it_from_clearing_up() -> None:
+def test_pressing_ctrl_c_again_does_not_interrupt_the_clean_up() -> None:
     cleared = []
 
     def interrupted() -> None:
@@ -59,10 +59,10 @@ def test_an_export_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_who_presses_ctrl_c_while_a_folder_is_removed_leaves_no_half_of_it(
+def test_ctrl_c_while_a_folder_is_removed_leaves_no_half_of_it(
     replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own, half-written, or the bundle that it has replaced."""
+    """The export's own folder, half-written, or the bundle that it has replaced."""
     out, rmtree = tmp_path / "bundle", shutil.rmtree
     if replaced:
         out.mkdir()
@@ -83,7 +83,7 @@ def test_who_presses_ctrl_c_while_a_folder_is_removed_leaves_no_half_of_it(
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == (["bundle", "bundle/file"] if replaced else [])
 
 
-def test_who_presses_ctrl_c_just_when_its_folder_is_there_finds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_just_after_the_folder_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mkdir = Path.mkdir
 
     def interrupted(folder: Path, *mode: int, **options: bool) -> None:
@@ -104,7 +104,7 @@ def test_who_presses_ctrl_c_just_when_its_folder_is_there_finds_none(tmp_path: P
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, number: signal.Signals) -> None:
     command = [Path(sys.executable).parent / "skip-export", zoo.checkpoint("llama"), "--out", tmp_path / "bundle"]
-    # under nohup, which these tests may be, SIGHUP would be ignored
+    # these tests may run under nohup, where SIGHUP would be ignored
     default = functools.partial(signal.signal, number, signal.SIG_DFL)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default) as process:
         started = time.monotonic()
@@ -112,12 +112,12 @@ def test_an_export_that_is_terminated_leaves_nothing(zoo: Zoo, tmp_path: Path, n
             time.sleep(0.05)
         assert any(tmp_path.iterdir()), "it never began to write"
         process.send_signal(number)
-        _, said = process.communicate(timeout=120)
-    assert (process.returncode, said) == (128 + number, "")
+        _, printed = process.communicate(timeout=120)
+    assert (process.returncode, printed) == (128 + number, "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_is_interrupted_while_it_imports_says_nothing() -> None:
+def test_an_export_that_is_interrupted_while_it_imports_prints_nothing() -> None:
     code = """
 import signal, sys
 from skipdecode.exporter import command
@@ -137,8 +137,8 @@ sys.exit(command.main())
 @pytest.mark.parametrize(
     ("module", "at_once"), [("torch._dynamo.weak", False), ("torchlib", True), ("skipdecode.manifest", True)]
 )
-def test_torch_is_not_interrupted_but_ends_its_work_first(module: str, at_once: bool) -> None:
-    """From a callback of its own the exception would end the process, or be dropped."""
+def test_torch_finishes_its_work_before_it_is_interrupted(module: str, at_once: bool) -> None:
+    """An exception from a callback of torch's would end the process, or be dropped."""
     their: dict[str, Any] = {"__name__": module}
     exec("def work(callback):\n    callback()\n    return 'done'", their)
     reached = []
@@ -178,16 +178,16 @@ def test_an_export_whose_signal_arrives_in_a_finalizer_ends_without_a_traceback(
         Finalized()
         report("layer 1", 0.5)
 
-    told: list[sys.UnraisableHookArgs] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    unraisable: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     monkeypatch.setattr(cli, "export", dropping)
     with pytest.raises(SystemExit) as caught:
         command.main(["opt-125m", "--out", "bundle"])
-    assert (caught.value.code, told) == (143, [])
-    assert sys.unraisablehook == told.append
+    assert (caught.value.code, unraisable) == (143, [])
+    assert sys.unraisablehook == unraisable.append
 
 
-def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_status_is_the_signals_where_a_library_raises_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
@@ -198,10 +198,10 @@ def test_it_is_told_as_terminated_where_a_library_makes_another_error_of_it(monk
     with pytest.raises(SystemExit) as caught:
         command.main(["opt-125m", "--out", "bundle"])
     assert caught.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "while Python ends"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "ignored while Python ends"
 
 
-def test_an_export_that_ends_by_itself_leaves_signals_as_they_were() -> None:
+def test_an_export_that_ends_by_itself_leaves_signal_handlers_as_they_were() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert command.main([str(Path("nowhere").absolute()), "--out", "bundle"]) == 2
     assert signal.getsignal(signal.SIGTERM) is before

@@ -1,4 +1,4 @@
-"""Blocks inside blocks, what is made of a model inside one, and passes that are refused."""
+"""skip_schedule's blocks: nested ones, copies of a model made inside one, and passes that are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_block_inside_another_takes_its_place_until_it_ends(layers: tuple[int,
     torch.testing.assert_close(logits(model), plain, rtol=0, atol=0)
 
 
-def test_a_model_that_learns_by_labels_generates_in_a_block_of_counts(zoo: Zoo) -> None:
+def test_a_model_that_trains_by_labels_generates_in_an_inner_block_with_counts(zoo: Zoo) -> None:
     model, prompt = zoo.model("llama"), IDS[:1, :4]
     wanted, _ = greedy_tokens(model, FALLING, prompt[0].tolist(), 4)
     model.generation_config.eos_token_id = None
@@ -56,7 +56,7 @@ def test_a_model_that_learns_by_labels_generates_in_a_block_of_counts(zoo: Zoo) 
     assert made[0, 4:].tolist() == wanted
 
 
-def test_a_block_takes_the_place_of_one_over_whose_layers_a_trainer_has_put_something(zoo: Zoo) -> None:
+def test_an_inner_block_replaces_an_outer_one_though_a_trainer_has_wrapped_its_layers(zoo: Zoo) -> None:
     model = zoo.model("llama")
     plain = logits(model)
     with skip_schedule(model, FALLING, prompt_length="labels"):
@@ -68,7 +68,7 @@ def test_a_block_takes_the_place_of_one_over_whose_layers_a_trainer_has_put_some
     torch.testing.assert_close(logits(model), plain, rtol=0, atol=0)
 
 
-def test_blocks_that_end_in_the_order_in_which_they_began_leave_nothing(zoo: Zoo) -> None:
+def test_blocks_that_end_in_the_order_in_which_they_began_leave_nothing_behind(zoo: Zoo) -> None:
     model = zoo.model("llama")
     plain, first, second = logits(model), skip_schedule(model, ABSOLUTE), skip_schedule(model, FALLING, prompt_length="labels")
     with skip_schedule(model, FALLING, prompt_length="labels"):
@@ -83,7 +83,7 @@ def test_blocks_that_end_in_the_order_in_which_they_began_leave_nothing(zoo: Zoo
 
 
 def test_a_deep_copy_has_its_own_weights_and_skips_until_the_block_ends(zoo: Zoo) -> None:
-    """As a loop makes one of its best model."""
+    """As a training loop copies its best model."""
     model = zoo.model("llama")
     plain = logits(model)
     with skip_schedule(model, FALLING, prompt_length="labels"):
@@ -103,7 +103,7 @@ def test_a_deep_copy_has_its_own_weights_and_skips_until_the_block_ends(zoo: Zoo
         torch.testing.assert_close(logits(best), wanted, rtol=0, atol=0)
 
 
-def test_a_model_is_pickled_after_the_block_and_not_inside(zoo: Zoo) -> None:
+def test_a_model_can_be_pickled_after_the_block_but_not_inside(zoo: Zoo) -> None:
     model = zoo.model("llama")
     with skip_schedule(model, FALLING):
         best = copy.deepcopy(model)
@@ -116,13 +116,13 @@ def test_a_model_is_pickled_after_the_block_and_not_inside(zoo: Zoo) -> None:
 def test_replicas_of_dataparallel_are_refused(zoo: Zoo) -> None:
     """Trainer makes them where one process sees several GPUs."""
     model = zoo.model("llama")
-    with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="start a process a GPU, with torchrun"):
+    with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="start one process per GPU with torchrun"):
         model._replicate_for_data_parallel()(IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("fill", [0, 1])
-def test_positions_of_padding_are_of_no_concern(side: str, fill: int, zoo: Zoo) -> None:
+def test_positions_of_padding_do_not_matter(side: str, fill: int, zoo: Zoo) -> None:
     model, mask = zoo.model("llama"), torch.ones_like(IDS)
     mask[1, slice(0, 3) if side == "left" else slice(-3, None)] = 0
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, fill)
@@ -139,22 +139,22 @@ def test_positions_of_padding_are_of_no_concern(side: str, fill: int, zoo: Zoo) 
     [
         ([0, 1, 2, 3, 0, 1, 2, 3, 4], None),
         ([0, 1, 2, 3, 0, 1, 2, 3, 4], [1] * 9),
-        ([0, 0, 1, 2, 3, 4, 5, 6, 7], None),  # the first is of one token
+        ([0, 0, 1, 2, 3, 4, 5, 6, 7], None),  # the first has one token
         ([0, 0, 1, 2, 3, 4, 5, 6, 7], [1] * 9),
         ([0, 1, 2, 3, 1, 0, 1, 2, 3], [1, 1, 1, 1, 0, 1, 1, 1, 1]),  # and padding between them
     ],
 )
-def test_several_sequences_in_a_row_are_refused(positions: list[int], mask: list[int] | None, zoo: Zoo) -> None:
+def test_several_sequences_packed_into_a_row_are_refused(positions: list[int], mask: list[int] | None, zoo: Zoo) -> None:
     given = None if mask is None else torch.tensor([mask] * 3)
     model = zoo.model("llama")
-    with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="position_ids begin anew within one"):
+    with skip_schedule(model, FALLING), pytest.raises(ScheduleError, match="position_ids restart within one"):
         model(IDS, attention_mask=given, position_ids=torch.tensor([positions] * 3), use_cache=False)
 
 
-def test_positions_in_time_and_place_may_repeat_and_those_of_text_beside_them_may_not() -> None:
-    """An image's patches share them in Qwen's; the four that some pass begin with those that packing begins anew."""
+def test_positions_in_time_and_space_may_repeat_but_positions_of_text_may_not() -> None:
+    """An image's patches share them in Qwen's; of the four that some pass the first are the text's, which packing restarts."""
     image = torch.tensor([[[0, 1, 1, 2, 2]]]).expand(3, 1, 5)
     _check_positions(image, torch.ones(1, 5))
     _check_positions(torch.cat((torch.arange(5).expand(1, 1, 5), image)), None)
-    with pytest.raises(ScheduleError, match="position_ids begin anew within one"):
+    with pytest.raises(ScheduleError, match="position_ids restart within one"):
         _check_positions(torch.cat((torch.tensor([[[0, 1, 2, 0, 1]]]), image)), None)

@@ -1,4 +1,4 @@
-"""The `forward` of layers inside a block, under what others do to layers."""
+"""The `forward` of layers inside a skip_schedule block, together with what other libraries do to layers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from skipdecode.schedule import Anchor, Schedule
 from tests.models import LAYERS, VOCABULARY
 from tests.zoo import Zoo
 
-SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(3, 2))  # some layers compute prompts alone
+SCHEDULE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(3, 2))  # some layers compute only prompts
 IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 ABSOLUTE = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(5, 5, 3, 2), anchor=Anchor.ABSOLUTE)
 ROW = IDS[:1, :7]
-PROMPTS = (4, 0)  # of either process's row
+PROMPTS = (4, 0)  # lengths, of either process's row
 
 
-def test_a_forward_that_a_layer_has_of_its_own_is_there_again_afterwards(zoo: Zoo) -> None:
-    """accelerate's hooks are such, which a model has that is spread over devices."""
+def test_a_layers_own_forward_is_restored_afterwards(zoo: Zoo) -> None:
+    """As accelerate's hooks are, of a model that is spread over devices."""
     model = zoo.model("llama")
     layer = decoder_layers(model)[3]
     own = layer.forward = functools.partial(layer.forward)
@@ -41,7 +41,7 @@ def test_a_forward_that_a_layer_has_of_its_own_is_there_again_afterwards(zoo: Zo
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """This process alone, as a script has one that torchrun starts."""
+    """A group of only this process, as of a script that torchrun starts."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -52,14 +52,14 @@ def compiled(model: torch.nn.Module) -> Any:
 
 
 def sharded(model: torch.nn.Module) -> Any:
-    """As FSDP does, each layer by itself."""
+    """Shard a model with FSDP, each layer by itself."""
     for layer in decoder_layers(model):
         fully_shard(layer)
     return fully_shard(model)
 
 
 @pytest.mark.parametrize("wrap", [compiled, DistributedDataParallel, sharded])
-def test_a_model_that_others_have_wrapped_skips_the_same(wrap: Any, zoo: Zoo, process_group: None) -> None:
+def test_a_wrapped_model_skips_the_same(wrap: Any, zoo: Zoo, process_group: None) -> None:
     model, wrapper = zoo.model("llama"), wrap(zoo.model("llama"))
     with torch.no_grad():
         with skip_schedule(model, ABSOLUTE):
@@ -74,8 +74,8 @@ def test_a_model_that_others_have_wrapped_skips_the_same(wrap: Any, zoo: Zoo, pr
                 torch.testing.assert_close(wrapper(ROW, labels=labels, use_cache=False).logits, plain)
 
 
-def test_layers_that_are_sharded_inside_the_block_recompute_their_activations_as_others_do(zoo: Zoo, process_group: None) -> None:
-    """A trainer shards in train(), which gives layers other classes."""
+def test_layers_sharded_inside_the_block_recompute_their_activations_as_others_do(zoo: Zoo, process_group: None) -> None:
+    """Trainer shards in train(), which changes the layers' classes."""
     counts = []
     for inside in (False, True):
         model, runs = zoo.model("llama").train(), []
@@ -93,29 +93,29 @@ def test_layers_that_are_sharded_inside_the_block_recompute_their_activations_as
 
 
 def one_step(rank: int, kind: str, checkpoint: Path, folder: Path) -> None:
-    """A process's share of a training step: its row's gradients, averaged with the other's, by parameter."""
+    """A process's share of a training step: the first one saves the gradients, averaged over both rows, by parameter."""
     torch.set_num_threads(1)
     meeting, patience = f"file://{folder / kind}", timedelta(seconds=60)
     distributed.init_process_group("gloo", init_method=meeting, timeout=patience, rank=rank, world_size=len(PROMPTS))
     model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
     with skip_schedule(model, SCHEDULE, prompt_length=PROMPTS[rank]):
         outer = {"ddp": DistributedDataParallel, "fsdp": sharded}[kind](model)
-        for _ in range(2):  # DDP finds at the second what the first has left out
+        for _ in range(2):  # in the second DDP notices what the first has left out
             model.zero_grad()
             outer(IDS[rank : rank + 1], labels=IDS[rank : rank + 1], use_cache=False).loss.backward()
     found = {name: weight.grad for name, weight in model.named_parameters()}
     found = {name: grad.full_tensor() if kind == "fsdp" else grad for name, grad in found.items()}
     if rank == 0:
         torch.save(found, folder / f"{kind}.pt")
-    os._exit(0)  # DDP's own end waits for a thread of its process group, which may wait for Python's lock
+    os._exit(0)  # DDP's own exit waits for a thread of its process group, which may wait for the GIL
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_processes_whose_rows_have_no_prompt_wait_for_no_other(
+def test_processes_whose_rows_have_no_prompt_do_not_stall_one_another(
     kind: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They skip layers all the way that another one computes, and gradients are those of one process with all rows."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # which they take over, and import this file by its name
+    """They skip layers entirely that the other one computes, and gradients are those of one process with all rows."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # they inherit it, and import this file by its name
     multiprocessing.spawn(one_step, args=(kind, zoo.checkpoint("llama"), tmp_path), nprocs=len(PROMPTS))
     model = zoo.model("llama").train()
     for row, prompt in enumerate(PROMPTS):

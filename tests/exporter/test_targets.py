@@ -1,4 +1,4 @@
-"""What `--target` and `--dtype` may say, and what is said of the rest."""
+"""What `--target` and `--dtype` accept, and how the rest is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_compiled_is_refused(texts: list[str], says: str) -> None
     ],
 )
 def test_a_missing_package_is_named(target: str, package: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # what makes an import fail
+    monkeypatch.setitem(sys.modules, package, None)  # makes its import fail
     with pytest.raises(TargetError, match=f"needs the Python package {package}; .*{remedy}"):
         parse_targets([target])
 
@@ -70,7 +70,7 @@ def test_a_library_that_cannot_update_kv_buffers_is_too_old(
     assert str(caught.value) == f"--target: {target.partition(':')[0]} 0.9.1 is too old; {remedy}"
 
 
-def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_gpus() -> None:
+def test_the_default_dtype_is_fp32_on_cpu_and_the_checkpoints_16_bit_one_on_gpus() -> None:
     narrow, wide = (SimpleNamespace(model_type="llama", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert choose_dtype("auto", [CPU], narrow) == torch.float32
     assert choose_dtype("auto", [CPU, RTX], narrow) == torch.bfloat16
@@ -79,7 +79,7 @@ def test_the_dtype_is_single_on_cpu_and_the_checkpoints_half_on_gpus() -> None:
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.float16, torch.bfloat16, None])
-def test_models_that_outgrow_fp16_are_bf16_unless_it_is_asked_for(kept: torch.dtype | None) -> None:
+def test_models_that_overflow_fp16_are_bf16_unless_fp16_is_requested(kept: torch.dtype | None) -> None:
     for model_type in OVERFLOW_FP16:
         config = SimpleNamespace(model_type=model_type, dtype=kept)
         assert choose_dtype("auto", [RTX], config) == choose_dtype("auto", [CPU, CUDA], config) == torch.bfloat16

@@ -61,7 +61,7 @@ def test_without_a_gpu_the_tensorrt_target_is_refused_before_anything_is_written
 def test_bindings_without_their_libraries_say_which_one_is_missing(zoo: Zoo, tmp_path: Path) -> None:
     environment = package.bindings(package.VERSIONS[-1], tmp_path / "package", libraries=False)
     done = package.export(environment, zoo.checkpoint("opt"), tmp_path / "outs" / "bundle")
-    says = r"--target: tensorrt cannot be loaded \(lib\S+\.so\.11: cannot open .*\); docs/tensorrt\.md says where it comes from\n"
+    says = r"--target: tensorrt cannot be loaded \(lib\S+\.so\.11: cannot open .*\); docs/tensorrt\.md says where to get it\n"
     assert done.returncode == 2 and re.fullmatch(says, done.stderr), done.stderr
     assert not (tmp_path / "outs").exists()
 
@@ -78,7 +78,7 @@ def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it
     slot = 4 * kinds.count("full_attention") * config.num_key_value_heads * head_size
     states = kinds.count("conv") and 4 * kinds.count("conv") * config.hidden_size * (config.conv_L_cache - 1)
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # what is asked for next
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))  # what is checked next
 
     def refused(slots: int) -> str:
         _at_hand(monkeypatch, memory_bytes=weights + states + slots * slot)
@@ -86,13 +86,15 @@ def test_a_row_that_the_gpu_at_hand_cannot_hold_is_refused_with_a_length_that_it
             export(plan_request(zoo, model, tmp_path / "outs" / "bundle", **wanted))
         return str(caught.value)
 
-    says = r"--max-length: a row of 600 tokens takes \d MiB beside \d MiB of weights, the GPU \(a GPU\) has \d MiB; choose "
+    says = (
+        r"--max-length: a row of 600 tokens takes \d MiB on top of \d MiB of weights, but the GPU \(a GPU\) has \d MiB; choose "
+    )
     for slots, remedy in ((599, "512 or less"), (200, "128 or less"), (100, "--quantize int4, or a larger GPU")):
         assert re.fullmatch(says + remedy, refused(slots))
-    assert "MiB are free, the bundle needs" in refused(600)
+    assert "MiB are free, but the bundle needs" in refused(600)
     weights, wanted["quantize"] = weights * 5 // 16, "int4"
     assert re.fullmatch(says + "a larger GPU", refused(100))
-    assert "MiB are free, the bundle needs" in refused(600)
+    assert "MiB are free, but the bundle needs" in refused(600)
 
 
 @pytest.mark.parametrize("version", package.VERSIONS)
@@ -110,7 +112,7 @@ def test_the_tensorrt_target_builds_with_what_each_version_of_the_package_has(ve
 def test_the_tensorrt_target_keeps_its_timing_cache_and_the_plans_of_the_same_gpu(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT-RTX stands in for the libraries: no timings in its cache."""
+    """TensorRT-RTX stands in for the libraries; its cache has no timings."""
     environment = package.builder(package.VERSIONS[-1], tmp_path / "package")
     monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])  # for the builders' processes
     _as_tensorrt(monkeypatch)

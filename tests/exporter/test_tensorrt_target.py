@@ -74,7 +74,7 @@ def test_the_same_graphs_run_on_cpu_and_agree_with_the_reference(both: Path, zoo
 
 
 def test_validate_checks_what_runs_and_says_what_does_not(both: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
-    reference = ["--reference", str(zoo.checkpoint("llama"))]  # fp32, which the bundle has rounded
+    reference = ["--reference", str(zoo.checkpoint("llama"))]  # in fp32, where the bundle is rounded
     quick = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]
     assert validate.main([str(both), *reference, *quick, "--json"]) == 0
     cpu, plans = json.loads(capsys.readouterr().out)["targets"]
@@ -82,7 +82,7 @@ def test_validate_checks_what_runs_and_says_what_does_not(both: Path, zoo: Zoo, 
     assert not plans["runs"] and "there is no NVIDIA driver here" in plans["why"]
 
 
-def test_a_bundle_of_plans_alone_is_refused_in_one_line_where_there_is_no_gpu(
+def test_a_bundle_of_only_plans_is_refused_in_one_line_where_there_is_no_gpu(
     plans_only: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.main([str(plans_only), "--token-ids", "5,6", "--max-new-tokens", "2"]) == 2
@@ -100,14 +100,14 @@ def test_inspect_shows_plans_and_their_static_buffers(plans_only: Path, capsys: 
     assert target["kv_bytes_per_row"] == 6 * MIN_SLOTS * 2 * 64 * 2  # layers, slots, key and value, width, fp16
 
 
-def test_a_slim_bundle_of_plans_holds_plans_alone(plans_only: Path) -> None:
+def test_a_slim_bundle_of_plans_holds_no_graphs(plans_only: Path) -> None:
     names = {path.name for path in plans_only.rglob("*") if path.is_file()}
     plans = {name for name in names if name.endswith(".plan")}
     assert {"embed.plan", "head.plan", "segment_000.plan"} <= plans
     others = {"bundle.json", "config.json", "generation_config.json", "genai_config.json", "keys.json", "tied.bin"}
     assert names - plans <= others
     (target,) = manifests.read(plans_only).targets
-    assert target.head_weight_bytes > (plans_only / TARGET / "tied.bin").stat().st_size, "which a step reads, too"
+    assert target.head_weight_bytes > (plans_only / TARGET / "tied.bin").stat().st_size, "a step also reads the tied weight"
 
 
 def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
     damaged.write_bytes(damaged.read_bytes()[::-1])
     export(plan_request(zoo, "opt", out, slim=True, force=True))
     changed = {name for name, inode in inodes().items() if inode != before[name]}
-    assert changed == {"head.plan"}, "what is damaged is built again"
+    assert changed == {"head.plan"}, "a damaged plan is built again"
     before = inodes()
     # another schedule cuts layers 1 and 2 apart: the other segments, the embedding and the head stay
     table = tmp_path / "table.json"
@@ -142,12 +142,12 @@ def test_a_plan_of_the_same_content_is_taken_from_the_bundle_that_is_replaced(pl
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_quantised_plans_are_smaller_and_taken_over_likewise(quantize: str, plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
+def test_quantised_plans_are_smaller_and_are_taken_over_too(quantize: str, plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
     wanted = {"quantize": quantize, "slim": True}
     made = export(plan_request(zoo, "opt", tmp_path / "bundle", **wanted))
     (target,), (wide,) = made.targets, manifests.read(plans_only).targets
     assert (target.weights, target.tied_weight) == (quantize, None)
-    share = {"int8": 0.5, "int4": 0.25 * 36 / 32}[quantize]  # of 16 bits; a scale of 16 bits each 32 weights
+    share = {"int8": 0.5, "int4": 0.25 * 36 / 32}[quantize]  # of 16 bits; in int4 with a scale of 16 bits per 32 weights
     for mine, theirs in zip(target.segment_weight_bytes, wide.segment_weight_bytes, strict=True):
         assert share < mine / theirs < share + 0.05, "norms and biases stay"
     assert {path.suffix for path in (tmp_path / "bundle" / TARGET).iterdir()} == {".plan", ".json"}
@@ -166,7 +166,7 @@ def test_what_a_step_of_a_mixture_reads_is_counted_as_it_is_for_cuda(quantize: s
     assert plans == pytest.approx(cuda, rel=0.15 if quantize == "int4" else 0.02), "scales of 32 bits, and of 16"
 
 
-def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_block_size_for_cpu_may_be_chosen_alongside_plans_without_blocks(zoo: Zoo, tmp_path: Path) -> None:
     made = export(
         plan_request(
             zoo, "llama", tmp_path / "bundle", targets=("cpu", "tensorrt-rtx:sm89"), quantize="int8", quantize_block=64,
@@ -184,18 +184,20 @@ def test_cpu_blocks_may_be_chosen_beside_plans_that_have_none(zoo: Zoo, tmp_path
         (
             "llama",
             {"quantize": "int8", "quantize_method": "k-quant"},
-            "--quantize-method: k-quant has zero points, which tensorrt-rtx does not take in int8; choose rtn, or int4",
+            "--quantize-method: k-quant has zero points, which tensorrt-rtx does not support in int8; "
+            "choose rtn, or --quantize int4",
         ),
         (
             "llama",
             {"quantize": "int8", "quantize_block": 64},
-            "--quantize-block: in int8 tensorrt-rtx has one scale an output, and no blocks; leave it out, or choose int4",
+            "--quantize-block: in int8 tensorrt-rtx has one scale per output, not blocks; "
+            "leave it out, or choose --quantize int4",
         ),
-        ("llama", {"quantize": "int4", "quantize_block": 128}, "--quantize-block: the hidden size 64 is no multiple of 128"),
+        ("llama", {"quantize": "int4", "quantize_block": 128}, "--quantize-block: the hidden size 64 is not a multiple of 128"),
         (
             "llama",
             {"max_batch": 10**7},
-            "--max-length: a KV buffer of 10000000 rows of 128 slots .*; choose fewer --max-batch rows",
+            "--max-length: a KV buffer of 10000000 rows of 128 slots .*; choose a smaller --max-batch",
         ),
         (
             "mixtral",
@@ -232,11 +234,11 @@ def test_what_cannot_be_built_is_refused_before_anything_is_written(
     assert not (tmp_path / "outs").exists()
 
 
-def test_the_length_that_is_offered_fits_with_the_slots_that_it_is_rounded_up_to() -> None:
+def test_the_length_that_an_error_suggests_fits_once_rounded_up_to_slots() -> None:
     keys = KeyValueSizes(num_heads=2, head_size=16)
     skeleton: Any = SimpleNamespace(keys=keys, state_layers=(), shapes={"model.norm.weight": (32,)}, parts=NO_LAYERS)
     for length in (2000, 671):
-        with pytest.raises(TargetError, match="choose --max-length 640 or less, or fewer --max-batch rows"):
+        with pytest.raises(TargetError, match="choose --max-length 640 or less, or a smaller --max-batch"):
             tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=length, max_batch=10**5), full_depth(6))
     tensorrt_target.check_tensorrt(skeleton, manifests.Limits(max_length=640, max_batch=10**5), full_depth(6))
     skeleton.state_layers = (LayerGroup(layers=(5,), keys=KeyValueSizes(num_heads=2, head_size=32), keys_of=None, states=()),)
@@ -259,10 +261,8 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "jamba"])
-def test_decays_of_single_numbers_are_refused(name: str) -> None:
-    with pytest.raises(
-        TargetError, match=rf"--target: {name}'s linear attention has a decay for each number .*; choose cpu or cuda"
-    ):
+def test_linear_attention_with_a_decay_per_number_is_refused(name: str) -> None:
+    with pytest.raises(TargetError, match=rf"--target: {name}'s linear attention has a decay per number .*; choose cpu or cuda"):
         _check_tensorrt(RELATIVES[name]())
     _check_tensorrt(RELATIVES["qwen3_5_text"]())
 
@@ -274,7 +274,7 @@ def _check_tensorrt(config: Any) -> None:
 
 
 def test_more_scores_than_a_tensor_may_have_are_refused_where_attention_is_written_out(zoo: Zoo, tmp_path: Path) -> None:
-    """Gemma 2's, whose logits are capped: 4 heads for 512 tokens and 2^20 slots."""
+    """As Gemma 2's, whose scores are capped: 4 heads for 512 tokens and 2^20 slots."""
     changes = {"max_length": 2**20, "max_batch": 1, "model": str(longer_checkpoint(zoo, "gemma2", tmp_path))}
     says = (
         r"--max-length: the scores of 4 heads for 512 tokens and 1048576 slots are more .*; choose --max-length 1048448 or less"
@@ -291,7 +291,7 @@ def test_short_buffers_build_in_bf16_too(max_length: int, zoo: Zoo, tmp_path: Pa
     assert max(map(len, made.segments)) > 1
 
 
-def test_keys_that_were_changed_make_no_plan_another(plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
+def test_tampered_keys_do_not_make_one_plan_stand_for_another(plans_only: Path, zoo: Zoo, tmp_path: Path) -> None:
     out = shutil.copytree(plans_only, tmp_path / "bundle")
     path = out / TARGET / "keys.json"
     good = {file.name: file.read_bytes() for file in (out / TARGET).glob("*.plan")}

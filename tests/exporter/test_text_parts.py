@@ -1,4 +1,4 @@
-"""The text part of a model that also sees or hears: its configuration, its weights, and what it computes."""
+"""The text part of a vision or audio model: its configuration, its weights, and what it computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import CONFIGS, LAYERS, RELATIVES
 
 
 @pytest.mark.parametrize("text", ["language_model.model.", "model.language_model."])
-def test_of_a_model_that_also_sees_the_text_part_is_read(text: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_vision_model_is_read(text: str, tmp_path: Path) -> None:
     text_part = {**CONFIGS["gemma3"]().to_dict(), "model_type": "gemma3_text"}
     eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     config = transformers.Gemma3Config(
@@ -42,23 +42,23 @@ def test_of_a_model_that_also_sees_the_text_part_is_read(text: str, tmp_path: Pa
 
 _EYE = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 _EAR = {"encoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64}
-_HALF_TURNED = {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
-# models that see -> the decoder that their text part is, and what its configuration says beside that decoder's
-_SEEING: dict[str, tuple[str, dict[str, Any]]] = {
-    "Glm4v": ("glm4", {"rope_parameters": _HALF_TURNED}),
-    "Glm4vMoe": ("glm4_moe", {"rope_parameters": _HALF_TURNED}),
+_HALF_ROTARY = {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+# vision models -> the decoder that their text part is, and its settings on top of that decoder's
+_VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Glm4v": ("glm4", {"rope_parameters": _HALF_ROTARY}),
+    "Glm4vMoe": ("glm4_moe", {"rope_parameters": _HALF_ROTARY}),
     "Qwen2VL": ("qwen2", {}),
     "Qwen2_5_VL": ("qwen2", {}),
     "Qwen2_5Omni": ("qwen2", {}),
     "Qwen3VL": ("qwen3", {}),
-    "Qwen3VLMoe": ("qwen3_moe", {"norm_topk_prob": False}),  # which its router does not ask
+    "Qwen3VLMoe": ("qwen3_moe", {"norm_topk_prob": False}),  # its router ignores it
     "Qwen3OmniMoe": ("qwen3_moe", {"num_experts": 5}),
 }
 
 
-def _that_sees(kind: str) -> Any:
-    """A model, its weights drawn large enough that a mistake shows."""
-    text, more = _SEEING[kind]
+def _vision_model(kind: str) -> Any:
+    """A vision model with weights large enough that a mistake shows."""
+    text, more = _VISION_MODELS[kind]
     rotary = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3], **more.get("rope_parameters", {})}
     settings = {**(CONFIGS | RELATIVES)[text]().to_dict(), "head_dim": 16, "tie_word_embeddings": False, **more}
     settings = {**settings, "rope_parameters": rotary}
@@ -77,7 +77,7 @@ def _that_sees(kind: str) -> Any:
 
 
 def _assert_text_part_is_read(model: Any, folder: Path, text: str) -> None:
-    """And that the decoder that it is gives the logits of the whole, whose positions in time and place are one in text."""
+    """It loads as the decoder `text` and gives the whole model's logits, whose positions in time and space are equal in text."""
     assert load_config(str(folder))[0].model_type == text
     read, reference = source(folder), reference_run._load(folder, torch.float32)
     for key, parameter in reference.named_parameters():
@@ -86,17 +86,17 @@ def _assert_text_part_is_read(model: Any, folder: Path, text: str) -> None:
     torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", _SEEING)
-def test_the_text_part_of_a_model_that_sees_is_the_decoder_that_it_was_made_of(kind: str, tmp_path: Path) -> None:
-    model = _that_sees(kind)
-    model.save_pretrained(tmp_path)  # by the names that the checkpoints on the hub have
-    _assert_text_part_is_read(getattr(model, "thinker", model), tmp_path, _SEEING[kind][0])
+@pytest.mark.parametrize("kind", _VISION_MODELS)
+def test_the_text_part_of_a_vision_model_is_read_as_its_decoder(kind: str, tmp_path: Path) -> None:
+    model = _vision_model(kind)
+    model.save_pretrained(tmp_path)  # under the names of checkpoints on the hub
+    _assert_text_part_is_read(getattr(model, "thinker", model), tmp_path, _VISION_MODELS[kind][0])
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_qwen3_vls_experts_lie_either_way_round(turned: bool, tmp_path: Path) -> None:
-    """Those on the hub [E,H,2I] and [E,I,H], as transformers 4 had them; what transformers 5 saves as it has them."""
-    model = _that_sees("Qwen3VLMoe")
+def test_qwen3_vls_experts_may_be_transposed_or_not(turned: bool, tmp_path: Path) -> None:
+    """On the hub they are [E,H,2I] and [E,I,H], as in transformers 4; transformers 5 saves them as its model has them."""
+    model = _vision_model("Qwen3VLMoe")
     model.config.save_pretrained(tmp_path)
     state = {key: value.mT.contiguous() if turned and ".experts." in key else value for key, value in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
@@ -105,16 +105,16 @@ def test_qwen3_vls_experts_lie_either_way_round(turned: bool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("names", ["model.language_model.", "model."])
-def test_a_text_part_may_be_spelled_as_any_transformers_wrote_it(names: str, tmp_path: Path) -> None:
-    model = _that_sees("Qwen3VL")
+def test_a_text_part_may_have_the_names_of_any_transformers_version(names: str, tmp_path: Path) -> None:
+    model = _vision_model("Qwen3VL")
     model.config.save_pretrained(tmp_path)
     state = {key.replace("model.language_model.", names): value.contiguous() for key, value in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
     _assert_text_part_is_read(model, tmp_path, "qwen3")
 
 
-def test_the_text_part_of_a_mistral_that_sees_may_be_mistral_4(tmp_path: Path) -> None:
-    """Which transformers has no language model of, but by another name."""
+def test_the_text_part_of_mistral_3_may_be_mistral_4(tmp_path: Path) -> None:
+    """transformers has its language model only under another name."""
     eye = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     eye |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
     text = {**RELATIVES["mistral4"]().to_dict(), "initializer_range": 0.2}
@@ -125,7 +125,7 @@ def test_the_text_part_of_a_mistral_that_sees_may_be_mistral_4(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("names", ["model.text_model.", "model.language_model.model."])
-def test_a_text_part_may_be_called_as_smolvlm_and_hyperclova_x_call_it(names: str, tmp_path: Path) -> None:
+def test_a_text_part_may_have_the_names_of_smolvlm_and_hyperclova_x(names: str, tmp_path: Path) -> None:
     eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     text = {**CONFIGS["llama"]().to_dict(), "initializer_range": 0.2}
     config = transformers.SmolVLMConfig(text_config=text, vision_config={**eye, "patch_size": 14}, image_token_id=95)
@@ -141,8 +141,8 @@ def test_a_text_part_may_be_called_as_smolvlm_and_hyperclova_x_call_it(names: st
 
 
 @pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe"])
-def test_inside_skip_schedule_a_model_that_sees_computes_what_its_text_part_computes(kind: str, tmp_path: Path) -> None:
-    model, ids = _that_sees(kind), torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
+def test_inside_skip_schedule_a_vision_model_computes_what_its_text_part_computes(kind: str, tmp_path: Path) -> None:
+    model, ids = _vision_model(kind), torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
     model.save_pretrained(tmp_path)
     alone, mask = reference_run._load(tmp_path, torch.float32), torch.ones_like(ids)
     labels = torch.where(torch.arange(8) < torch.tensor([[3], [5]]), -100, ids)
@@ -162,10 +162,10 @@ def test_inside_skip_schedule_a_model_that_sees_computes_what_its_text_part_comp
         ("QianfanOCR", "qwen3", {"image_size": [28, 28], "patch_size": [14, 14]}),
     ],
 )
-def test_names_that_only_the_whole_has_are_those_of_its_text_part(
+def test_names_that_only_the_whole_model_has_are_mapped_to_its_text_part(
     kind: str, text: str, eye: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of a decoder that calls what others call `model` otherwise, and those that transformers writes for Qianfan-OCR."""
+    """Those of a decoder without a module called `model`, and those that transformers writes for Qianfan-OCR."""
     eye = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **eye}
     settings = {"text_config": (CONFIGS | RELATIVES)[text](), "vision_config": eye, "image_token_id": 95}
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**settings)).eval()
@@ -173,8 +173,8 @@ def test_names_that_only_the_whole_has_are_those_of_its_text_part(
     _assert_text_part_is_read(model, tmp_path, text)
 
 
-def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
-    """Which transformers has a language model of, and whose experts lie as they lie there."""
+def test_the_text_part_of_llama_4_is_read(tmp_path: Path) -> None:
+    """transformers has a language model for it, in which experts are stored the same way."""
     eye = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     eye |= {"patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
     text = {**RELATIVES["llama4_text"]().to_dict(), "initializer_range": 0.2}
@@ -185,7 +185,7 @@ def test_of_llama_4_the_text_part_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own_head", [False, True])
-def test_a_head_that_only_the_whole_ties_is_tied_where_the_checkpoint_has_none(own_head: bool, tmp_path: Path) -> None:
+def test_a_head_that_only_the_whole_model_ties_is_tied_where_the_checkpoint_has_none(own_head: bool, tmp_path: Path) -> None:
     eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     whole = {"vision_config": {**eye, "model_type": "clip_vision_model", "patch_size": 14}, "image_token_index": 95}
     config = transformers.LlavaConfig(text_config=CONFIGS["llama"](), **whole, tie_word_embeddings=True)

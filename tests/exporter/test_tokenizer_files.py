@@ -26,13 +26,13 @@ _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
 def test_a_file_that_cannot_be_read_is_not_taken_for_a_full_disk(zoo: Zoo, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     zoo.model("llama").save_pretrained(folder)
-    (folder / "tokenizer_config.json").symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    (folder / "tokenizer_config.json").symlink_to("/proc/self/mem")  # reading its first bytes is an input/output error
     with pytest.raises(ModelNotSupportedError, match=r"tokenizer_config\.json: cannot be read .Input/output error."):
         export(ExportRequest(model=str(folder), out=tmp_path / "bundle", max_length=MAX_LENGTH))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_named_alone(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_file_is_named_and_nothing_else_is_logged(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (bundle := tmp_path / "bundle").mkdir()
     shutil.copyfile(_E2E / "tokenizer.json", tmp_path / "tokenizer.json")
     (tmp_path / name).write_text("{")
@@ -45,7 +45,7 @@ _END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": Fal
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map", "added_tokens"])
-def test_tokens_that_stand_beside_tokenizer_json_alone_are_put_into_it(file: str, tmp_path: Path) -> None:
+def test_tokens_listed_only_next_to_tokenizer_json_are_put_into_it(file: str, tmp_path: Path) -> None:
     shutil.copyfile(_E2E / "tokenizer.json", tmp_path / "tokenizer.json")
     own = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     size = own.get_vocab_size()
@@ -64,8 +64,8 @@ def test_tokens_that_stand_beside_tokenizer_json_alone_are_put_into_it(file: str
         made = tokenizers.Tokenizer.from_file(str(bundle / "tokenizer.json"))
         assert (size in made.encode(text).ids) is (vocabulary > size)
         assert made.encode(text).ids == transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
-        told = json.loads((bundle / "tokenization.json").read_text())
-        assert (size in told["special"]) is (vocabulary > size and file != "added_tokens")
+        written = json.loads((bundle / "tokenization.json").read_text())
+        assert (size in written["special"]) is (vocabulary > size and file != "added_tokens")
 
 
 def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) 
     assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
 
 
-def test_tokens_that_stand_beside_it_get_their_ids_in_whatever_order_they_are_listed(
+def test_tokens_listed_next_to_it_keep_their_ids_in_whatever_order_they_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json")).get_vocab_size()
@@ -96,11 +96,13 @@ def test_tokens_that_would_get_other_ids_are_left_out_with_a_warning(
     copy_tokenizer(_E2E, tmp_path, CONFIGS["llama"]().__class__(vocab_size=size + 2), MAX_LENGTH)
     assert (tmp_path / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
     (message,) = caplog.messages
-    wanted = "tokenizer.json: tokens that stand beside it alone are left out, since they would get other ids ('<|im_end|>')"
+    wanted = "tokenizer.json: tokens found only in the files next to it are left out, since their ids would change ('<|im_end|>')"
     assert message == wanted
 
 
-def test_padding_that_a_tokenizer_was_saved_with_is_no_other_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_that_a_tokenizer_was_saved_with_is_not_taken_for_other_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
     padded = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json"))
@@ -123,7 +125,7 @@ _AROUND = {
 }
 
 
-def test_what_else_c_services_read_tells_the_ids_around_a_text_the_length_and_a_class_that_they_know(tmp_path: Path) -> None:
+def test_files_for_c_services_give_the_ids_around_a_text_the_length_and_a_class_that_they_know(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
     own = json.loads((_E2E / "tokenizer.json").read_text(encoding="utf-8"))
@@ -132,16 +134,16 @@ def test_what_else_c_services_read_tells_the_ids_around_a_text_the_length_and_a_
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend", "eos_token": "</s>"}')
     copy_tokenizer(model, bundle, CONFIGS["opt"](), MAX_LENGTH)
     written = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in bundle.glob("*.json")}
-    told = written["tokenization"]
-    assert (told["before"], told["after"]) == ([2], [1])
-    assert told["special"] == [token["id"] for token in own["added_tokens"] if token["special"]]
-    assert all(sample["ids"][0] == 2 and sample["ids"][-1] == 1 for sample in told["samples"])
-    assert max(len(sample["ids"]) for sample in told["samples"]) > 3, "whole, however the tokenizer would cut them"
+    tokenization = written["tokenization"]
+    assert (tokenization["before"], tokenization["after"]) == ([2], [1])
+    assert tokenization["special"] == [token["id"] for token in own["added_tokens"] if token["special"]]
+    assert all(sample["ids"][0] == 2 and sample["ids"][-1] == 1 for sample in tokenization["samples"])
+    assert max(len(sample["ids"]) for sample in tokenization["samples"]) > 3, "whole, though the tokenizer would truncate them"
     assert written["genai_config"] == {"model": {"type": "opt", "context_length": MAX_LENGTH}}
     assert written["tokenizer_config"] == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
 
 
-def test_the_files_of_a_checkpoint_that_chats_are_those_of_its_bundle(tmp_path: Path) -> None:
+def test_the_files_of_a_chat_checkpoint_are_copied_into_its_bundle(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
     names = (
@@ -167,7 +169,7 @@ def test_a_model_without_a_checkpoint_has_its_configuration_and_no_tokenizer(tmp
 
 
 @pytest.mark.parametrize(("settings", "warned"), [({}, False), ({"add_prefix_space": True}, True)])
-def test_a_class_that_transformers_makes_anew_by_other_settings_is_warned_of(
+def test_a_class_that_transformers_rebuilds_with_other_settings_is_warned_of(
     settings: dict[str, Any], warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (model := tmp_path / "model").mkdir()
@@ -176,9 +178,11 @@ def test_a_class_that_transformers_makes_anew_by_other_settings_is_warned_of(
     written = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", **settings}
     (model / "tokenizer_config.json").write_text(json.dumps(written))
     copy_tokenizer(model, bundle, CONFIGS["llama"]().__class__(vocab_size=2048), MAX_LENGTH)
-    told = [message for message in caplog.messages if message.startswith("tokenizer.json: is followed, while transformers' GPT2")]
-    assert len(told) == warned, caplog.messages
-    assert not told or re.search(r"makes other ids: of '.+' \[(\.\., )?\d.*\] and not \[(\.\., )?\d.*\]$", told[0])
+    warnings = [
+        message for message in caplog.messages if message.startswith("tokenizer.json: used as it is, although transformers' GPT2")
+    ]
+    assert len(warnings) == warned, caplog.messages
+    assert not warnings or re.search(r"gives other ids: for '.+' \[(\.\., )?\d.*\] instead of \[(\.\., )?\d.*\]$", warnings[0])
 
 
 def test_a_setting_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
@@ -191,7 +195,7 @@ def test_a_setting_with_half_of_a_surrogate_pair_is_kept(tmp_path: Path) -> None
     assert json.loads((bundle / "tokenizer_config.json").read_text(encoding="utf-8"))["unk_token"] == "\udce9 é"
 
 
-def test_a_tokenizer_that_has_no_id_for_a_text_is_one_line(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_id_for_a_text_gives_one_line(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (bundle := tmp_path / "bundle").mkdir()
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(model / "tokenizer.json"))
@@ -210,11 +214,11 @@ _BOS, _A, _B = (
 @pytest.mark.parametrize(
     ("single", "says", "printed"),
     [
-        ([_BOS, _A], "its template names '<bos>', which is none of its special_tokens", False),
-        ([_B], "index out of bounds", True),  # Rust says it, too
+        ([_BOS, _A], "its template names '<bos>', which is not among its special_tokens", False),
+        ([_B], "index out of bounds", True),  # Rust prints it, too
     ],
 )
-def test_a_template_that_tokenizers_panics_of_is_one_line(
+def test_a_template_that_makes_tokenizers_panic_gives_one_line(
     single: list[Any], says: str, printed: bool, nested: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (model := tmp_path / "model").mkdir()
@@ -229,7 +233,7 @@ def test_a_template_that_tokenizers_panics_of_is_one_line(
     assert ("panicked" in capfd.readouterr().err) is printed
 
 
-def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is_with_a_warning(
+def test_a_tokenizer_with_its_own_code_is_copied_as_it_is_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (model := tmp_path / "model").mkdir()
@@ -241,7 +245,7 @@ def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is_with_a_warning
     assert (bundle / "tokenizer.json").read_bytes() == (_E2E / "tokenizer.json").read_bytes()
     assert not (tmp_path / "was here").exists()
     (message,) = caplog.messages
-    assert message.startswith("tokenizer.json: is taken without the tokens that may stand beside it, which transformers cannot")
+    assert message.startswith("tokenizer.json: used without tokens from the files next to it, which transformers cannot")
     assert "\n" not in message
 
 
@@ -249,7 +253,7 @@ def test_a_tokenizer_of_code_that_came_with_it_is_copied_as_it_is_with_a_warning
     ("installed", "says"),
     [(True, "cannot be converted .*; put a tokenizer.json there$"), (False, "; `pip install sentencepiece protobuf`$")],
 )
-def test_a_tokenizer_that_cannot_be_converted_is_one_line_before_any_weights_are_read(
+def test_a_tokenizer_that_cannot_be_converted_gives_one_line_before_any_weights_are_read(
     installed: bool, says: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: object() if installed else None)

@@ -35,12 +35,12 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Them in one."""
+    """The same sequences as one batch."""
     return {key: torch.stack([row[key] for row in rows()]) for key in rows()[0]}
 
 
 def positions_computed(model: torch.nn.Module) -> dict[int, set[int]]:
-    """By layer, once the model has run: how many positions its attention saw."""
+    """How many positions the attention of each layer saw, filled in when the model runs."""
     seen: dict[int, set[int]] = defaultdict(set)
     for index, layer in enumerate(decoder_layers(model)):
         attention = getattr(layer, "self_attn", None) or getattr(layer, "attn", None) or layer.attention
@@ -51,7 +51,7 @@ def positions_computed(model: torch.nn.Module) -> dict[int, set[int]]:
 
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    """One vector a layer."""
+    """The weights of each layer as one vector."""
     return [torch.cat([p.detach().flatten() for p in layer.parameters()]).clone() for layer in decoder_layers(model)]
 
 
@@ -114,12 +114,12 @@ def test_the_trainer_trains_prompts_of_several_lengths_as_each_row_alone(zoo: Zo
     torch.testing.assert_close(weights(model), weights(alone))
 
 
-def test_several_sequences_in_a_row_are_refused(zoo: Zoo) -> None:
+def test_several_sequences_packed_into_a_row_are_refused(zoo: Zoo) -> None:
     model = zoo.model("llama").train()
     packed = DataCollatorWithFlattening()([{"input_ids": row["input_ids"].tolist()} for row in rows()])
     with (
         skip_schedule(model, SCHEDULE),
-        pytest.raises(ScheduleError, match="position_ids begin anew within one; train without packing"),
+        pytest.raises(ScheduleError, match="position_ids restart within one; train without packing"),
     ):
         model(**packed, use_cache=False)
     with skip_schedule(model, full_depth(LAYERS)):
@@ -142,7 +142,7 @@ def test_checkpointed_activations_are_recomputed_as_scheduled_though_the_block_h
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_an_adapter_is_trained_as_scheduled_and_exported_when_it_is_merged(
+def test_an_adapter_is_trained_as_scheduled_and_exported_once_it_is_merged(
     activation_checkpointing: bool, zoo: Zoo, tmp_path: Path
 ) -> None:
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

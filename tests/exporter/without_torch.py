@@ -1,4 +1,4 @@
-"""skip-export where it has no need of torch and transformers, which take seconds to import, nor of onnx_ir: half a second."""
+"""skip-export for what it does without torch, transformers and onnx_ir: half a second, where importing them takes seconds."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ try:
 finally:
     assert not {"torch", "transformers", "onnx_ir"} & {*sys.modules}
 """
-SKIP_EXPORT = [sys.executable, "-c", _PROGRAM]  # a traceback where one of them was imported
+SKIP_EXPORT = [sys.executable, "-c", _PROGRAM]  # ends with a traceback if one of them was imported

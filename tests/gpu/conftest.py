@@ -1,4 +1,4 @@
-"""Every test here needs a GPU; elsewhere it is skipped, with what is missing."""
+"""Every test here needs a GPU. Without one it is skipped, naming what is missing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def gpu() -> None:
         CudaDevice()
     except TargetError as error:
         pytest.skip(str(error))
-    import torch  # noqa: F401  its CUDA libraries are what ONNX Runtime finds
+    import torch  # noqa: F401  ONNX Runtime finds torch's CUDA libraries
 
 
 @pytest.fixture(scope="session")
 def provider(gpu: None) -> None:
-    """ONNX Runtime's for CUDA."""
+    """ONNX Runtime's CUDA provider."""
     try:
         prepare_cuda()
     except TargetError as error:

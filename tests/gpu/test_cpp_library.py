@@ -1,4 +1,4 @@
-"""The C++ library on a GPU: Python's tokens, with CUDA graphs and without."""
+"""The C++ library on a GPU gives Python's tokens, with CUDA graphs and without."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def driver(provider: None) -> Iterator[Driver]:
     skip_unless_built()
     libraries = (Path(torch.__file__).parents[1] / "nvidia").glob("*/lib")  # cuBLAS and cuDNN, where they came with pip
     path = ":".join([*map(str, libraries), os.environ.get("LD_LIBRARY_PATH", "")])
-    opened = Driver(LD_LIBRARY_PATH=path, **ENVIRONMENT)  # as Python's runtime has it
+    opened = Driver(LD_LIBRARY_PATH=path, **ENVIRONMENT)  # as in the Python runtime
     yield opened
     opened.close()
 
@@ -59,10 +59,8 @@ def _asked(bundle: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20, "seed": 5}], ids=["greedy", "sampled"])
-def test_tokens_are_those_of_the_python_runtime(
-    cuda_graphs: bool, sampling: dict[str, Any], bundle: Path, driver: Driver
-) -> None:
-    """A prompt at a time, as both read it in one pass; tokens of a batch may differ where two are as likely as each other."""
+def test_tokens_match_the_python_runtime(cuda_graphs: bool, sampling: dict[str, Any], bundle: Path, driver: Driver) -> None:
+    """One prompt at a time, since both run it in one pass. In a batch, tokens may differ where two are equally likely."""
     generator = skipdecode.load(bundle)
     for prompt in PROMPTS:
         made = generator.generate([prompt], max_new_tokens=NEW, ignore_eos=True, **sampling)
@@ -70,8 +68,8 @@ def test_tokens_are_those_of_the_python_runtime(
         assert found["sequences"][0]["token_ids"] == made.sequences[0].token_ids, found
 
 
-def test_graphs_take_the_calls_place_and_give_their_logits(bundle: Path, driver: Driver) -> None:
-    """Rows of different lengths; of the twelve steps with at most three variants most are graphs."""
+def test_graphs_replace_the_calls_and_give_the_same_logits(bundle: Path, driver: Driver) -> None:
+    """Rows of different lengths. With at most three variants, most of the twelve steps are graphs."""
     asked = {cuda_graphs: _asked(bundle, cuda_graphs=cuda_graphs, prompts=PROMPTS) for cuda_graphs in (True, False)}
     found = {cuda_graphs: driver.ask(command="logits", **asked[cuda_graphs]) for cuda_graphs in asked}
     assert found[True]["logits"] == found[False]["logits"]

@@ -35,9 +35,9 @@ from tests.zoo import Zoo
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6], [11, 4, 50, 6]]
 NEW = 12
 NAMES = ["opt", "llama", "gpt_neox", "gemma3", "phi3"]
-# weights that add up to 1; that do not, with a shared expert, and a layer without experts; biases; routers outside the operator
+# weights that add up to 1; weights that do not, a shared expert, a layer without experts; biases; routers outside the operator
 MIXTURES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
-ROUGH_IN_BF16 = {"qwen3_next": 0.15, "qwen3_5_moe_text": 0.15}  # torch itself, in the median at full depth: 0.07 and 0.05
+ROUGH_IN_BF16 = {"qwen3_next": 0.15, "qwen3_5_moe_text": 0.15}  # torch's own median error at full depth: 0.07 and 0.05
 pytestmark = pytest.mark.usefixtures("provider")
 SCHEDULE = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=9)
 
@@ -51,7 +51,7 @@ def _export(zoo: Zoo, name: str, out: Path, **changes: object) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """By architecture, made when first asked for."""
+    """Bundles by architecture, each made on first use."""
     folder = tmp_path_factory.mktemp("gpu")
     return functools.cache(lambda name: _export(zoo, name, folder / name))
 
@@ -77,11 +77,11 @@ def test_every_variant_agrees_with_the_reference(
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.05)], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(
     "name", [name for name in (*CONFIGS, *RELATIVES, *VARIATIONS) if name != "gemma4_moe"]
-)  # which is refused
+)  # gemma4_moe is refused
 def test_every_architecture_agrees_with_the_reference_and_its_steps_are_captured(
     name: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path
 ) -> None:
-    """A mixture may choose another expert for a bit that is added up otherwise; in bf16 torch itself is off by up to 0.2."""
+    """A mixture may choose another expert because of one rounded bit; in bf16, torch itself is off by up to 0.2."""
     generator = skipdecode.load(_export(zoo, name, tmp_path / "b", dtype=dtype, targets=("cuda",)))
     model = zoo.model(name)
     model = (model.half() if dtype == "fp16" else model.bfloat16()).float()
@@ -101,10 +101,10 @@ def test_every_architecture_agrees_with_the_reference_and_its_steps_are_captured
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", [*NAMES, "qwen3_5_text", "lfm2"])
-def test_tokens_chosen_on_the_gpu_are_those_chosen_on_the_host(
+def test_tokens_chosen_on_the_gpu_match_those_chosen_on_the_host(
     name: str, rows: int, cuda_graphs: bool, sampled: bool, bundle: Callable[[str], Path]
 ) -> None:
-    """With the schedule's variants switching under CUDA graphs: the second generation captures each, the third replays all."""
+    """The schedule's variants switch under CUDA graphs: the second generation captures each, the third replays all."""
     generator = skipdecode.load(bundle(name), target="cuda", cuda_graphs=cuda_graphs)
     how = Sampling(do_sample=sampled, top_k=20, seed=5)
     order = np.argsort([-len(prompt) for prompt in PROMPTS[:rows]], kind="stable")
@@ -121,7 +121,7 @@ def test_tokens_chosen_on_the_gpu_are_those_chosen_on_the_host(
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_quantised_engines_agree_with_a_cpu(quantize: str, zoo: Zoo, tmp_path: Path) -> None:
     bundle = _export(zoo, "opt", tmp_path / "b", quantize=quantize, targets=("cuda",))
     on_gpu = skipdecode.load(bundle)
     made = on_gpu.manifest
@@ -131,13 +131,13 @@ def test_quantised_engines_say_what_they_say_on_a_cpu(quantize: str, zoo: Zoo, t
         decoder = Decoder(engines, made.model, made.schedule, [len(PROMPTS[0])], 2)
         decoder.prefill(PROMPTS[:1])
         logits.append(decoder.logits[0].copy())
-    assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the cpu's activations are in int8
+    assert np.linalg.norm(logits[1] - logits[0]) <= 0.05 * np.linalg.norm(logits[0])  # the CPU rounds activations to int8
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.01), ("bf16", 0.05)])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_cutlass_multiplies_quantised_weights_as_the_providers_other_kernels_do(
+def test_cutlass_multiplies_quantised_weights_like_the_providers_other_kernels(
     name: str, quantize: str, dtype: str, tolerance: float, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of several lengths, then steps of one row and of all."""
@@ -161,8 +161,8 @@ def test_cutlass_multiplies_quantised_weights_as_the_providers_other_kernels_do(
     assert (np.linalg.norm(by_cutlass - by_others, axis=-1) <= tolerance * np.linalg.norm(by_others, axis=-1)).all()
 
 
-def test_layers_in_int4_run_beside_a_head_in_int8(zoo: Zoo, tmp_path: Path) -> None:
-    """What becomes of a checkpoint that has 4 bits."""
+def test_layers_in_int4_run_with_a_head_in_int8(zoo: Zoo, tmp_path: Path) -> None:
+    """As exported from a checkpoint that has 4 bits."""
     pytest.importorskip("compressed_tensors", reason="quantised checkpoints are written with compressed-tensors")
     from tests.exporter.quantised_checkpoints import awq, rewritten
 
@@ -185,8 +185,8 @@ def test_a_mixture_mostly_agrees_with_the_reference(name: str, dtype: str, toler
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixtures_steps_are_captured_and_begin_as_calls_do(name: str, bundle: Callable[[str], Path]) -> None:
-    """Later tokens may differ: its kernels may add up in any order, and a rounded bit may choose another expert."""
+def test_a_mixtures_steps_are_captured_and_first_tokens_match_those_of_calls(name: str, bundle: Callable[[str], Path]) -> None:
+    """Later tokens may differ, because the kernels add up in any order and a rounded bit may choose another expert."""
     made = []
     for cuda_graphs in (True, False):
         generator = skipdecode.load(bundle(name), target="cuda", cuda_graphs=cuda_graphs)
@@ -201,8 +201,10 @@ def test_a_mixtures_steps_are_captured_and_begin_as_calls_do(name: str, bundle: 
 @pytest.mark.parametrize(
     ("quantize", "method", "tolerance"), [("int8", "rtn", 0.2), ("int4", "rtn", 0.6), ("int4", "k-quant", 0.6)]
 )
-def test_a_quantised_mixture_stays_near(quantize: str, method: str, tolerance: float, zoo: Zoo, tmp_path: Path) -> None:
-    """Of what a CPU says it may differ more: there activations are in int8, and another expert may be chosen."""
+def test_a_quantised_mixture_stays_near_the_reference(
+    quantize: str, method: str, tolerance: float, zoo: Zoo, tmp_path: Path
+) -> None:
+    """It may differ more from a CPU, which rounds activations to int8 and may choose another expert."""
     bundle = _export(zoo, "mixtral", tmp_path / "b", quantize=quantize, quantize_method=method, targets=("cuda",))
     decoder = skipdecode.load(bundle).decoder([len(PROMPTS[0])], NEW)
     decoder.prefill(PROMPTS[:1])
@@ -233,15 +235,15 @@ def test_five_hundred_loops_leave_the_devices_memory_as_it_was(llama: Path) -> N
     generator = skipdecode.load(llama, target="cuda")
     used = []
     for round_ in range(500):
-        generator.generate(PROMPTS[: 2 + round_ % 2], max_new_tokens=4, ignore_eos=True)  # a loop of its own each time
-        generator.generate(PROMPTS[: 2 + round_ % 2], max_new_tokens=4, ignore_eos=True)  # and its graphs
+        generator.generate(PROMPTS[: 2 + round_ % 2], max_new_tokens=4, ignore_eos=True)  # a new loop each time
+        generator.generate(PROMPTS[: 2 + round_ % 2], max_new_tokens=4, ignore_eos=True)  # and the loop's graphs
         if round_ in (49, 499):
             used.append(_memory_of_this_process())
     assert used[1] - used[0] <= 8, f"{used} MiB"
 
 
 def _memory_of_this_process() -> int:
-    """MiB of the GPU; other tests' processes may be on it."""
+    """MiB of GPU memory that this process has; other tests' processes may be on the GPU too."""
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     rows = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = dict(row.split(", ") for row in rows)

@@ -1,4 +1,4 @@
-"""Plans on a GPU that TensorRT-RTX or TensorRT serves: what tests/runtime/engines checks with a stand-in for the library."""
+"""Plans on a GPU that TensorRT-RTX or TensorRT supports: what tests/runtime/engines checks with a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.zoo import Zoo
 MIXTURES = ("mixtral", "gpt_oss")
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [11, 4, 50], [5, 6]]
 NEW = 14
-# grouped queries; biases in the mask; capped logits, sinks, keys of two sizes and of others, whose attention is written out;
-# states of a convolution, of Gated DeltaNet, of Mamba-2; experts
+# grouped queries; biases in the mask; capped logits, sinks, keys of two sizes and of other layers, whose attention is written
+# out; states of a convolution, of Gated DeltaNet, of Mamba-2; experts
 NAMES = ["llama", "mpt", "gemma2", "granite_swa", "gemma4_text", "reading_others", "lfm2", "qwen3_5_text", "bamba", *MIXTURES]
 KINDS = [*((name, "none") for name in NAMES), *((name, how) for name in ("llama", "opt", "mixtral") for how in ("int8", "int4"))]
 
@@ -77,7 +77,7 @@ def test_every_variant_agrees_with_the_reference(kind: tuple[str, str], generato
     agrees(decoder, model, PROMPTS, NEW, 0.02)
 
 
-def test_generations_under_graphs_repeat_themselves(generator: Generator) -> None:
+def test_repeated_generations_under_graphs_are_identical(generator: Generator) -> None:
     made = [generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True) for _ in range(4)]
     assert len({str([row.token_ids for row in each.sequences]) for each in made}) == 1
     assert_every_route_is_a_graph(generator)

@@ -1,4 +1,4 @@
-"""The turn-around's kernel on a GPU: what its host version chooses, which tests/plugins holds against the runtime."""
+"""The turn-around's kernel on a GPU chooses what its host version chooses, which tests/plugins compares with the runtime."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_it_chooses_what_the_runtime_chooses_and_repeats_the_token_that_ends_a_r
         **{name: twin.pointer for name, (twin, _) in twins.items()},
     )  # fmt: skip
     logits = rng.normal(0, 4, (STEPS, ROWS, vocabulary)).astype(np.float32)
-    logits[-1] = rng.integers(-2, 3, (ROWS, vocabulary))  # too many equal ones to be compared with each other
+    logits[-1] = rng.integers(-2, 3, (ROWS, vocabulary))  # more equal logits than the kernel compares with each other
     expected = np.array(
         [
             [choose_tokens(part[row : row + 1], each[row], arrays["row_ids"][row : row + 1], step)[0] for row in range(ROWS)]

@@ -1,4 +1,4 @@
-"""The kernels of a plan, as its builder lists them while it builds (an inspector would need a GPU to load the plan)."""
+"""The kernels of a plan, read from its builder's log because an inspector would need a GPU to load the plan."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from skipdecode.graph_passes.compile_tensorrt import PlanRequest, build_plan
 class EngineLayer:
     """A kernel of a built engine."""
 
-    name: str  # `[profile 1]` in it: of the second profile
+    name: str  # contains `[profile 1]` if the kernel belongs to the second profile
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 def built_layers(request: PlanRequest) -> tuple[EngineLayer, ...]:
-    """Builds `request.plan`, listening to all that the builder says."""
-    said: list[str] = []
+    """Build `request.plan` and return the kernels that the builder lists in its log."""
+    messages: list[str] = []
     make_log = tensorrt.make_log
 
-    def listening(trt: Any, **named: Any) -> Any:
+    def recording_log(trt: Any, **named: Any) -> Any:
         log = make_log(trt, **named)
-        told = log.log
-        log.log = lambda severity, message: (said.append(message), told(severity, message))
+        log_message = log.log
+        log.log = lambda severity, message: (messages.append(message), log_message(severity, message))
         return log
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorrt, "make_log", listening)
+        patch.setattr(tensorrt, "make_log", recording_log)
         build_plan(request)
-    return tuple(layer for message in said for line in message.splitlines() for layer in _listed(line))
+    return tuple(layer for message in messages for line in message.splitlines() for layer in _listed(line))
 
 
 def _listed(line: str) -> list[EngineLayer]:

@@ -1,4 +1,4 @@
-"""Runs a small graph, before and after a pass, and compares."""
+"""Helpers that run small graphs, so that results before and after a pass can be compared."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def run_model(model: ir.Model, feeds: dict[str, Array]) -> list[Array]:
-    """All outputs, by ONNX Runtime; `feeds` may hold more than the graph takes."""
+    """All outputs, computed by ONNX Runtime; `feeds` may hold more than the graph takes."""
     use_threads(None)
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.use_per_session_threads = False
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # rows as they are, not in int8
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # rows stay fp32, not int8
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
 
 
 def with_shapes(text: str) -> ir.Model:
-    """The text's graph, whose values have the shapes that follow from its inputs'."""
+    """The graph of `text`, with the shape of every value inferred from its inputs."""
     model = ir.from_onnx_text(text)
     ir.passes.common.ShapeInferencePass()(model)
     return model
 
 
 def with_parameters(text: str, arrays: dict[str, Array]) -> ir.Model:
-    """The text's inputs of these names become parameters `layer.NAME` (text cannot hold a dotted name)."""
+    """The graph of `text`, whose inputs named in `arrays` become parameters `layer.NAME` (text cannot hold a dotted name)."""
     model = ir.from_onnx_text(text)
     for name, array in arrays.items():
         value = next(value for value in model.graph.inputs if value.name == name)
@@ -46,7 +46,7 @@ def with_parameters(text: str, arrays: dict[str, Array]) -> ir.Model:
 
 
 def attention_feeds(kv_heads: int) -> dict[str, Array]:
-    """Of GroupQueryAttention: two rows of one token, of width 32, with 4 and 2 of 8 slots behind them; heads of 16."""
+    """Inputs of GroupQueryAttention: two rows of one token and width 32, after 4 and 2 of 8 slots; heads of size 16."""
     rng = np.random.default_rng(1)
     past = {name: rng.standard_normal((2, kv_heads, 8, 16)).astype(np.float32) for name in ("past_key", "past_value")}
     x = rng.standard_normal((2, 1, 32)).astype(np.float32)
@@ -54,7 +54,7 @@ def attention_feeds(kv_heads: int) -> dict[str, Array]:
 
 
 def quantised(weight: Array, how: Quantization) -> Array:
-    """What the operator multiplies by in place of a matrix [N,K]."""
+    """The matrix [N,K] that the quantised operator multiplies by in place of `weight`."""
     outputs, inputs = weight.shape
     text = f"""<ir_version: 10, opset_import: ["" : 24]>
     g (float[B,{inputs}] x, float[{outputs},{inputs}] weight) => (float[B,{outputs}] y)

@@ -1,4 +1,4 @@
-"""A scale of 1 before, of 1/4 on a query four times as large after: the same numbers."""
+"""A scale of 1 becomes 1/4 on a query four times as large, with the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _before(scale: str) -> ir.Model:
     return with_shapes(BEFORE.replace("SCALE", scale))
 
 
-def test_the_query_takes_what_the_scale_loses() -> None:
+def test_the_factor_moves_from_the_scale_to_the_query() -> None:
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal((2, 2, slots, 16), dtype=np.float32) for name, slots in
              (("query", 3), ("key", 5), ("value", 5))}  # fmt: skip
@@ -38,7 +38,7 @@ def test_the_query_takes_what_the_scale_loses() -> None:
 
 
 @pytest.mark.parametrize("scale", ["0.25", "0.9999"])
-def test_another_scale_is_left_alone(scale: str) -> None:
+def test_other_scales_are_left_alone(scale: str) -> None:
     model = _before(scale)
     assert not AvoidUnitScalePass()(model).modified
     assert [node.op_type for node in model.graph] == ["Attention"]

@@ -1,4 +1,4 @@
-"""An attention that takes ONNX Runtime's quicker kernel for one new token, and gives the same."""
+"""Attention takes ONNX Runtime's faster kernel for one new token, with the same results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from skipdecode.graph_passes.choose_attention_kernel import ChooseAttentionKernelPass
 from tests.graph_passes.running import Array, run_model
 
-HEADS, KV_HEADS, SIZE = 32, 8, 64  # 2048 wide: the other kernel pays from 128 positions on
+HEADS, KV_HEADS, SIZE = 32, 8, 64  # 2048 wide: the matrix kernel is the faster one from 128 positions on
 SLOTS, FEW, MANY = 1024, 9, 300
 
 
@@ -27,7 +27,7 @@ def _model(
     layers: int = 1,
     **attributes: float,
 ) -> ir.Model:
-    """Attentions side by side, of the same rows; each has a KV buffer of its own."""
+    """Attention nodes side by side on the same rows, each with a KV buffer of its own."""
     queries, keys, size = heads
     widths = {"query": queries * size, "key": keys * size, "value": keys * size}
     rows = [_value("rows", ["B", "S", sum(widths.values())])] if packed else [_value(n, ["B", "S", w]) for n, w in widths.items()]
@@ -69,7 +69,7 @@ def _operators(model: ir.Model) -> list[str]:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scale", [0.2, 1.0])
-def test_either_kernel_gives_the_same_for_prompts_and_for_one_token_among_few_and_many(packed: bool, scale: float) -> None:
+def test_results_are_the_same_for_prompts_and_for_one_token_after_few_or_many(packed: bool, scale: float) -> None:
     before, after = (_model(packed=packed, scale=scale) for _ in range(2))
     assert ChooseAttentionKernelPass(max_length=SLOTS)(after).modified
     assert _operators(after)[-1] == "If"
@@ -78,7 +78,7 @@ def test_either_kernel_gives_the_same_for_prompts_and_for_one_token_among_few_an
     assert not ChooseAttentionKernelPass(max_length=SLOTS)(after).modified
 
 
-def test_the_quicker_kernel_is_for_one_new_token_among_many_and_layers_ask_once() -> None:
+def test_the_faster_kernel_takes_one_new_token_after_many_and_layers_share_the_condition() -> None:
     model = _model(layers=2)
     ChooseAttentionKernelPass(max_length=SLOTS)(model)
     assert [_operators(model).count(name) for name in ("If", "Greater", "And")] == [2, 1, 1]
@@ -95,7 +95,7 @@ def test_the_quicker_kernel_is_for_one_new_token_among_many_and_layers_ask_once(
 
 
 @pytest.mark.parametrize(("sinks", "attributes"), [(True, {}), (False, {"softcap": 5.0}), (True, {"local_window_size": 30})])
-def test_where_there_is_one_kernel_anyway_the_query_is_scaled_before_it(sinks: bool, attributes: dict[str, float]) -> None:
+def test_where_only_one_kernel_exists_the_query_is_scaled_before_it(sinks: bool, attributes: dict[str, float]) -> None:
     before, after = (_model(packed=True, sinks=sinks, **attributes) for _ in range(2))
     assert ChooseAttentionKernelPass(max_length=SLOTS)(after).modified
     assert _operators(after) == ["Mul", "GroupQueryAttention"]
@@ -104,12 +104,12 @@ def test_where_there_is_one_kernel_anyway_the_query_is_scaled_before_it(sinks: b
     assert not ChooseAttentionKernelPass(max_length=SLOTS)(after).modified
 
 
-def test_two_kernels_are_for_small_heads_whose_keys_many_queries_read_without_a_window() -> None:
+def test_only_small_heads_shared_by_many_queries_without_a_window_get_two_kernels() -> None:
     others = [_model((8, 4, 64)), _model((8, 2, 128)), _model(local_window_size=30)]
     assert not any(ChooseAttentionKernelPass(max_length=10 * SLOTS)(model).modified for model in others)
     assert ChooseAttentionKernelPass(max_length=10 * SLOTS)(_model((8, 2, 64))).modified
 
 
-def test_it_declines_where_few_positions_fit() -> None:
+def test_it_declines_a_short_kv_buffer() -> None:
     assert not ChooseAttentionKernelPass(max_length=SLOTS - 1)(_model()).modified
     assert not ChooseAttentionKernelPass(max_length=SLOTS - 1)(_model(sinks=True)).modified

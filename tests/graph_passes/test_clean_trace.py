@@ -1,4 +1,4 @@
-"""What the tracer leaves, and what the standard graph keeps of it."""
+"""What the tracer leaves behind, and what the standard graph keeps of it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ g (float[B,S,8] x) => (float[B,S,8] y)
 
 
 def with_weight(text: str, name: str, data: np.ndarray) -> ir.Model:
-    """The text's value `weight` becomes the parameter `name` (text cannot hold a dotted name)."""
+    """The graph of `text`, whose value `weight` becomes the parameter `name` (text cannot hold a dotted name)."""
     kind = "float16" if data.dtype == np.float16 else "float"
     model = with_parameters(text.replace(" x) =>", f" x, {kind}{list(data.shape)} weight) =>"), {"weight": data})
     model.graph.initializers["layer.weight"].name = name
     return model
 
 
-def test_a_norm_in_pieces_becomes_one_operator() -> None:
+def test_a_decomposed_rms_norm_becomes_one_operator() -> None:
     model = with_weight(RMS_NORM, "layer.norm.weight", np.ones(8, np.float32))
     clean_trace(model)
     (node,) = model.graph
@@ -40,15 +40,15 @@ def test_a_norm_in_pieces_becomes_one_operator() -> None:
     assert [value.name for value in node.inputs] == ["x", "layer.norm.weight"]
 
 
-def test_an_epsilon_near_nothing_is_kept() -> None:
-    """Helium's is 1e-8, which the rewriter's rule for x + 0 takes for 0: a row of zeros would divide by it."""
+def test_a_tiny_epsilon_is_kept() -> None:
+    """The rewriter's rule for x + 0 takes Helium's epsilon of 1e-8 for 0, and a row of zeros would be divided by 0."""
     model = with_weight(RMS_NORM.replace("0.00001", "0.00000001"), "layer.norm.weight", np.ones(8, np.float32))
     clean_trace(model)
     (node,) = model.graph
     assert node.attributes["epsilon"].as_float() == pytest.approx(1e-8)
 
 
-def test_a_layer_norm_in_pieces_becomes_one_operator() -> None:
+def test_a_decomposed_layer_norm_becomes_one_operator() -> None:
     text = RMS_NORM.replace(
         "square = Pow (x", "middle = ReduceMean <keepdims = 1> (x, last)  away = Sub (x, middle)  square = Pow (away"
     )
@@ -59,7 +59,7 @@ def test_a_layer_norm_in_pieces_becomes_one_operator() -> None:
     assert [value.name for value in node.inputs] == ["x", "layer.norm.weight"]
 
 
-def test_parameters_are_never_folded_even_where_they_are_small() -> None:
+def test_even_small_parameters_are_never_folded() -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     g (float[B,S,8] x) => (float[B,S,8] y) { turned = Transpose <perm = [1, 0]> (weight)
         y = MatMul (x, turned) }"""
@@ -69,7 +69,7 @@ def test_parameters_are_never_folded_even_where_they_are_small() -> None:
     assert "layer.fc.weight" in model.graph.initializers
 
 
-def test_a_second_run_changes_no_text() -> None:
+def test_a_second_run_changes_nothing() -> None:
     model = with_weight(RMS_NORM, "layer.norm.weight", np.ones(8, np.float32))
     clean_trace(model)
     text = ir.to_onnx_text(model)

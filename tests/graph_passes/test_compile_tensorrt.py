@@ -1,4 +1,4 @@
-"""Real plans by TensorRT-RTX's own parser and builder, which need no GPU; what the builder lists of them is read."""
+"""Real plans, built by TensorRT-RTX's own parser and builder without a GPU and checked by the kernels that the builder lists."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DECODE = Profile(batch=(1, 1, 4), tokens=(1, 1, 1))
 PREFILL = Profile(batch=(1, 1, 1), tokens=(1, 8, 16))
 SLOTS = 48
 PER_LAYER = "model.embed_tokens_per_layer.weight"
-CAPPED = "gemma2"  # caps its attention logits, which no fused kernel does
+CAPPED = "gemma2"  # caps its attention logits, which no fused kernel supports
 
 
 Part = Callable[..., ir.Model]
@@ -63,7 +63,7 @@ LOWERING = lowering(SLOTS)
 
 @pytest.fixture(scope="module")
 def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
-    """By architecture, part (or layers, stitched) and dtype: a standard graph of a tiny model, made when first asked for."""
+    """Standard graphs of tiny models by architecture, part (or layers to stitch) and dtype, each made on first use."""
 
     @functools.cache
     def made(name: str, what: str | tuple[int, ...] = (0,), dtype: torch.dtype = torch.float16) -> ir.Model:
@@ -92,7 +92,7 @@ def build(graph: ir.Model, folder: Path, *passes: ir.passes.PassBase) -> tuple[E
 
 
 def copies_of_whole_buffers(layers: tuple[EngineLayer, ...]) -> list[str]:
-    """A kernel in place has `present` among its inputs; one that reads `past` writes it all to `present`."""
+    """Kernels that copy a whole KV buffer: an in-place one has `present` among its inputs, a copying one reads `past`."""
     return [layer.name for layer in layers if any(name.startswith("past_") for name in layer.inputs)]
 
 
@@ -102,7 +102,7 @@ def assert_updates_in_place(layers: tuple[EngineLayer, ...], of: int = 0) -> Non
     assert copies_of_whole_buffers(layers) == []
 
 
-# Mistral's is Llama's; MiniCPM3's keys and values are expanded from a latent; BLOOM and MPT add biases to their scores
+# Mistral's layer is Llama's; MiniCPM3 expands keys and values from a latent; BLOOM and MPT add biases to their scores
 @pytest.mark.parametrize("name", [*(name for name in CONFIGS if name not in (CAPPED, "mistral")), "minicpm3", "bloom", "mpt"])
 def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in_place(
     name: str, part: Part, tmp_path: Path
@@ -110,7 +110,7 @@ def test_each_architectures_layer_has_fused_attention_and_updates_its_buffers_in
     layers = build(part(name), tmp_path, *LOWERING)
     assert_updates_in_place(layers)
     attention = [layer for layer in layers if "_mha_" in layer.name]
-    assert ["gemv" in layer.name for layer in attention] == [True, False], "one kernel a profile: decode, prefill"
+    assert ["gemv" in layer.name for layer in attention] == [True, False], "one kernel per profile: decode, prefill"
 
 
 @pytest.mark.parametrize("name", [CAPPED, "granite_swa"])
@@ -124,24 +124,24 @@ def test_attention_without_a_fused_kernel_updates_its_buffers_in_place_too(name:
     ("slots", "kernels"),
     [(24576 - 16, ["gemv_mha", "gemm_mha"]), (24576 - 8, ["gemm_mha", "gemm_mha"]), (32768, ["gemm_mha"] * 2)],
 )
-def test_a_step_over_many_slots_has_the_kernel_of_a_prompt(slots: int, kernels: list[str], part: Part, tmp_path: Path) -> None:
+def test_a_step_over_many_slots_uses_the_kernel_for_prompts(slots: int, kernels: list[str], part: Part, tmp_path: Path) -> None:
     layers = build(part("llama_long"), tmp_path, *lowering(slots))
     assert_updates_in_place(layers)
     found = [layer.name for layer in layers if "_mha_" in layer.name]
     assert all(kernel in name for kernel, name in zip(kernels, found, strict=True)), found
 
 
-def test_the_kernel_of_one_token_takes_no_more_slots(part: Part, tmp_path: Path) -> None:
+def test_the_kernel_for_one_token_refuses_more_slots(part: Part, tmp_path: Path) -> None:
     slots = 24576 - 8
     with pytest.raises(TargetError, match="Attention operation was not supported by a dedicated kernel"):
         build(part("llama_long"), tmp_path, FreezeSlotsPass(slots=slots), AvoidUnitScalePass(), DropUnusedInputsPass())
 
 
 @pytest.mark.parametrize("segment", [(1, 3, 4), (2, 5), (3, 4), (5,)], ids=str)
-def test_layers_that_read_the_keys_of_others_build_with_them_and_without(
+def test_layers_that_read_other_layers_keys_build_with_those_layers_and_without(
     segment: tuple[int, ...], part: Part, tmp_path: Path
 ) -> None:
-    """Layers 3 and 4 read those of layer 1, layer 5 those of layer 2; the first in a plan has the fused kernel."""
+    """Layers 3 and 4 read layer 1's keys, layer 5 reads layer 2's; the first of them in a plan gets the fused kernel."""
     layers = build(part("reading_others", segment), tmp_path, *LOWERING)
     source = 2 if segment[-1] == 5 else 1
     if source in segment:
@@ -149,8 +149,8 @@ def test_layers_that_read_the_keys_of_others_build_with_them_and_without(
     else:
         assert not [name for layer in layers for name in layer.outputs if name.startswith("present_")]
     fused = [layer for layer in layers if "_mha_" in layer.name]
-    assert ["gemv" in layer.name for layer in fused] == [True, False], "one kernel a profile: decode, prefill"
-    assert {f"present_key.{source}", f"present_value.{source}"} <= {*fused[0].inputs}, "a step reads the buffers where they lie"
+    assert ["gemv" in layer.name for layer in fused] == [True, False], "one kernel per profile: decode, prefill"
+    assert {f"present_key.{source}", f"present_value.{source}"} <= {*fused[0].inputs}, "a step reads the buffers in place"
 
 
 @pytest.mark.parametrize("name", ["opt-350m", "llama"])
@@ -160,7 +160,7 @@ def test_embedding_and_head_build_too(name: str, part: Part, tmp_path: Path) -> 
 
 
 def written_out(layers: tuple[EngineLayer, ...]) -> list[str]:
-    """Kernels that make floats of levels, and of nothing else."""
+    """Kernels that only write stored levels out as floats."""
     return [layer.name for layer in layers if "Cast" in layer.name and not layer.inputs]
 
 
@@ -175,11 +175,11 @@ def test_quantised_matrices_are_multiplied_as_they_are_stored(
     assert_updates_in_place(layers)
     assert written_out(layers) == []
     products = [layer for layer in layers if "CastMulCastFc" in layer.name]
-    assert len(products) == 2 * 4, "a profile: query, key and value; what follows; up, and gate; down"
+    assert len(products) == 2 * 4, "per profile: query, key and value; attention output; up, and gate; down"
 
 
-def test_a_matrix_in_blocks_of_8_bits_would_be_written_out_in_each_step(tmp_path: Path) -> None:
-    """Why 8 bits have a scale an output."""
+def test_an_8_bit_matrix_in_blocks_would_be_written_out_in_each_step(tmp_path: Path) -> None:
+    """This is why 8-bit weights have one scale per output."""
     rng = np.random.default_rng(0)
     levels, scales = rng.integers(-127, 128, (64, 64), dtype=np.int8), np.full((2, 64), 0.01, np.float16)
     graph = ir.from_onnx_text("""<ir_version: 10, opset_import: ["" : 24]>
@@ -190,7 +190,7 @@ def test_a_matrix_in_blocks_of_8_bits_would_be_written_out_in_each_step(tmp_path
         graph.graph.inputs.remove(value)
         value.const_value = ir.tensor(array, name=name)
         graph.graph.register_initializer(value)
-    assert len(written_out(build(graph, tmp_path, DropUnusedInputsPass()))) == 2, "one a profile"
+    assert len(written_out(build(graph, tmp_path, DropUnusedInputsPass()))) == 2, "one per profile"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -198,7 +198,7 @@ def test_a_matrix_in_blocks_of_8_bits_would_be_written_out_in_each_step(tmp_path
 def test_a_step_of_linear_attention_inverts_nothing(
     name: str, in_a_step: int, in_a_prompt: int, dtype: torch.dtype, part: Part, tmp_path: Path
 ) -> None:
-    """A step has one token, whose inverse is 1: what is left are products with the state, and of one query and key."""
+    """A step has one token, whose inverse is 1. Only products with the state and of one query and key remain."""
     written_out = (
         WriteOutConvolutionPass(),
         WriteOutLinearAttentionPass(max_tokens=PREFILL.tokens[2]),
@@ -213,27 +213,27 @@ def test_a_step_of_linear_attention_inverts_nothing(
 
 @pytest.mark.parametrize("how", [None, Quantization(bits=8), Quantization(bits=4)], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_a_step_of_a_mixture_looks_its_experts_up_where_it_multiplies_by_them(
+def test_a_mixtures_step_looks_up_experts_in_the_kernel_that_multiplies_by_them(
     name: str, how: Quantization | None, part: Part, tmp_path: Path
 ) -> None:
     quantising = (QuantizePlanWeightsPass(how), QuantizePlanExpertsPass(how)) if how else ()
     layers = build(part(name), tmp_path, *LOWERING, WriteOutExpertsPass(), *quantising)
     in_a_step = [layer.name for layer in layers if layer.name.endswith("_myl0") or "_myl0_" in layer.name]
     assert sum("Gath" in each and "MulSum" in each for each in in_a_step) == 2, "up and gate; down"
-    assert written_out(layers) == [each for each in written_out(layers) if "_myl1_" in each], "in prompts alone"
+    assert written_out(layers) == [each for each in written_out(layers) if "_myl1_" in each], "in prompts only"
     experts = sum(path.stat().st_size for path in tmp_path.glob("lowered.bin"))
-    assert (tmp_path / "engine.plan").stat().st_size < 1.2 * experts + 8_000_000, "once, beside the kernels"
+    assert (tmp_path / "engine.plan").stat().st_size < 1.2 * experts + 8_000_000, "experts are stored once, alongside the kernels"
 
 
-def test_a_table_in_parts_builds(part: Part, tmp_path: Path) -> None:
-    """Of per-layer inputs, 99 x 144 here."""
+def test_a_split_table_builds(part: Part, tmp_path: Path) -> None:
+    """The table of per-layer inputs, 99 x 144 here."""
     layers = build(part("reading_others", "embed"), tmp_path, DropUnusedInputsPass(), SplitTablePass(max_elements=10_000))
     assert len(ir.load(tmp_path / "lowered.onnx").graph.initializers.keys() & {f"{PER_LAYER}.{first}" for first in (0, 50)}) == 2
     assert layers
 
 
-def test_a_tied_weight_is_read_where_it_lies(part: Part, tmp_path: Path) -> None:
-    """Of a weight with 99 rows, an odd number, TensorRT-RTX 1.7.1 makes a padded copy in each step (a kernel `MoveConc`)."""
+def test_a_tied_weight_is_read_in_place(part: Part, tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7.1 makes a padded copy of a weight with 99 rows, an odd number, in each step (a kernel `MoveConc`)."""
     readers = {}
     for what in ("embed", "head"):
         layers = build(part("qwen2", what), tmp_path, DropUnusedInputsPass(), ShareTiedWeightPass("model.embed_tokens.weight"))
@@ -250,10 +250,10 @@ def test_bfloat16_builds_the_same_kernels(part: Part, tmp_path: Path) -> None:
 
 def test_a_scale_of_one_would_copy_the_key_buffer_in_each_step(part: Part, tmp_path: Path) -> None:
     layers = build(part("opt"), tmp_path, FreezeSlotsPass(slots=SLOTS))
-    assert copies_of_whole_buffers(layers), "then AvoidUnitScalePass is no longer needed"
+    assert copies_of_whole_buffers(layers), "without copies AvoidUnitScalePass is no longer needed"
 
 
-def test_what_the_builder_may_spend_is_told_to_it() -> None:
+def test_the_builders_config_has_the_requested_limits() -> None:
     log = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -267,14 +267,14 @@ def test_what_the_builder_may_spend_is_told_to_it() -> None:
         found.append((config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE), config.builder_optimization_level))
         made_for = [config.get_compute_capability(index) for index in range(config.num_compute_capabilities)]
         assert made_for == [trt.ComputeCapability.SM86, trt.ComputeCapability.SM89]
-        assert config.max_aux_streams == 0, "a graph that is captured holds one stream's work"
-        assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION), "or no CUDA graph catches its plans"
+        assert config.max_aux_streams == 0, "a captured graph holds the work of one stream"
+        assert config.get_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION), "otherwise CUDA graphs cannot capture its plans"
     assert found[0][1] == 3 and found[0][0] > 1 << 30
     assert found[1] == (64 << 20, 1)
 
 
-def test_what_the_parser_ignores_is_an_error(part: Part, tmp_path: Path) -> None:
-    """`nonpad_kv_seqlen` is an input of Attention-24 that TensorRT-RTX 1.7.1 takes no notice of."""
+def test_an_input_that_the_parser_ignores_is_an_error(part: Part, tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7.1 ignores `nonpad_kv_seqlen`, an input of Attention-24."""
     graph = part("llama").clone()
     lengths = ir.Value(name="lengths", shape=ir.Shape(["B"]), type=ir.TensorType(ir.DataType.INT64))
     graph.graph.inputs.append(lengths)
@@ -300,7 +300,7 @@ def test_a_buffer_that_is_not_updated_in_place_is_an_error(kind: str, part: Part
         build(graph, tmp_path, *LOWERING)
 
 
-def test_what_the_parser_refuses_is_told_with_its_reason(part: Part, tmp_path: Path) -> None:
+def test_the_parsers_reason_for_refusing_is_reported(part: Part, tmp_path: Path) -> None:
     graph = part(CAPPED)
     with pytest.raises(TargetError, match=r"parser refused it: .*[Ss]oftcap"):
         build(graph, tmp_path, FreezeSlotsPass(slots=SLOTS))
@@ -311,12 +311,12 @@ def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tm
         build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)
 
 
-def test_a_builder_that_finds_no_memory_is_told_as_that(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_out_of_memory_is_reported_as_such(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_log = tensorrt.make_log
 
     def without_memory(*given: Any, **named: Any) -> Any:
         log = make_log(*given, **named)
-        log.first_error = lambda: "Unexpected exception std::bad_alloc"  # as TensorRT-RTX 1.7.1 was seen to say under `ulimit -v`
+        log.first_error = lambda: "Unexpected exception std::bad_alloc"  # what TensorRT-RTX 1.7.1 logged under `ulimit -v`
         return log
 
     monkeypatch.setattr(tensorrt, "make_log", without_memory)

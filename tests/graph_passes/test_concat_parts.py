@@ -1,4 +1,4 @@
-"""Two parts written into an empty tensor before; one Concat after."""
+"""Two parts written into an empty tensor become one Concat."""
 
 from __future__ import annotations
 

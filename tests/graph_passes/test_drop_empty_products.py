@@ -1,4 +1,4 @@
-"""Shared experts of no width before, the other experts alone after."""
+"""Shared experts of width 0 are dropped, and the other experts stay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _model(summands: str, inner: int = 0) -> ir.Model:
 
 
 @pytest.mark.parametrize("summands", ["shared, routed", "routed, again"])
-def test_what_nothing_is_added_to_is_left(summands: str) -> None:
+def test_an_empty_product_is_dropped_from_its_sum(summands: str) -> None:
     model = _model(summands)
     assert DropEmptyProductsPass()(model).modified
     assert [node.op_type for node in model.graph] == ["Add"]
@@ -43,5 +43,5 @@ def test_what_nothing_is_added_to_is_left(summands: str) -> None:
 
 
 @pytest.mark.parametrize(("summands", "inner"), [("routed, shared", 8), ("again, bias", 0)], ids=["of some width", "a bias"])
-def test_a_product_that_is_none_of_nothing_and_a_sum_of_another_shape_stay(summands: str, inner: int) -> None:
+def test_a_product_of_some_width_and_a_sum_of_another_shape_stay(summands: str, inner: int) -> None:
     assert not DropEmptyProductsPass()(_model(summands, inner)).modified

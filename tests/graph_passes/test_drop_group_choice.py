@@ -1,4 +1,4 @@
-"""A router's choice of groups, where it chooses all of them, before; none after."""
+"""A router's choice of groups is dropped where it chooses all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _model(text: str) -> ir.Model:
     return model
 
 
-def test_the_choice_is_gone_with_the_same_result() -> None:
+def test_the_choice_is_dropped_with_the_same_result() -> None:
     before, after = _model(ROUTER), _model(ROUTER)
     assert DropGroupChoicePass()(after).modified
     assert len(after.graph) <= 1, [node.op_type for node in after.graph]
@@ -49,7 +49,7 @@ def test_a_choice_that_leaves_some_out_stays(old: str, new: str) -> None:
     assert not DropGroupChoicePass()(_model(ROUTER.replace(old, new))).modified
 
 
-def test_groups_of_unknown_number_stay() -> None:
+def test_an_unknown_number_of_groups_stays() -> None:
     model = _model(ROUTER)
     (groups,) = (value for node in model.graph for value in node.outputs if value.name == "groups")
     groups.shape = ir.Shape(["T", "G"])

@@ -1,4 +1,4 @@
-"""An input that nothing reads before, gone after."""
+"""An input that nothing reads is dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ embed (int64[B,S] input_ids, int64[B,S] position_ids, float[B] through) => (floa
 """
 
 
-def test_an_unread_input_goes_and_one_that_is_an_output_stays() -> None:
+def test_an_unread_input_is_dropped_unless_it_is_an_output() -> None:
     model = ir.from_onnx_text(BEFORE)
     assert DropUnusedInputsPass()(model).modified
     assert [value.name for value in model.graph.inputs] == ["input_ids", "through"]

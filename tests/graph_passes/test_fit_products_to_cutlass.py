@@ -1,4 +1,4 @@
-"""Products by quantised weights before and after, computed by the CPU's operator."""
+"""Products with quantised weights are fitted to CUTLASS; the CPU's operator compares the results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _assert_same(before: ir.Model, after: ir.Model, width: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("width", [EVEN, UNEVEN])
-def test_a_bias_becomes_a_sum_of_its_own(width: int, bits: int, method: str) -> None:
+def test_a_bias_becomes_a_separate_add(width: int, bits: int, method: str) -> None:
     before, after = (_quantised(width, bits, method) for _ in range(2))
     assert [node.op_type for node in before.graph] == ["MatMulNBits"]
     assert FitProductsToCutlassPass()(after).modified
@@ -53,7 +53,7 @@ def test_only_an_uneven_width_gets_zero_points(bits: int) -> None:
         _assert_same(before, after, width)
 
 
-def test_zero_points_that_are_there_stay() -> None:
+def test_existing_zero_points_stay() -> None:
     model = _quantised(UNEVEN, 4, "k-quant", "y = MatMul (x, weight)")
     (product,) = model.graph
     assert product.inputs[3] is not None and not FitProductsToCutlassPass()(model).modified

@@ -1,4 +1,4 @@
-"""A shape worked out at run time before, constants after."""
+"""A shape computed at run time becomes a constant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _before(parts: str, output: str) -> ir.Model:
         ("one, rows, tokens, width", "float[1,B,S,64]", None),
     ],
 )
-def test_dimensions_are_copied_or_left_over_where_that_says_the_same(parts: str, output: str, sizes: list[int] | None) -> None:
+def test_dimensions_are_copied_or_inferred_where_that_is_equivalent(parts: str, output: str, sizes: list[int] | None) -> None:
     model = _before(parts, output)
     x = np.arange(2 * 3 * 64, dtype=np.float32).reshape(2, 3, 64)
     (before,) = run_model(model, {"x": x})
@@ -46,7 +46,7 @@ def test_dimensions_are_copied_or_left_over_where_that_says_the_same(parts: str,
     np.testing.assert_array_equal(run_model(model, {"x": x})[0], before)
 
 
-def test_two_sizes_that_only_an_input_knows_are_asked_of_it() -> None:
+def test_two_sizes_known_only_from_an_input_are_read_from_it() -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     back (float[B,S,64] x, float[N,64] flat) => (float[B,S,64] y)
     <int64[1] width = {64}>
@@ -65,7 +65,7 @@ def test_two_sizes_that_only_an_input_knows_are_asked_of_it() -> None:
 
 
 @pytest.mark.parametrize("target", ["shape", "left"], ids=["worked out", "constant"])
-def test_a_reshape_to_its_own_shape_goes(target: str) -> None:
+def test_a_reshape_to_the_same_shape_is_dropped(target: str) -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     same (float[B,S,64] x) => (float[B,S,64] y)
     <int64[1] width = {64}, int64[3] left = {0, -1, 64}>

@@ -1,4 +1,4 @@
-"""A rotary embedding that turns backward, in pieces, before; one operator after."""
+"""A decomposed rotary embedding that rotates backward becomes one operator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_becomes_one_operator_with_the_same_result(text: str, casts: int) -> 
     [FORWARD, WIDE.replace("(x2, minus)", "(minus, x2)"), WIDE.replace("float[B,2,S,8] h", "float[B,N,S,8] h")],
     ids=["forward", "other half", "heads not static"],
 )
-def test_it_declines_what_is_no_backward_rotation(text: str) -> None:
+def test_it_declines_anything_but_a_backward_rotation(text: str) -> None:
     assert not FuseBackwardRotaryPass()(with_shapes(text)).modified
 
 

@@ -1,4 +1,4 @@
-"""A rotary embedding written for each half of a head before; one operator after."""
+"""A rotary embedding written separately for each half of a head becomes one operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ g (float[B,2,S,8] h, float[B,S,4] f) => (float[B,2,S,8] y) <int64[1] one = {1}, 
     y = Concat <axis = -1> (left, right)
 }"""
 
-# every second number, from the first and from the second on
+# the even and the odd numbers take the place of the halves
 NEIGHBOURS = HALVES.replace(
     "<int64[1] one = {1},",
     """<int64[1] one = {1}, int64[1] zero = {0}, int64[1] two = {2}, int64[1] three = {3},
@@ -31,7 +31,7 @@ NEIGHBOURS = HALVES.replace(
 )
 
 
-def test_neighbours_are_put_into_halves_and_become_one_operator() -> None:
+def test_neighbours_are_gathered_into_halves_and_become_one_operator() -> None:
     before, after = with_shapes(NEIGHBOURS), with_shapes(NEIGHBOURS)
     assert FuseHalvesRotaryPass()(after).modified
     kinds = [node.op_type for node in after.graph if node.op_type not in ("Constant", "Cos", "Mul", "Sin")]
@@ -59,7 +59,7 @@ def _assert_same(before: ir.Model, after: ir.Model) -> None:
     ids=["other way round", "turned back", "heads not static"],
 )
 @pytest.mark.parametrize("text", [HALVES, NEIGHBOURS], ids=["halves", "neighbours"])
-def test_it_declines_what_is_no_such_rotation(text: str, old: str, new: str) -> None:
+def test_it_declines_anything_but_such_a_rotation(text: str, old: str, new: str) -> None:
     assert not FuseHalvesRotaryPass()(with_shapes(text.replace(old, new))).modified
 
 

@@ -1,4 +1,4 @@
-"""A norm for each head before; one for all of them and a product after."""
+"""A norm for each head becomes one norm for all heads and a product."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_norms_of_all_heads_become_one_with_the_same_result(norm: str) -> None:
         ("axis = -1, epsilon", "axis = 2, epsilon"),
     ],
 )
-def test_it_declines_where_that_would_be_something_else(old: str, new: str) -> None:
+def test_it_declines_where_the_result_would_differ(old: str, new: str) -> None:
     text = NORMS.replace(old, new).replace("float[B,2,S,4] y", "float[B,K,L,M] y")
     assert text != NORMS and not FuseHeadNormsPass()(with_shapes(text)).modified
 

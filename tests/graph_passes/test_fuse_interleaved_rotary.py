@@ -1,4 +1,4 @@
-"""A rotary embedding of neighbours in pieces before; one operator after."""
+"""A decomposed rotary embedding of neighbouring numbers becomes one operator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_either_form_becomes_one_operator_with_the_same_result(form: str) -> Non
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_the_rest_of_a_head_that_is_rotated_in_part_passes_through_the_operator() -> None:
+def test_the_unrotated_part_of_a_head_passes_through_the_operator() -> None:
     before, after = ir.from_onnx_text(PART), with_shapes(PART)
     assert FuseInterleavedRotaryPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cos", "Sin", "RotaryEmbedding"]
@@ -61,7 +61,7 @@ def test_the_rest_of_a_head_that_is_rotated_in_part_passes_through_the_operator(
      ("minus = Neg (odd)", "minus = Abs (odd)")],
     ids=["other way round", "second half of the table", "no turn"],
 )  # fmt: skip
-def test_it_declines_what_is_no_rotation_of_neighbours(old: str, new: str) -> None:
+def test_it_declines_anything_but_a_rotation_of_neighbours(old: str, new: str) -> None:
     text = FORMS["tables twice"].replace(old, new)
     assert text != FORMS["tables twice"]
     assert not FuseInterleavedRotaryPass()(ir.from_onnx_text(text)).modified

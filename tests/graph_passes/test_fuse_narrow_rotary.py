@@ -1,4 +1,4 @@
-"""A rotary embedding in pieces, its tables cast, before; one operator after."""
+"""A decomposed rotary embedding whose tables are cast becomes one operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NEIGHBOURS = _with_tables_cast(interleaved.FORMS["tables twice"].replace("float[
 TOKENS_FIRST = tokens_first.ROTATED.replace("float[B,S,2,8]", "float16[B,S,2,8]").replace("float[B,2,S,8]", "float16[B,2,S,8]")
 TOKENS_FIRST = _with_tables_cast(TOKENS_FIRST)
 
-# models that turn in fp32 whatever their dtype: a head's numbers are cast, before or after they change places, and the sum back
+# models that rotate in fp32 whatever their dtype: they cast a head's numbers, before or after swapping them, and the sum back
 _WIDE = "h32 = Cast <to = 1> (h)  turned32 = Cast <to = 1> (turned)  a = Mul (h32, cos4)  b = Mul (turned32, sin4)"
 _SUM = "sum = Add (a, b)  y = Cast <to = 10> (sum)"
 _IN_PLACE = ("a = Mul (h, cos4)  b = Mul (turned, sin4)", "y = Add (a, b)")
@@ -75,7 +75,7 @@ def test_it_becomes_one_operator_with_the_same_result(text: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
 
 
-def test_it_becomes_one_operator_behind_the_turn_of_heads() -> None:
+def test_it_becomes_one_operator_behind_the_transpose_of_heads() -> None:
     before, after = with_shapes(TOKENS_FIRST), with_shapes(TOKENS_FIRST)
     assert FuseNarrowRotaryPass()(after).modified
     assert sorted(node.op_type for node in after.graph) == ["Cast", "Cast", "Cos", "RotaryEmbedding", "Sin", "Transpose"]
@@ -87,5 +87,5 @@ def test_it_becomes_one_operator_behind_the_turn_of_heads() -> None:
 
 @pytest.mark.parametrize("text", [ROTARY, WIDE_HALVES], ids=["narrow", "in fp32"])
 @pytest.mark.parametrize(("old", "new"), [("minus, x1", "x1, minus"), ("four, most", "one, most")], ids=["other half", "uneven"])
-def test_it_declines_what_is_no_rotation(text: str, old: str, new: str) -> None:
+def test_it_declines_anything_but_a_rotation(text: str, old: str, new: str) -> None:
     assert not FuseNarrowRotaryPass()(_model(text.replace(old, new))).modified

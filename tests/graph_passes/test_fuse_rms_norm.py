@@ -1,4 +1,4 @@
-"""A norm in pieces before; one operator of one type after."""
+"""A decomposed norm becomes one operator whose inputs and output have one type."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_becomes_one_operator_of_the_wider_type(text: str, kinds: list[str]) 
     assert {value.dtype for value in (*norm.inputs, *norm.outputs) if value is not None} == {ir.DataType.FLOAT}
     rows = before.graph.inputs[0]
     numbers = np.random.default_rng(0).standard_normal((3, 8))
-    # what fp16 cannot hold, where rows are fp32
+    # fp32 rows hold numbers too large for fp16
     feeds = {str(rows.name): (numbers if rows.dtype == ir.DataType.FLOAT16 else numbers * 1e6).astype(rows.dtype.numpy())}  # type: ignore[union-attr]
     (expected,), (found,) = run_model(before, feeds), run_model(after, feeds)
     np.testing.assert_allclose(found, expected, rtol=2e-3)
@@ -46,7 +46,7 @@ def test_it_becomes_one_operator_of_the_wider_type(text: str, kinds: list[str]) 
 
 
 @pytest.mark.parametrize("factor", ["float[B,1]", "float[B,8]", "float[1]", "float"])
-def test_what_is_no_weight_of_each_number_is_no_scale(factor: str) -> None:
+def test_only_one_weight_per_number_is_taken_for_the_scale(factor: str) -> None:
     text = NORM.replace("(float[B,8] x)", f"(float[B,8] x, {factor} factor)").replace("Mul (scale", "Mul (factor")
     assert not FuseRMSNormPass()(with_shapes(text)).modified
 

@@ -1,4 +1,4 @@
-"""A router of many operators before, one that the mixture has itself after."""
+"""A router of many operators becomes the mixture operator's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUTERS = {
     "which add up to 1": BEST + "total = ReduceSum <keepdims = 1> (best, second)  weights = Div (best, total)",
     "the softmax of the largest": "best, chosen = TopK (logits, last)  weights = Softmax (best)",
 }
-# as they are traced in fp16: softmax and sums in fp32
+# as traced in fp16, with softmax and sums in fp32
 NARROW_ROUTERS = {
     "the largest of a softmax": "wide = Softmax (logits)  scores = Cast <to = 1> (wide)  best, chosen = TopK (scores, last)  "
     "weights = Cast <to = 10> (best)",
@@ -37,7 +37,7 @@ OTHERS = {
 
 
 def _routed(router: str, graph: str = GRAPH) -> ir.Model:
-    """`graph` with a router on rows [B,S,8] and a sum behind, as a layer has it."""
+    """`graph` with a router on rows [B,S,8] before it and a sum after it, as in a layer."""
     kind = "float16" if "float16" in graph else "float"
     text = graph.replace(f"{kind}[T,8] x, int64[T,2] chosen, {kind}[T,2] weights", f"{kind}[B,S,8] hidden, {kind}[5,8] router")
     text = text.replace(f"{kind}[T,8] y", f"{kind}[B,S,8] z").replace(
@@ -64,11 +64,11 @@ def test_the_operator_routes_as_the_model_did(router: str) -> None:
 
 
 @pytest.mark.parametrize("router", NARROW_ROUTERS.values(), ids=NARROW_ROUTERS)
-def test_a_narrow_router_is_given_as_it_was_before_the_casts(router: str) -> None:
+def test_a_narrow_router_is_fused_without_its_casts(router: str) -> None:
     before, after = _routed(router, NARROW), _routed(router, NARROW)
     LowerExpertsPass()(after)
     assert FuseRouterPass()(after).modified
-    assert sorted(node.op_type for node in after.graph) == ["Add", "Gemm", "MoE", "Reshape"], "and no cast"
+    assert sorted(node.op_type for node in after.graph) == ["Add", "Gemm", "MoE", "Reshape"], "no cast is left"
     given = {"hidden": np.random.default_rng(3).standard_normal((2, 3, WIDTH)).astype(np.float16)}
     (expected,), (computed,) = run_model(before, given), run_model(after, given)
     np.testing.assert_allclose(computed, expected, rtol=0, atol=4e-3 * np.abs(expected).max())
@@ -82,8 +82,8 @@ def test_other_routers_stay(router: str) -> None:
     assert "ScatterElements" in [node.op_type for node in model.graph]
 
 
-def test_a_router_that_computes_in_fp32_stays_where_rows_are_narrow() -> None:
-    """Its logits rounded to the rows' dtype could choose other experts."""
+def test_an_fp32_router_of_narrow_rows_stays() -> None:
+    """Rounding its logits to the rows' dtype could choose other experts."""
     wide = "wide = Cast <to = 1> (logits)  twice = Add (wide, wide)  scores = Softmax (twice)  "
     model = _routed(f"{wide}best, chosen = TopK (scores, last)  weights = Cast <to = 10> (best)", NARROW)
     LowerExpertsPass()(model)

@@ -1,4 +1,4 @@
-"""A sum and a norm before, one operator after."""
+"""A residual sum and a norm become one operator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_residual_sum_and_its_norm_become_one_operator_whose_sum_is_still_read
 
 @pytest.mark.parametrize("sums", ["m = Add (a, beta)  x = Add (m, b)", "m = Add (beta, a)  x = Add (b, m)"])
 @pytest.mark.parametrize("name", NORMS)
-def test_a_projections_bias_goes_into_it_too(name: str, sums: str) -> None:
+def test_a_projections_bias_is_fused_too(name: str, sums: str) -> None:
     before, after = (_shapes(_biased(NORMS[name], sums)) for _ in range(2))
     assert FuseSkipNormPass()(after).modified
     assert [node.op_type for node in after.graph] == [name, "Add"]

@@ -1,4 +1,4 @@
-"""A rotary embedding before heads are turned to the front; one operator behind the turn after."""
+"""A rotary embedding before heads are transposed to the front becomes one operator behind the transpose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_becomes_one_operator_with_the_same_result() -> None:
     ],
     ids=["another turn", "other tables", "cut elsewhere", "other way round", "heads not static"],
 )
-def test_it_declines_what_is_no_such_rotation(old: str, new: str) -> None:
+def test_it_declines_anything_but_such_a_rotation(old: str, new: str) -> None:
     text = ROTATED.replace(old, new).replace("(float[B,2,S,8] y)", "(float[B,N,S,M] y)")
     assert not FuseTokensFirstRotaryPass()(with_shapes(text)).modified
 

@@ -1,4 +1,4 @@
-"""A norm without weights in pieces before; one operator after."""
+"""A decomposed norm without weights becomes one operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_becomes_one_operator_with_the_same_result() -> None:
     ],
     ids=["another power", "another axis", "size not static", "epsilon not constant"],
 )
-def test_it_declines_what_is_no_such_norm(old: str, new: str) -> None:
+def test_it_declines_anything_but_such_a_norm(old: str, new: str) -> None:
     text = NORM.replace(old, new).replace("(float[B,8] y)", "(float[B,W] y)")
     if "epsilon = {" not in text:
         text = text.replace("(float[B,8] x)", "(float[B,8] x, float epsilon)")

@@ -1,4 +1,4 @@
-"""Matrices of a quantised checkpoint, and whether their levels come back."""
+"""Whether the levels of a quantised checkpoint are recovered from its matrices."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def restored(found: Levels | None) -> Floats:
         (2, False, np.float16),
     ],
 )
-def test_levels_come_back_as_they_were(bits: int, symmetric: bool, scale: type, block: int) -> None:
+def test_levels_are_recovered_exactly(bits: int, symmetric: bool, scale: type, block: int) -> None:
     weight = stored(bits, 128, symmetric=symmetric, scale=scale)
     found = kept_levels(weight, max(bits, 4), block)
     assert relative_error(restored(found), weight) < 1e-6
     assert found is not None and (found.zeros == 1 << (max(bits, 4) - 1)).all() == (symmetric or bits == 2)
 
 
-def test_levels_of_4_bits_need_no_zero_point_among_those_of_8() -> None:
+def test_4_bit_levels_stored_in_8_bits_need_no_zero_point() -> None:
     weight = stored(4, 128, symmetric=False)
     found = kept_levels(weight, 8, 32)
     assert found is not None and (found.zeros == 128).all()
     assert relative_error(restored(found), weight) < 1e-6
 
 
-def test_the_numbers_of_mxfp4_are_levels_of_8_bits_and_not_of_4() -> None:
+def test_mxfp4_numbers_are_8_bit_levels_but_not_4_bit_ones() -> None:
     rng = np.random.default_rng(0)
     numbers = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6], (ROWS, INPUTS // 32, 32)) * rng.choice([-1, 1], (ROWS, INPUTS // 32, 32))
     weight = (numbers * 2.0 ** rng.integers(-6, -2, (ROWS, INPUTS // 32, 1))).astype(np.float32).reshape(ROWS, INPUTS)
@@ -74,14 +74,14 @@ def test_the_numbers_of_mxfp4_are_levels_of_8_bits_and_not_of_4() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(np.float16, 2e-4), (ml_dtypes.bfloat16, 2e-3)])
-def test_levels_that_were_stored_in_a_narrow_dtype_come_back_within_its_rounding(dtype: type, rounding: float) -> None:
+def test_levels_stored_in_a_narrow_dtype_are_recovered_within_its_rounding(dtype: type, rounding: float) -> None:
     weight = stored(4, 128, symmetric=False)
     narrow = weight.astype(dtype).astype(np.float32)
     assert relative_error(restored(kept_levels(narrow, 4, 32)), weight) < rounding
 
 
 def _far_from_zero() -> Floats:
-    """Blocks of one sign, whose zero lies below all of 16 levels."""
+    """Blocks of one sign, whose zero lies below all 16 levels."""
     levels = np.random.default_rng(0).integers(5, 19, (ROWS, INPUTS))
     levels[:, ::32], levels[:, 1::32] = 5, 18
     return (levels * 0.01).astype(np.float32)
@@ -96,18 +96,18 @@ def _far_from_zero() -> Floats:
         np.full((ROWS, INPUTS), np.inf, np.float32),
         _far_from_zero(),
         stored(8, 128, symmetric=True),  # too many for 4 bits
-        stored(4, 16, symmetric=True),  # two groups a block
-        stored(4, 128, symmetric=True)[:, np.random.default_rng(0).permutation(INPUTS)],  # groups by activation
+        stored(4, 16, symmetric=True),  # two groups per block
+        stored(4, 128, symmetric=True)[:, np.random.default_rng(0).permutation(INPUTS)],  # groups in activation order
     ],
     ids=["normal", "normal in bf16", "nan", "infinite", "far from zero", "8 bits", "smaller groups", "inputs in another order"],
 )
-def test_what_lies_on_no_levels_is_left_to_rounding(weight: Floats) -> None:
+def test_weights_on_no_levels_are_left_to_rounding(weight: Floats) -> None:
     assert kept_levels(weight, 4, 32) is None
 
 
 @pytest.mark.parametrize(("zeros", "block"), [(0.9, 32), (0.95, 32), (0.95, 64), (0.98, 64)])
-def test_few_numbers_of_fp16_lie_on_no_levels_by_chance(zeros: float, block: int) -> None:
-    """As pruning leaves them in a block: a step as large as the largest must not take an eighth of it for noise."""
+def test_a_few_fp16_numbers_are_not_mistaken_for_levels(zeros: float, block: int) -> None:
+    """Pruning leaves few numbers in a block: with a step as large as the largest, an eighth of it must not pass for noise."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((256, 1024)) * (rng.random((256, 1024)) > zeros)
     weight = weight.astype(np.float16).astype(np.float32)
@@ -115,10 +115,10 @@ def test_few_numbers_of_fp16_lie_on_no_levels_by_chance(zeros: float, block: int
     rows = np.zeros(256, np.bool_) if found is None else found.rows
     largest = np.abs(weight.reshape(256, -1, block)).max(2)[rows].max(initial=0)
     off = 0.0 if found is None else np.abs(restored(found) - weight)[rows].max(initial=0)
-    assert off <= largest / 254, "what rounding to nearest may be off"
+    assert off <= largest / 254, "no further off than rounding to nearest"
 
 
-def test_a_few_blocks_on_no_levels_are_rounded_to_nearest_and_the_others_kept() -> None:
+def test_a_few_blocks_on_no_levels_are_rounded_and_the_others_keep_theirs() -> None:
     weight = stored(4, 128, symmetric=True)
     weight[3, 32:64] = drawn = np.random.default_rng(5).standard_normal(32).astype(np.float32)
     found = restored(kept_levels(weight, 4, 32))
@@ -129,8 +129,8 @@ def test_a_few_blocks_on_no_levels_are_rounded_to_nearest_and_the_others_kept() 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_of_matrices_that_were_joined_those_keep_their_levels_that_have_them(method: str, symmetric: bool) -> None:
-    """As query, key and value of a checkpoint that leaves values in 16 bits."""
+def test_of_joined_matrices_those_with_levels_keep_them(method: str, symmetric: bool) -> None:
+    """Like query, key and value of a checkpoint that leaves values in 16 bits."""
     query = stored(4, 128, symmetric=symmetric)
     value = np.random.default_rng(0).standard_normal((ROWS // 4, INPUTS)).astype(np.float32) * 0.02
     found = kept_levels(np.concatenate([query, value]), 4, 32)
@@ -152,13 +152,13 @@ def test_zeros_stay_zeros() -> None:
     seed=st.integers(0, 2**32), bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 64, 128]), symmetric=st.booleans(),
     scale=st.sampled_from([np.float16, np.float32, ml_dtypes.bfloat16]),
 )  # fmt: skip
-def test_whatever_is_stored_comes_back(seed: int, bits: int, group: int, symmetric: bool, scale: type) -> None:
+def test_any_stored_matrix_is_recovered(seed: int, bits: int, group: int, symmetric: bool, scale: type) -> None:
     weight = stored(bits, group, symmetric=symmetric, seed=seed, scale=scale)
     assert relative_error(restored(kept_levels(weight, bits, 32)), weight) < (1e-6 if bits == 4 else 1e-3)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_operator_multiplies_the_checkpoints_own_levels(method: str, symmetric: bool) -> None:
+def test_the_operator_multiplies_by_the_checkpoints_own_levels(method: str, symmetric: bool) -> None:
     weight = stored(4, 128, symmetric=symmetric)
     assert relative_error(quantised(weight, Quantization(bits=4, method=method)), weight) < 1e-6

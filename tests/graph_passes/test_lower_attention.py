@@ -1,4 +1,4 @@
-"""`TensorScatter` + `Attention` before, GroupQueryAttention after."""
+"""`TensorScatter` and `Attention` become GroupQueryAttention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WINDOWED = (
     .replace("<int64[4] heads", f"<int64[1] one = {{1}}, int64[1] two = {{2}}, int64 window = {{{WINDOW}}}, int64[4] heads")
 )
 
-NARROW = (  # values of 12 where keys have 16, with zeros behind them in the buffer
+NARROW = (  # values of size 12 where keys have 16, padded with zeros in the buffer
     BEFORE.replace("float[B,S,16] rows_v", "float[B,S,12] rows_v")
     .replace("(rows_v, kv_heads)", "(rows_v, v_heads)")
     .replace("    value = Transpose", "    thin = Transpose")
@@ -55,7 +55,7 @@ _ROTATED = """positions = Cast <to = 1> (position_ids)  at = Unsqueeze (position
     query = RotaryEmbedding <interleaved = 0, num_heads = 2> (query_0, cos, sin) 
     key = RotaryEmbedding <interleaved = 0, num_heads = 1> (key_0, cos, sin)
     split_v ="""
-ROTATED = (  # by yarn, whose tables have a factor
+ROTATED = (  # by YaRN, whose tables are scaled by a factor
     BEFORE.replace("query = Transpose", "query_0 = Transpose")
     .replace("key = Transpose", "key_0 = Transpose")
     .replace("split_v =", _ROTATED)
@@ -93,14 +93,14 @@ layer (float[B,S,32] rows_2, int64[B,S] position_ids, float[B,1,C,16] present_ke
 {{   {_SECOND}"""
 
 
-def _beside_sinks(text: str) -> str:
-    """A graph whose attention has sinks [NH]."""
+def _with_sinks(text: str) -> str:
+    """The same graph, whose attention has sinks [NH]."""
     text = text.replace("attended = Attention <scale = 0.25> (query, present_key, present_value, visible)", _SINKS)
     text = text.replace("int64[B,S] position_ids,", "int64[B,S] position_ids, float[2] sinks,")
     return text.replace("int64[4] heads", "int64[1] last = {-1}, int64[3] a_head = {-1, 1, 1}, int64[4] heads")
 
 
-def test_attention_and_scatter_become_one_operator_that_reads_the_rows_themselves() -> None:
+def test_attention_and_scatter_become_one_operator_that_reads_rows_directly() -> None:
     model = with_shapes(BEFORE)
     assert LowerAttentionPass(max_length=8)(model).modified
     (node,) = model.graph
@@ -121,7 +121,7 @@ def test_a_second_run_changes_nothing() -> None:
     assert ir.to_onnx_text(model) == text
 
 
-def test_an_attention_that_is_not_on_a_kv_buffer_is_an_error_and_not_silence() -> None:
+def test_attention_without_a_kv_buffer_is_an_error() -> None:
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 24]>
         g (float[1,2,3,16] q, float[1,2,3,16] k, float[1,2,3,16] v) => (float[1,2,3,16] y) { y = Attention (q, k, v) }"""
@@ -130,7 +130,7 @@ def test_an_attention_that_is_not_on_a_kv_buffer_is_an_error_and_not_silence() -
         LowerAttentionPass(max_length=8)(model)
 
 
-def test_keys_and_values_that_another_layer_wrote_are_read_where_they_are() -> None:
+def test_keys_and_values_of_another_layer_are_read_in_place() -> None:
     model = with_shapes(READ_BELOW)
     LowerAttentionPass(max_length=8)(model)
     writer, reader = (node for node in model.graph if node.op_type == "GroupQueryAttention")
@@ -142,7 +142,7 @@ def test_keys_and_values_that_another_layer_wrote_are_read_where_they_are() -> N
     assert [value.name for value in model.graph.outputs] == ["rows_out_2"]
 
 
-def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
+def test_the_operator_gets_a_window_only_where_a_run_can_outgrow_it() -> None:
     for max_length, expected in ((WINDOW, None), (WINDOW + 1, WINDOW)):
         model = with_shapes(WINDOWED)
         LowerAttentionPass(max_length=max_length)(model)
@@ -151,16 +151,16 @@ def test_a_window_is_told_to_the_operator_where_a_run_can_outgrow_it() -> None:
         assert (attribute and attribute.as_int()) == expected
 
 
-def test_sinks_become_the_operators_own() -> None:
-    model = with_shapes(_beside_sinks(BEFORE))
+def test_sinks_become_an_input_of_the_operator() -> None:
+    model = with_shapes(_with_sinks(BEFORE))
     LowerAttentionPass(max_length=8)(model)
     (node,) = model.graph
     assert [value and value.name for value in node.inputs[7:]] == [None, None, None, None, "sinks"]
     assert [value.name for value in node.outputs] == ["rows_out", "present_key", "present_value"]
 
 
-def test_a_share_of_scores_that_are_not_masked_is_an_error_and_no_sink() -> None:
-    text = _beside_sinks(BEFORE).replace("qk_matmul_output_mode = 2", "qk_matmul_output_mode = 0")
+def test_a_sink_next_to_unmasked_scores_is_an_error() -> None:
+    text = _with_sinks(BEFORE).replace("qk_matmul_output_mode = 2", "qk_matmul_output_mode = 0")
     with pytest.raises((AssertionError, ir.passes.PassError)):
         LowerAttentionPass(max_length=8)(with_shapes(text))
 
@@ -168,7 +168,7 @@ def test_a_share_of_scores_that_are_not_masked_is_an_error_and_no_sink() -> None
 @pytest.mark.parametrize(
     ("wrong", "right"), [("{-inf}", "{-9.0}"), ("numbers = Range (first, slots, next)", "numbers = Identity (lengths)")]
 )
-def test_biases_of_another_kind_are_an_error_and_not_left_out(wrong: str, right: str) -> None:
+def test_biases_of_another_kind_are_an_error(wrong: str, right: str) -> None:
     text = ALIBI.replace(wrong, right).replace("int64[B] start", "int64[C] lengths, int64[B] start")
     with pytest.raises((AssertionError, ir.passes.PassError)):
         LowerAttentionPass(max_length=8)(with_shapes(text))
@@ -179,10 +179,8 @@ def test_biases_of_another_kind_are_an_error_and_not_left_out(wrong: str, right:
     [([[0, 1, 2, 3, 4]] * 2, [4, 4]), ([[6], [3]], [6, 3]), ([[4, 5, 6]], [6])],
     ids=["prompts", "step", "chunk"],
 )
-def test_beside_biases_the_operator_is_told_each_rows_last_position_padding_or_not(
-    positions: list[list[int]], last: list[int]
-) -> None:
-    """CUDA's kernel with biases takes the last of S queries for the last valid slot: a padded row's would see too little."""
+def test_with_biases_the_operator_gets_each_rows_last_position_padded_or_not(positions: list[list[int]], last: list[int]) -> None:
+    """CUDA's kernel with biases puts the last of S queries at the last valid slot, so a padded row's would see too little."""
     model = with_shapes(ALIBI)
     LowerAttentionPass(max_length=9)(model)
     (node,) = (node for node in model.graph if node.op_type == "GroupQueryAttention")
@@ -201,7 +199,7 @@ def test_beside_biases_the_operator_is_told_each_rows_last_position_padding_or_n
     assert run_model(model, feeds)[-1].tolist() == last
 
 
-def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
+def test_a_rotary_embedding_moves_inside_with_its_tables_factor() -> None:
     model = with_shapes(ROTATED)
     LowerAttentionPass(max_length=8)(model)
     (node,) = model.graph
@@ -211,7 +209,7 @@ def test_a_rotary_embedding_goes_inside_with_the_factor_of_its_tables() -> None:
 
 
 _OTHER = "int64[1] two = {2}, float[8] others = {1, 1, 1, 1, 1, 1, 1, 1},"
-KEYS_DIFFER = (  # in their frequencies
+KEYS_DIFFER = (  # keys are rotated by other frequencies
     ROTATED.replace("(key_0, cos, sin)", "(key_0, cos_k, sin_k)")
     .replace(
         "cosine = Cos", "angles_k = Mul (at, others)  cosine_k = Cos (angles_k)  cos_k = Mul (cosine_k, factor)\n    cosine = Cos"
@@ -224,7 +222,7 @@ BACKWARD = ROTATED.replace("sin = Mul (sine, factor)", "ahead = Mul (sine, facto
 
 
 @pytest.mark.parametrize("text", [KEYS_DIFFER, PAIRS_DIFFER, BACKWARD])
-def test_a_rotary_embedding_stays_outside_where_keys_are_turned_in_another_way_than_queries_or_both_backward(text: str) -> None:
+def test_a_rotary_embedding_stays_outside_where_keys_rotate_unlike_queries_or_both_backward(text: str) -> None:
     model = with_shapes(text)
     LowerAttentionPass(max_length=8)(model)
     assert [node.op_type for node in model.graph].count("RotaryEmbedding") == 2
@@ -232,8 +230,8 @@ def test_a_rotary_embedding_stays_outside_where_keys_are_turned_in_another_way_t
     assert node.attributes["do_rotary"].as_int() == 0
 
 
-def test_tables_that_query_and_key_compute_apart_from_the_same_angles_are_the_same_tables() -> None:
-    """So narrow graphs have them."""
+def test_separate_query_and_key_tables_from_the_same_angles_count_as_one() -> None:
+    """Narrow graphs have such tables."""
     apart = """cosine_k = Cos (angles)  cos_m = Mul (cosine_k, factor)  cos_k = Cast <to = 1> (cos_m)
     sine_k = Sin (angles)  sin_m = Mul (sine_k, factor)  sin_k = Cast <to = 1> (sin_m)  key = RotaryEmbedding"""
     model = with_shapes(ROTATED.replace("key = RotaryEmbedding", apart).replace("(key_0, cos, sin)", "(key_0, cos_k, sin_k)"))
@@ -244,9 +242,9 @@ def test_tables_that_query_and_key_compute_apart_from_the_same_angles_are_the_sa
 
 FORMS = {
     "all": BEFORE, "windowed": WINDOWED, "narrow values": NARROW, "rotated": ROTATED, "keys rotated otherwise": KEYS_DIFFER,
-    "keys rotated in other pairs": PAIRS_DIFFER, "rotated backward": BACKWARD, "sinks": _beside_sinks(BEFORE),
+    "keys rotated in other pairs": PAIRS_DIFFER, "rotated backward": BACKWARD, "sinks": _with_sinks(BEFORE),
     "capped": BEFORE.replace("scale = 0.25", "scale = 0.25, softcap = 0.5"),
-    "windowed, sinks": _beside_sinks(WINDOWED), "rotated, sinks": _beside_sinks(ROTATED), "biases": ALIBI,
+    "windowed, sinks": _with_sinks(WINDOWED), "rotated, sinks": _with_sinks(ROTATED), "biases": ALIBI,
     "read of the layer below": READ_BELOW, "read of another engine": READ,
 }  # fmt: skip
 

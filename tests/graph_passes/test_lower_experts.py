@@ -1,4 +1,4 @@
-"""Every expert's product before, the chosen ones' in one operator after."""
+"""The products of all experts become one operator that computes only the chosen ones'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skipdecode.graph_passes.lower_experts import LowerExpertsPass
 from tests.graph_passes.running import Array, run_model, with_parameters
 
 EXPERTS, WIDTH, INNER, TOKENS = 5, 8, 4, 7
-# around each kind of experts: zeros for those not chosen before, the weighted sum behind
+# around each kind of experts: zeros for experts that are not chosen come first, the weighted sum last
 _BEGIN = """length = Shape <start = 0, end = 1> (x)
     many = Shape (none)
     shape = Concat <axis = 0> (length, many)
@@ -40,10 +40,10 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
 }
 """.replace("BEGIN", _BEGIN).replace("END", _END)
 
-# Gemma 4's, whose activation the operator has not
+# Gemma 4's, with an activation that the operator lacks
 GELU = GRAPH.replace("sigmoid = Sigmoid (gate)\n    silu = Mul (gate, sigmoid)", 'silu = Gelu <approximate = "tanh"> (gate)')
 
-# Llama 4's: matrices the other way round
+# Llama 4's: transposed matrices
 TURNED = (
     GRAPH.replace("float[5,8,4] down", "float[5,4,8] down")
     .replace("turned_up = Transpose <perm = [0, 2, 1]> (gate_up)\n", "")
@@ -68,7 +68,7 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,4,8] up, float[5
 }
 """.replace("BEGIN", _BEGIN).replace("END", _END)
 
-# gpt-oss': matrices the other way round, gate and up taking turns, biases, a clamp
+# gpt-oss's: transposed matrices, interleaved gate and up, biases, a clamp
 BIASED = """<ir_version: 10, opset_import: ["" : 24]>
 g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, float[5,4,8] down, float[5,8] up_bias,
    float[5,8] down_bias) => (float[T,8] y)
@@ -94,7 +94,7 @@ g (float[T,8] x, int64[T,2] chosen, float[T,2] weights, float[5,8,8] gate_up, fl
     END
 }
 """.replace("BEGIN", _BEGIN).replace("END", _END)
-# as bounds are traced in fp16
+# the clamp as it is traced in fp16
 BY_TWO = BIASED.replace("Clip (even, , limit)", "Min (even, limit)").replace(
     "up = Clip (odd, low, limit)", "least = Max (odd, low)  up = Min (least, limit)"
 )
@@ -107,7 +107,7 @@ NARROW = (
 
 
 def mixture(text: str = GRAPH, *, width: int = WIDTH, inner: int = INNER, more: Mapping[str, Array] | None = None) -> ir.Model:
-    """A graph with parameters `layer.gate_up` (without gates `layer.up`), `layer.down`, biases where it has some, and `more`."""
+    """A graph with parameters `layer.gate_up` (`layer.up` if without gates), `layer.down`, its biases if any, and `more`."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (EXPERTS, 2 * inner, width), "down": (EXPERTS, width, inner)}
     if "turned_up" not in text:
@@ -134,7 +134,7 @@ WEIGHTS = [(0.75, 0.25), (0.3, 0.1), (2.5, 1e-4), (1.0, 0.0)]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_the_chosen_experts_give_what_all_of_them_gave_whatever_their_weights_add_up_to(weights: tuple[float, float]) -> None:
+def test_chosen_experts_give_the_same_result_whatever_their_weights_add_up_to(weights: tuple[float, float]) -> None:
     before, after = mixture(), mixture()
     assert LowerExpertsPass()(after).modified
     assert "MatMul" not in [node.op_type for node in after.graph]
@@ -145,7 +145,7 @@ def test_the_chosen_experts_give_what_all_of_them_gave_whatever_their_weights_ad
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_matrices_the_other_way_round_become_the_same_parameters() -> None:
+def test_transposed_matrices_become_the_same_parameters() -> None:
     before, after, usual = mixture(TURNED), mixture(TURNED), mixture()
     for name in ("layer.gate_up", "layer.down"):
         matrices = usual.graph.initializers[name].const_value
@@ -170,7 +170,7 @@ def test_matrices_the_other_way_round_become_the_same_parameters() -> None:
 
 @pytest.mark.parametrize("text", [BIASED, BY_TWO], ids=["Clip", "Min and Max"])
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_experts_with_biases_and_clamps_give_what_all_of_them_gave(weights: tuple[float, float], text: str) -> None:
+def test_experts_with_biases_and_clamps_give_the_same_result(weights: tuple[float, float], text: str) -> None:
     before, after = mixture(text), mixture(text)
     assert LowerExpertsPass()(after).modified
     assert not {"MatMul", "Clip", "Min"} & {node.op_type for node in after.graph}
@@ -182,13 +182,13 @@ def test_experts_with_biases_and_clamps_give_what_all_of_them_gave(weights: tupl
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e-2, 1.0, 1e3])
-def test_squared_relus_are_those_of_an_up_that_is_its_own_gate(size: float) -> None:
+def test_squared_relus_are_gated_by_up_itself(size: float) -> None:
     before, after = mixture(SQUARED), mixture(SQUARED)
     assert LowerExpertsPass()(after).modified
     assert not {"MatMul", "Relu"} & {node.op_type for node in after.graph}
     assert {name for name in after.graph.initializers if "." in name} == {"layer.down", "layer.up.twice"}
     given = feeds((0.3, 0.1))
-    given["x"] *= size  # small ones: what the steep sigmoid leaves of them; large ones: that none overflows
+    given["x"] *= size  # small numbers must survive the steep sigmoid, large ones must not overflow
     (expected,), (found,) = run_model(before, given), run_model(after, given)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7 + 1e-6 * np.abs(expected).max())
 
@@ -217,6 +217,6 @@ def test_a_graph_without_experts_stays_as_it_is() -> None:
     ],
     ids=["another", "another, biased", "clamped otherwise", "gates alone"],
 )
-def test_experts_with_another_activation_are_an_error_and_not_computed_all(text: str, old: str, new: str) -> None:
+def test_experts_with_another_activation_are_an_error(text: str, old: str, new: str) -> None:
     with pytest.raises(ir.passes.PostconditionError, match=r"layer\.gate_up"):
         LowerExpertsPass()(mixture(text.replace(old, new)))

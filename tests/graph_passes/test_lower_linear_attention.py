@@ -1,4 +1,4 @@
-"""Standard linear attention before, ONNX Runtime's own operators after, with the same numbers."""
+"""Standard linear attention becomes ONNX Runtime's own operators, with the same results."""
 
 from __future__ import annotations
 

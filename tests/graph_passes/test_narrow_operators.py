@@ -1,4 +1,4 @@
-"""A norm or rotary embedding in fp32 between casts before; of one narrow type after."""
+"""A norm or rotary embedding in fp32 between casts becomes one in the narrow type."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_a_norm_reads_and_writes_the_narrow_type_with_the_same_result(text: str)
     assert NarrowOperatorsPass()(after).modified
     (norm,) = after.graph
     assert {value.dtype for value in (*norm.inputs, *norm.outputs)} == {ir.DataType.FLOAT16}, (
-        "a weight as it is in the checkpoint"
+        "the weight keeps the checkpoint's dtype"
     )
     (expected,), (found,) = run_model(before, {"x": X}), run_model(after, {"x": X})
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3)
 
 
-def test_a_rotary_embedding_reads_and_writes_the_narrow_type_by_rounded_tables() -> None:
+def test_a_rotary_embedding_reads_and_writes_the_narrow_type_with_rounded_tables() -> None:
     before, after = with_shapes(ROTARY), with_shapes(ROTARY)
     assert NarrowOperatorsPass()(after).modified
     assert [node.op_type for node in after.graph] == ["Cast", "Cast", "RotaryEmbedding"]
@@ -51,7 +51,7 @@ def test_a_rotary_embedding_reads_and_writes_the_narrow_type_by_rounded_tables()
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
 
 
-def test_positions_stay_what_they_are() -> None:
+def test_positions_are_not_narrowed() -> None:
     text = ROTARY.replace("float[B,S,4] cos, float[B,S,4] sin)", "float[64,4] cos, float[64,4] sin, int64[B,S] at)")
     model = with_shapes(text.replace("(wide, cos, sin)", "(wide, cos, sin, at)"))
     assert NarrowOperatorsPass()(model).modified
@@ -79,7 +79,7 @@ def test_a_scale_that_is_computed_is_cast() -> None:
     ],
     ids=["an output", "read in fp32", "of fp32 rows", "cast to another type"],
 )
-def test_it_declines_what_somebody_reads_in_fp32(old: str, new: str) -> None:
+def test_it_declines_where_fp32_is_still_read_or_the_types_differ(old: str, new: str) -> None:
     text = NORM.replace(old, new)
     text = text.replace("(float16[B,8] y)", "(bfloat16[B,8] y)") if "16>" in new else text
     assert not NarrowOperatorsPass()(_model(text)).modified

@@ -1,4 +1,4 @@
-"""Query, key and value of one matrix in another order before, in the attention's own after."""
+"""Query, key and value from one matrix are put into the order that the attention reads."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ VALUES_FIRST = VALUES_FIRST.replace("(split, last)", "(split, two)")
 SIDE_BY_SIDE = "q, k, v = Split <axis = -1> (rows, sizes)"
 A_PART_TWICE = A_HEAD_AT_A_TIME.replace("(split, two)", "(split, one)")
 CHANGED = A_HEAD_AT_A_TIME.replace("k = Reshape (k0, flat)", "k1 = Relu (k0)  k = Reshape (k1, flat)")
-# with one token and one row as the other, with more not
+# the same as the first body with one token and one row, but not with more
 ROWS_MIXED = A_HEAD_AT_A_TIME.replace("Reshape (rows, heads)", "Reshape (mixed, heads)").replace(
     "split =", "mixed = Transpose <perm = [1, 0, 2]> (rows)  split =", 1
 )
-# what is made of all of them, too
+# the rows are scaled before they are split
 SCALED = A_HEAD_AT_A_TIME.replace("Reshape (rows, heads)", "Reshape (scaled, heads)").replace(
     "split =", "scaled = Mul (rows, half)  split =", 1
 )
@@ -55,7 +55,7 @@ def _model(body: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("body", [A_HEAD_AT_A_TIME, VALUES_FIRST, SIDE_BY_SIDE], ids=["heads", "values first", "side by side"])
-def test_the_attention_takes_the_products_rows_themselves_and_gives_the_same(body: str) -> None:
+def test_the_attention_reads_the_products_rows_directly_with_the_same_result(body: str) -> None:
     model = _model(body)
     before = run_model(model, attention_feeds(2))
     assert OrderQKVPass()(model).modified
@@ -66,8 +66,8 @@ def test_the_attention_takes_the_products_rows_themselves_and_gives_the_same(bod
     assert not OrderQKVPass()(model).modified
 
 
-def test_a_split_of_rows_in_order_goes_whatever_they_are_made_of() -> None:
-    """No parameter is touched, so that every number stays the same."""
+def test_a_split_of_rows_in_order_is_dropped_wherever_they_come_from() -> None:
+    """No parameter is touched, so every number stays the same."""
     model = ir.from_onnx_text(HEAD.replace("BODY", SIDE_BY_SIDE))
     next(node.outputs[0] for node in model.graph if node.op_type == "Add").shape = ir.Shape(["B", "S", 96])
     rng = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_a_split_of_rows_in_order_goes_whatever_they_are_made_of() -> None:
 @pytest.mark.parametrize(
     "body", [A_PART_TWICE, CHANGED, ROWS_MIXED, SCALED], ids=["a part twice", "changed", "rows mixed", "scaled"]
 )
-def test_it_declines_where_the_three_are_not_all_of_the_rows_as_they_are(body: str) -> None:
+def test_it_declines_where_the_three_are_not_exactly_the_products_rows(body: str) -> None:
     model = _model(body)
     count = len(model.graph)
     assert not OrderQKVPass()(model).modified

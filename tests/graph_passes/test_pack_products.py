@@ -1,4 +1,4 @@
-"""Products of the same rows before, one product after, with the same numbers."""
+"""Products of the same rows become one product, with the same results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ layer (float[B,S,16] x, float[8,16] q, float[4,16] k, float[16,16] o, float[16,6
 SHAPES = {"q": (8, 16), "k": (4, 16), "o": (16, 16), "turned": (16, 6), "bias": (4,)}
 
 
-def test_products_of_the_same_rows_whose_weights_lie_alike_become_one_with_the_same_results() -> None:
+def test_products_of_the_same_rows_with_weights_stored_alike_become_one() -> None:
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in SHAPES.items()}
     model, feeds = with_parameters(BEFORE, arrays), {"x": rng.standard_normal((2, 3, 16), dtype=np.float32)}
     before = run_model(model, feeds)
     assert PackProductsPass()(model).modified
     products = [node for node in model.graph if node.op_type == "MatMul"]
-    assert len(products) == 3, "q and k; o of other rows; one that is stored the other way"
+    assert len(products) == 3, "q and k packed; o, of other rows; the one whose weight is stored transposed"
     assert [list(v.shape) for v in model.graph.initializers.values() if "packed" in v.name] == [[12, 16]]
     for expected, found in zip(before, run_model(model, feeds), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -47,7 +47,7 @@ def test_products_of_different_rows_are_left_alone() -> None:
     assert not PackProductsPass()(model).modified
 
 
-def test_a_router_stays_by_itself_as_it_is_not_quantised_with_what_has_its_rows() -> None:
+def test_a_router_is_not_packed_because_it_is_not_quantised() -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     layer (float[T,16] x, float[16,4] router, float[16,8] up) => (float[T,2] best, int64[T,2] chosen, float[T,8] y)
     <int64[1] two = {2}>

@@ -1,4 +1,4 @@
-"""Three projections before, one after; the attention gives the same."""
+"""Three projections become one, and the attention gives the same result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NORMED = "q = MatMul (x, tq)\n mk = MatMul (x, tk)\n k = Relu (mk)\n v = MatMul 
 
 
 def _model(body: str) -> ir.Model:
-    """The weights become parameters with dotted names, which text cannot hold."""
+    """The graph with weights as parameters of dotted names, which text cannot hold."""
     model = ir.from_onnx_text(HEAD.replace("BODY", body))
     rng = np.random.default_rng(0)
     for value in list(model.graph.inputs)[5:]:
@@ -52,7 +52,7 @@ def _model(body: str) -> ir.Model:
 
 
 @pytest.mark.parametrize(("body", "operators"), [(PLAIN, ["Transpose", "MatMul"]), (BIASED, ["Transpose", "MatMul", "Add"])])
-def test_one_product_feeds_the_attention_which_gives_the_same(body: str, operators: list[str]) -> None:
+def test_one_product_feeds_the_attention_with_the_same_result(body: str, operators: list[str]) -> None:
     model = _model(body)
     before = run_model(model, attention_feeds(1))
     assert PackQKVPass()(model).modified

@@ -13,7 +13,7 @@ from tests.runtime.test_schedule import schedules
 
 
 @given(schedules(), st.none() | st.integers(1, 5))
-def test_segments_partition_the_layers_and_variants_climb_exactly_their_own(schedule: Schedule, limit: int | None) -> None:
+def test_segments_partition_the_layers_and_variants_climb_exactly_their_own_layers(schedule: Schedule, limit: int | None) -> None:
     plan = plan_variants(schedule, max_layers_per_segment=limit)
     assert [layer for segment in plan.segments for layer in segment] == list(range(schedule.num_layers))
     assert {schedule.num_layers, *schedule.variants} == {count for count, _ in plan.variants}
@@ -25,7 +25,7 @@ def test_segments_partition_the_layers_and_variants_climb_exactly_their_own(sche
 
 
 @given(schedules())
-def test_segments_are_maximal_neighbours_differ_in_some_variant(schedule: Schedule) -> None:
+def test_segments_are_maximal_so_neighbours_differ_in_some_variant(schedule: Schedule) -> None:
     plan = plan_variants(schedule)
     users = _users(plan)
     assert all(left != right for left, right in itertools.pairwise(users))
@@ -39,7 +39,7 @@ def test_a_segment_is_cut_only_where_variants_differ_or_where_it_is_full(schedul
 
 
 @given(schedules(), st.integers(0, 12), st.none() | st.integers(1, 5))
-def test_a_border_is_cut_and_nothing_else_changes_for_it(schedule: Schedule, border: int, limit: int | None) -> None:
+def test_a_border_is_cut_and_no_other_cut_changes(schedule: Schedule, border: int, limit: int | None) -> None:
     plan = plan_variants(schedule, max_layers_per_segment=limit, border=border)
     firsts = {segment[0] for segment in plan.segments}
     assert border in firsts or border >= schedule.num_layers
@@ -48,7 +48,7 @@ def test_a_border_is_cut_and_nothing_else_changes_for_it(schedule: Schedule, bor
 
 
 @given(schedules())
-def test_variants_come_once_each_full_depth_first(schedule: Schedule) -> None:
+def test_each_variant_comes_once_full_depth_first(schedule: Schedule) -> None:
     counts = [count for count, _ in plan_variants(schedule).variants]
     assert counts[0] == schedule.num_layers
     assert counts == sorted(set(counts), reverse=True)

@@ -1,4 +1,4 @@
-"""What becomes of a matrix's numbers, by either method."""
+"""What each quantisation method makes of a matrix's numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.graph_passes.running import Array, quantised, relative_error
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("least", [0.0, 0.01, 0.015, 0.02])
 def test_the_search_keeps_numbers_of_one_sign(least: float, sign: int, bits: int) -> None:
-    """Blocks whose levels would have to begin elsewhere than at zero, up to those of a single number."""
+    """Blocks whose levels would have to begin away from zero, up to blocks of a single number."""
     weight = sign * np.random.default_rng(0).uniform(least, 0.02, (24, 64)).astype(np.float32)
     found = quantised(weight, Quantization(bits=bits, method="k-quant"))
     assert relative_error(found, weight) < (0.05 if bits == 4 else 0.003)
@@ -36,16 +36,16 @@ def test_the_search_leaves_a_smaller_error_than_rounding() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_row_of_zeros_stays_one_and_says_nothing(method: str) -> None:
-    """As an embedding has for its padding token."""
+def test_a_row_of_zeros_stays_zero_without_a_warning(method: str) -> None:
+    """Embeddings have such a row for the padding token."""
     weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
     weight[7] = 0
     found = quantised(weight, Quantization(bits=4, method=method))
     assert not found[7].any() and found.any()
 
 
-def test_a_matrix_is_quantised_some_rows_at_a_time_with_the_same_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime's quantiser ends the process where a table has 2**31 numbers, as Gemma 4's per-layer inputs do."""
+def test_quantising_some_rows_at_a_time_gives_the_same_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's quantiser ends the process on a table of 2**31 numbers, such as Gemma 4's per-layer inputs."""
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
     weight = np.random.default_rng(0).standard_normal((2500, 64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A lookup in a table before, in quantised blocks after."""
+"""A lookup in a table becomes one in quantised blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _model(text: str) -> ir.Model:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 64), (8, 128)])
-def test_a_row_is_what_the_quantised_head_multiplies(bits: int, block: int, method: str) -> None:
+def test_a_looked_up_row_equals_the_quantised_heads_row(bits: int, block: int, method: str) -> None:
     embed, head, how = _model(EMBED), _model(HEAD), Quantization(bits=bits, block_size=block, method=method)
     assert QuantizeEmbeddingPass(how)(embed).modified
     assert QuantizeWeightsPass(how)(head).modified
@@ -38,7 +38,7 @@ def test_a_row_is_what_the_quantised_head_multiplies(bits: int, block: int, meth
     assert 0 < relative_error(rows[0], TABLE) < (0.2 if bits == 4 else 0.02)
 
 
-def test_both_have_the_same_bytes_under_the_same_names() -> None:
+def test_embedding_and_head_store_the_same_bytes_under_the_same_names() -> None:
     embed, head = _model(EMBED), _model(HEAD)
     QuantizeEmbeddingPass(Quantization(bits=4))(embed)
     QuantizeWeightsPass(Quantization(bits=4))(head)
@@ -57,10 +57,10 @@ def test_both_have_the_same_bytes_under_the_same_names() -> None:
     ],
     ids=["columns", "positions", "shifted ids"],
 )
-def test_it_declines_what_is_no_lookup_of_tokens(text: str) -> None:
+def test_it_declines_anything_but_a_lookup_of_token_ids(text: str) -> None:
     model = _model(text)
     assert not QuantizeEmbeddingPass(Quantization(bits=8))(model).modified
 
 
-def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
+def test_it_declines_when_the_width_is_not_a_multiple_of_the_block() -> None:
     assert not QuantizeEmbeddingPass(Quantization(bits=8, block_size=256))(_model(EMBED)).modified

@@ -1,4 +1,4 @@
-"""Experts in fp32 before, in blocks after."""
+"""Experts in fp32 become block-quantised ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _lowered(text: str = WIDE) -> ir.Model:
 
 
 def _restored(weight: Array, how: Quantization) -> Array:
-    """What quantised matrices [E,N,K] stand for, found by multiplying with 1."""
+    """The numbers that quantised matrices [E,N,K] stand for, found by multiplying with the identity."""
     return np.stack([_columns(matrix, how) for matrix in weight])
 
 
@@ -61,7 +61,7 @@ def _columns(matrix: Array, how: Quantization) -> Array:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 64)])
-def test_quantised_experts_are_what_each_of_their_matrices_quantised_would_be(bits: int, block: int, method: str) -> None:
+def test_experts_are_quantised_like_each_of_their_matrices_alone(bits: int, block: int, method: str) -> None:
     how = Quantization(bits=bits, block_size=block, method=method)
     plain, quantised = _lowered(), _lowered()
     assert QuantizeExpertsPass(how)(quantised).modified
@@ -76,7 +76,7 @@ def test_quantised_experts_are_what_each_of_their_matrices_quantised_would_be(bi
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_biases_keep_their_numbers(method: str) -> None:
+def test_biases_are_not_quantised(method: str) -> None:
     how = Quantization(bits=8, method=method)
     plain, quantised = _lowered(WIDE_BIASED), _lowered(WIDE_BIASED)
     QuantizeExpertsPass(how)(quantised)
@@ -88,7 +88,7 @@ def test_biases_keep_their_numbers(method: str) -> None:
     assert relative_error(found, expected) < 0.02
 
 
-def test_scales_are_of_the_rows_dtype() -> None:
+def test_scales_have_the_rows_dtype() -> None:
     drawn = {name: np.ones(shape, np.float16) for name, shape in (("w", (5, 32)), ("up", (5, 64, 32)), ("down", (5, 32, 32)))}
     text = ROUTED.replace("float[", "float16[").replace("[5,8,32]", "[5,64,32]").replace("[5,32,4]", "[5,32,32]")
     model = with_parameters(text, drawn)
@@ -97,14 +97,14 @@ def test_scales_are_of_the_rows_dtype() -> None:
     assert {value.dtype for value in node.inputs[2:] if value is not None} == {ir.DataType.FLOAT16, ir.DataType.UINT8}
 
 
-def test_the_operators_own_router_keeps_its_numbers() -> None:
+def test_the_operators_own_router_is_not_quantised() -> None:
     drawn = {name: np.ones(shape, np.float32) for name, shape in (("w", (5, 32)), ("up", (5, 8, 32)), ("down", (5, 32, 4)))}
     model = with_parameters(ROUTED, drawn)
     QuantizeWeightsPass(Quantization(bits=4))(model)
     assert [node.op_type for node in model.graph] == ["Gemm", "MoE"]
 
 
-def test_the_router_keeps_its_numbers() -> None:
+def test_a_separate_router_is_not_quantised() -> None:
     model = with_parameters(ROUTER, {"w": np.ones((32, 64), np.float32), "v": np.ones((64, 64), np.float32)})
     QuantizeWeightsPass(Quantization(bits=4))(model)
     assert sorted(node.op_type for node in model.graph) == ["Gemm", "MatMulNBits", "Softmax", "TopK"]

@@ -1,4 +1,4 @@
-"""Experts' matrices before, levels and what makes floats of them after."""
+"""Experts' matrices become levels and the operators that turn levels into floats."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def _weight() -> Array:
 
 
 def _looked_up(model: ir.Model) -> tuple[Array, Array]:
-    """The matrices [E,N,K] as a step and as a prompt has them."""
+    """The matrices [E,N,K] as a step and as a prompt read them."""
     one, all_turned = run_model(model, {"chosen": np.arange(EXPERTS)})
     return one, all_turned.swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("how", [Quantization(bits=8), *(Quantization(bits=4, method=name) for name in METHODS)], ids=str)
-def test_each_experts_matrix_is_what_it_would_be_by_itself(how: Quantization) -> None:
+def test_each_experts_matrix_is_quantised_as_it_would_be_alone(how: Quantization) -> None:
     weight = _weight()
-    weight[1] += 0.3  # of which the search moves the zero
+    weight[1] += 0.3  # so that the search moves its zero point
     model = with_parameters(TEXT, {"weight": weight})
     assert QuantizePlanExpertsPass(how)(model).modified
     of_a_step, of_a_prompt = _looked_up(model)
@@ -47,7 +47,7 @@ def test_each_experts_matrix_is_what_it_would_be_by_itself(how: Quantization) ->
     assert not QuantizePlanExpertsPass(how)(model).modified
 
 
-def test_experts_on_levels_keep_them_where_the_zeros_of_some_are_others() -> None:
+def test_experts_on_levels_keep_them_even_if_their_zero_points_differ() -> None:
     weight = np.stack(
         [stored(4, 64, symmetric=expert < 2, seed=expert, rows=OUTPUTS, inputs=INPUTS) for expert in range(EXPERTS)]
     )
@@ -56,7 +56,7 @@ def test_experts_on_levels_keep_them_where_the_zeros_of_some_are_others() -> Non
     np.testing.assert_allclose(_looked_up(model)[0], weight, atol=1e-5)
 
 
-def test_levels_are_stored_once_and_scales_in_fp32_whatever_the_weights_are() -> None:
+def test_levels_are_stored_once_and_scales_in_fp32_whatever_the_weights_dtype() -> None:
     for bits, kind in ((4, ir.DataType.INT4), (8, ir.DataType.INT8)):
         model = with_parameters(TEXT.replace("float[", "float16["), {"weight": _weight().astype(np.float16)})
         model.graph.initializers["layer.weight"].meta[READ_FRACTION] = 2 / 3
@@ -69,7 +69,7 @@ def test_levels_are_stored_once_and_scales_in_fp32_whatever_the_weights_are() ->
         assert _looked_up(model)[0].dtype == np.float16
 
 
-def test_it_declines_what_is_not_looked_up_and_blocks_that_do_not_fit() -> None:
+def test_it_declines_weights_that_are_not_looked_up_and_blocks_that_do_not_fit() -> None:
     text = TEXT.replace("y = Gather (weight, chosen)", "y = Add (weight, weight)").replace("float[K,24,64] y", "float[3,24,64] y")
     assert not QuantizePlanExpertsPass(Quantization(bits=8))(with_parameters(text, {"weight": _weight()})).modified
     model = with_parameters(TEXT, {"weight": _weight()})

@@ -1,4 +1,4 @@
-"""Matrices before, levels and what makes floats of them after."""
+"""Matrices become levels and the operators that turn levels into floats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipdecode.graph_passes.quantize_weights import QuantizeWeightsPass
 from tests.graph_passes.running import Array, run_model
 from tests.graph_passes.test_quantize_weights import FORMS, quantisable
 
-X = np.eye(64, dtype=np.float32)[None]  # whose product is the matrix
+X = np.eye(64, dtype=np.float32)[None]  # the identity, whose product is the matrix
 
 
 def _linear(weight: Array, bits: int, block: int = 32) -> tuple[ir.Model, Array]:
@@ -27,7 +27,7 @@ def _linear(weight: Array, bits: int, block: int = 32) -> tuple[ir.Model, Array]
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("block", [32, 64])
-def test_in_4_bits_every_form_gives_what_onnx_runtimes_own_operator_gives(form: str, method: str, block: int) -> None:
+def test_in_4_bits_every_form_matches_onnx_runtimes_own_operator(form: str, method: str, block: int) -> None:
     how = Quantization(bits=4, block_size=block, method=method)
     model, theirs = quantisable(form), quantisable(form)
     ShapeInferencePass()(model)
@@ -43,7 +43,7 @@ def test_in_4_bits_every_form_gives_what_onnx_runtimes_own_operator_gives(form: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_in_8_bits_every_form_is_within_half_a_level_of_an_output(form: str) -> None:
+def test_in_8_bits_every_form_is_within_half_a_level_per_output(form: str) -> None:
     before, after = quantisable(form), quantisable(form)
     weight = next(value.const_value.numpy() for value in before.graph.initializers.values() if value.name == "layer.fc.weight")
     rows = weight if weight.shape == (24, 64) else weight.T
@@ -53,7 +53,7 @@ def test_in_8_bits_every_form_is_within_half_a_level_of_an_output(form: str) -> 
     assert 0 < (np.abs(found - expected)[0] / half).max() < 1.01
 
 
-def test_levels_and_scales_are_as_tensorrt_fuses_them() -> None:
+def test_levels_and_scales_have_the_form_that_tensorrt_fuses() -> None:
     weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
     for bits, kind, shape, scales in ((4, ir.DataType.INT4, [24, 64], [24, 2]), (8, ir.DataType.INT8, [64, 24], [24])):
         model, _ = _linear(weight, bits)
@@ -64,7 +64,7 @@ def test_levels_and_scales_are_as_tensorrt_fuses_them() -> None:
 
 
 @pytest.mark.parametrize("zeros", [8, 5])
-def test_levels_of_4_bits_that_a_matrix_lies_on_are_kept_wherever_their_zero_is(zeros: int) -> None:
+def test_4_bit_levels_of_a_matrix_are_kept_whatever_their_zero_point(zeros: int) -> None:
     """As GPTQ and AWQ leave them."""
     rng = np.random.default_rng(0)
     scales = rng.uniform(0.01, 0.02, (24, 2, 1))
@@ -76,14 +76,14 @@ def test_levels_of_4_bits_that_a_matrix_lies_on_are_kept_wherever_their_zero_is(
     np.testing.assert_allclose(found, weight, atol=1e-5)
 
 
-def test_levels_of_8_bits_that_an_output_lies_on_are_kept() -> None:
+def test_8_bit_levels_of_an_output_are_kept() -> None:
     rng = np.random.default_rng(0)
-    levels = rng.integers(-100, 101, (24, 64))  # the largest is not the last one, which rounding would make of it
+    levels = rng.integers(-100, 101, (24, 64))  # the largest level is not the last one, but rounding would make it that
     weight = (levels * rng.uniform(0.01, 0.02, (24, 1))).astype(np.float32)
     np.testing.assert_allclose(_linear(weight, 8)[1], weight, atol=1e-6)
 
 
-def test_levels_of_8_bits_whose_zero_is_another_are_rounded_and_not_taken_for_theirs() -> None:
+def test_8_bit_levels_with_another_zero_point_are_rounded() -> None:
     rng = np.random.default_rng(0)
     levels = rng.integers(0, 256, (24, 64))
     levels[:, :2] = 0, 255
@@ -93,7 +93,7 @@ def test_levels_of_8_bits_whose_zero_is_another_are_rounded_and_not_taken_for_th
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_of_zeros_stays_one(bits: int) -> None:
+def test_a_row_of_zeros_stays_zero(bits: int) -> None:
     weight = np.random.default_rng(0).standard_normal((24, 64)).astype(np.float32)
     weight[7] = 0
     found = _linear(weight, bits)[1]
@@ -101,8 +101,8 @@ def test_a_row_of_zeros_stays_one(bits: int) -> None:
 
 
 @pytest.mark.parametrize("largest", [1e-7, 1e-6, 1e-5, 1e-3])
-def test_levels_of_8_bits_are_those_of_the_scale_that_is_stored(largest: float) -> None:
-    """In fp16 the scale of an output of small numbers has few digits, and may be no number but 0, which TensorRT refuses."""
+def test_8_bit_levels_belong_to_the_scale_that_is_stored(largest: float) -> None:
+    """In fp16 the scale of an output of small numbers has few digits and may round to 0, which TensorRT refuses."""
     weight = np.random.default_rng(0).uniform(-largest, largest, (24, 64)).astype(np.float16)
     model = quantisable("linear", weight)
     assert QuantizePlanWeightsPass(Quantization(bits=8))(model).modified
@@ -112,16 +112,16 @@ def test_levels_of_8_bits_are_those_of_the_scale_that_is_stored(largest: float) 
     assert (each > 0).all()
     assert (np.abs(found * each - weight.astype(np.float32)) <= 0.501 * each).all()
     most = np.abs(weight.astype(np.float32)).max(axis=1, keepdims=True) / 127
-    assert (each <= most + 2.0**-24).all(), "no larger than it must be"
+    assert (each <= most + 2.0**-24).all(), "no larger than necessary"
 
 
-def test_in_4_bits_it_declines_a_width_that_is_no_multiple_of_the_block() -> None:
+def test_in_4_bits_it_declines_a_width_that_is_not_a_multiple_of_the_block() -> None:
     model = quantisable("linear")
     assert not QuantizePlanWeightsPass(Quantization(bits=4, block_size=128))(model).modified
     assert QuantizePlanWeightsPass(Quantization(bits=8, block_size=128))(model).modified, "8 bits have no blocks"
 
 
-def test_what_is_no_parameter_is_left_alone() -> None:
+def test_a_product_without_a_parameter_is_left_alone() -> None:
     text = """<ir_version: 10, opset_import: ["" : 24]>
     g (float[B,64] x, float[64,24] y) => (float[B,24] z) { z = MatMul (x, y) }"""
     assert not QuantizePlanWeightsPass(Quantization(bits=8))(ir.from_onnx_text(text)).modified

@@ -1,4 +1,4 @@
-"""Matrices before, block-quantised ones after."""
+"""Matrices become block-quantised ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quantisable(form: str, weight: Array | None = None) -> ir.Model:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.2)])
-def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method: str, bits: int, tolerance: float) -> None:
+def test_every_form_of_a_matrix_is_quantised_within_tolerance(form: str, method: str, bits: int, tolerance: float) -> None:
     before, after = quantisable(form), quantisable(form)
     assert QuantizeWeightsPass(Quantization(bits=bits, method=method))(after).modified
     assert [node.op_type for node in after.graph if node.domain] == ["MatMulNBits"]
@@ -45,7 +45,7 @@ def test_every_form_of_a_matrix_is_quantised_within_its_error(form: str, method:
     assert 0 < relative_error(found, expected) < tolerance
 
 
-def test_it_declines_when_the_width_is_no_multiple_of_the_block() -> None:
+def test_it_declines_when_the_width_is_not_a_multiple_of_the_block() -> None:
     model = quantisable("linear")
     assert not QuantizeWeightsPass(Quantization(bits=8, block_size=128))(model).modified
     assert [node.op_type for node in model.graph] == ["Transpose", "MatMul"]
@@ -75,8 +75,8 @@ def test_a_matrix_that_two_products_share_is_left_as_it_is(second: str) -> None:
     assert not QuantizeWeightsPass(Quantization(bits=4))(model).modified
 
 
-def test_a_router_is_looked_for_once_along_each_way() -> None:
-    """What is summed with itself over and over has 2**60 ways to its end."""
+def test_the_search_for_a_router_visits_each_value_once() -> None:
+    """A value that is added to itself again and again has 2**60 paths to the output."""
     sums = " ".join(f"y{index + 1} = Add (y{index}, y{index})" for index in range(60))
     text = f"""<ir_version: 10, opset_import: ["" : 24]>
     g (float[B,64] x) => (float[B,24] y60) {{ turned = Transpose <perm = [1, 0]> (weight)  y0 = MatMul (x, turned)  {sums} }}"""

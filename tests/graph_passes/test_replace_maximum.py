@@ -1,4 +1,4 @@
-"""The largest of a row by a reduction before, by TopK after."""
+"""The maximum of a row comes from TopK instead of a reduction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = np.random.default_rng(0).standard_normal((2, 4, 3)).astype(np.float32)
 
 @pytest.mark.parametrize("keepdims", [0, 1])
 @pytest.mark.parametrize("reduce", [LARGEST, WHERE])
-def test_the_largest_number_and_its_place_are_topks(reduce: str, keepdims: int) -> None:
+def test_the_maximum_and_its_index_come_from_topk(reduce: str, keepdims: int) -> None:
     text = BEFORE.replace("REDUCE (x)", reduce.format(keepdims)).replace("KIND", "float" if reduce is LARGEST else "int64")
     text = text if keepdims else text.replace("[T,4,N]", "[T,4]")
     before, after = ir.from_onnx_text(text), ir.from_onnx_text(text)
@@ -31,6 +31,6 @@ def test_the_largest_number_and_its_place_are_topks(reduce: str, keepdims: int) 
     assert not ReplaceMaximumPass()(after).modified
 
 
-def test_a_largest_of_columns_stays() -> None:
+def test_a_maximum_over_columns_stays() -> None:
     text = BEFORE.replace("REDUCE (x)", LARGEST.format(1)).replace("KIND", "float").replace("axes = {2}", "axes = {1}")
     assert not ReplaceMaximumPass()(ir.from_onnx_text(text)).modified

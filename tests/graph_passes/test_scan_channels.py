@@ -1,4 +1,4 @@
-"""A Mamba's recurrence as linear attention of one number a value before, one Scan after."""
+"""Mamba's recurrence, traced as linear attention with values of size 1, becomes one Scan."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def _feeds(rows: int, tokens: int) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 1), (1, 9), (2, 40)])
-def test_a_scan_over_all_channels_gives_what_each_channel_as_a_head_gives(rows: int, tokens: int) -> None:
+def test_a_scan_over_all_channels_gives_the_same_result_as_a_head_per_channel(rows: int, tokens: int) -> None:
     model, feeds = ir.from_onnx_text(BEFORE), _feeds(rows, tokens)
     before = run_model(model, feeds)
     assert ScanChannelsPass()(model).modified
-    assert {node.op_type for node in model.graph} == {"Transpose", "Scan", "Relu"}  # rates [4,6] are turned
+    assert {node.op_type for node in model.graph} == {"Transpose", "Scan", "Relu"}  # rates [6,4] are transposed
     for expected, found in zip(before, run_model(model, feeds), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     assert not ScanChannelsPass()(model).modified

@@ -1,4 +1,4 @@
-"""A weight of the engine's own before, an input after; the results stay."""
+"""An engine's own weight becomes an input, with the same results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INPUTS = {
 @pytest.mark.parametrize(
     ("text", "operators"), [(EMBED, ["Gather"]), (HEAD, ["Squeeze", "Gemm", "Slice", "Unsqueeze"])], ids=["embedding", "head"]
 )
-def test_the_weight_is_an_input_of_whole_blocks_and_the_results_are_the_same(
+def test_the_weight_becomes_an_input_padded_to_whole_blocks_with_the_same_results(
     text: str, operators: list[str], vocabulary: int
 ) -> None:
     weight = np.concatenate([WEIGHT, WEIGHT[: vocabulary - 5]])

@@ -1,4 +1,4 @@
-"""A part looked up before, sliced after, with the same numbers."""
+"""A part that is looked up by a constant index is sliced instead, with the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ g (float[B,S,24] x) => (float[B,S,4,2] y) <int64[5] sizes = {0, 0, 4, 3, 2}, int
 
 @pytest.mark.parametrize("axis", ["3", "-2"])
 @pytest.mark.parametrize("which", ["0", "2", "-1"])
-def test_one_part_of_what_a_node_gives_is_a_slice(which: str, axis: str) -> None:
+def test_one_part_of_a_nodes_output_is_sliced(which: str, axis: str) -> None:
     model = ir.from_onnx_text(TEXT.replace("WHICH", which).replace("AXIS", axis))
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 3, 24)).astype(np.float32)}
     (before,) = run_model(model, feeds)

@@ -1,4 +1,4 @@
-"""Unlike parts by one Split before, by a Slice each after."""
+"""A Split into unequal parts becomes one Slice per part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ g (float[B,8,S] x) => (float[B,4,S] a, float[B,2,S] b, float[B,2,S] c)
 X = np.random.default_rng(0).standard_normal((2, 8, 3)).astype(np.float32)
 
 
-def test_unlike_parts_become_slices_with_the_same_results() -> None:
+def test_unequal_parts_become_slices_with_the_same_results() -> None:
     before, after = ir.from_onnx_text(BEFORE), ir.from_onnx_text(BEFORE)
     assert SliceUnevenSplitsPass()(after).modified
     assert [node.op_type for node in after.graph if node.op_type != "Constant"] == ["Slice", "Slice", "Slice", "Relu"]

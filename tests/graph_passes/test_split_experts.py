@@ -1,4 +1,4 @@
-"""Every expert's product before; after, each expert's of the tokens that chose it."""
+"""Each expert's product with all tokens becomes one with the tokens that chose it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.graph_passes.test_lower_experts import EXPERTS, GELU, GRAPH, TOKENS, 
 
 @pytest.mark.parametrize("tokens", [1, TOKENS])
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_each_experts_tokens_give_what_all_of_them_gave(weights: tuple[float, float], tokens: int) -> None:
+def test_experts_with_only_their_own_tokens_give_the_same_result(weights: tuple[float, float], tokens: int) -> None:
     before, after = mixture(GELU), mixture(GELU)
     assert SplitExpertsPass()(after).modified
     given = {name: numbers[:tokens] for name, numbers in feeds(weights).items()}
     (expected,), (found,) = run_model(before, given), run_model(after, given)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert not SplitExpertsPass()(after).modified
-    assert not LowerExpertsPass()(after).modified, "none is left for the operator"
+    assert not LowerExpertsPass()(after).modified, "no experts are left for the operator"
 
 
 def test_an_expert_that_no_token_chose_multiplies_nothing() -> None:
-    """Its numbers would make NaN of every token, as a share of 0 times infinity."""
+    """Its infinite weights would turn every token into NaN, as 0 times infinity."""
     model, given = mixture(GELU), feeds((0.7, 0.3))
     given["chosen"] = np.tile(np.array([[0, 1]]), (TOKENS, 1))
     SplitExpertsPass()(model)
@@ -41,7 +41,7 @@ def test_an_expert_that_no_token_chose_multiplies_nothing() -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_each_expert_has_matrices_of_its_own_of_which_it_is_known_what_a_step_reads(bits: int | None) -> None:
+def test_each_expert_has_its_own_matrices_marked_with_the_fraction_that_a_step_reads(bits: int | None) -> None:
     model, parts = _wide()[1], [""]
     SplitExpertsPass()(model)
     if bits is not None:
@@ -55,8 +55,8 @@ def test_each_expert_has_matrices_of_its_own_of_which_it_is_known_what_a_step_re
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_they_give_what_all_of_them_gave_on_the_same_levels(bits: int) -> None:
-    """Rows lie on levels, so that rounding them to int8 is all that differs."""
+def test_quantised_experts_give_the_same_result_on_the_same_levels(bits: int) -> None:
+    """The matrices lie on levels, so only the rounding of activations to int8 differs."""
     before, after = _wide(bits)
     SplitExpertsPass()(after)
     assert QuantizeWeightsPass(Quantization(bits=bits, method="rtn", block_size=32))(after).modified
@@ -67,11 +67,11 @@ def test_quantised_they_give_what_all_of_them_gave_on_the_same_levels(bits: int)
 
 
 def _wide(bits: int = 4) -> tuple[ir.Model, ir.Model]:
-    """Twice the same mixture, whose rows are blocks of 32 on levels of so many bits."""
+    """Two copies of a mixture whose matrices have rows of one block of 32, on levels of `bits` bits."""
     rng, most = np.random.default_rng(0), 2 ** (bits - 1) - 1
     levels = {name: rng.integers(-most, most + 1, shape) for name, shape in (("gate_up", (5, 64, 32)), ("down", (5, 32, 32)))}
     for numbers in levels.values():
-        numbers[:, :, 0] = most + 1  # of which a scale is made
+        numbers[:, :, 0] = most + 1  # determines the scale
     text = GELU.replace("float[T,8]", "float[T,32]").replace("[5,8,8] gate_up", "[5,64,32] gate_up")
     made = [mixture(text.replace("[5,8,4] down", "[5,32,32] down"), width=32, inner=32) for _ in range(2)]
     for model in made:
@@ -81,7 +81,7 @@ def _wide(bits: int = 4) -> tuple[ir.Model, ir.Model]:
     return made[0], made[1]
 
 
-def test_a_tensor_that_is_cast_as_it_is_read_is_read_once_for_all_experts() -> None:
+def test_a_tensor_cast_on_reading_is_read_once_for_all_experts() -> None:
     model, read = mixture(GELU), []
     parameter = model.graph.initializers["layer.gate_up"]
     tensor = parameter.const_value
@@ -94,12 +94,12 @@ def test_a_tensor_that_is_cast_as_it_is_read_is_read_once_for_all_experts() -> N
     parameter.const_value = ir.LazyTensor(cast, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name)  # type: ignore[arg-type]
     SplitExpertsPass()(model)
     made = [model.graph.initializers[f"layer.gate_up.{expert}"].const_value for expert in range(EXPERTS)]
-    for times in (1, 2):  # as for two files
+    for times in (1, 2):  # as when two files are written
         for expert, matrix in enumerate(made):
             assert matrix is not None
             np.testing.assert_array_equal(matrix.numpy(), tensor.numpy()[expert])
         assert len(read) == times
 
 
-def test_experts_that_the_operator_has_are_left_to_it() -> None:
+def test_experts_that_the_operator_supports_are_left_to_it() -> None:
     assert not SplitExpertsPass()(mixture(GRAPH)).modified

@@ -1,4 +1,4 @@
-"""A scale of each head before, ones and a product after: the same numbers, by what CUDA's kernels can broadcast."""
+"""A scale per head becomes ones and a product, which CUDA's kernels can broadcast, with the same result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _before(norm: str, scale: str) -> ir.Model:
         (f"{LAYER}, bias)", ["LayerNormalization", "Mul", "Add"]),
     ],
 )
-def test_a_heads_own_weights_are_behind_the_norm(norm: str, kinds: list[str]) -> None:
+def test_weights_per_head_move_behind_the_norm(norm: str, kinds: list[str]) -> None:
     rng = np.random.default_rng(0)
     feeds = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in
              (("x", (2, 3, 2, 16)), ("scale", (2, 16)), ("bias", (2, 16)))}  # fmt: skip
@@ -45,7 +45,7 @@ def test_a_heads_own_weights_are_behind_the_norm(norm: str, kinds: list[str]) ->
     assert not SplitNormScalesPass()(model).modified
 
 
-def test_one_scale_for_all_is_left_alone() -> None:
+def test_one_scale_for_all_heads_is_left_alone() -> None:
     model = _before(f"{LAYER}, bias)", "16")
     assert not SplitNormScalesPass()(model).modified
     assert [node.op_type for node in model.graph] == ["LayerNormalization"]

@@ -1,4 +1,4 @@
-"""A table in parts: every row is found, in memory and in a file."""
+"""A table is split into parts, in memory and in a file, and every row is still found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _model(text: str = LOOKED_UP) -> ir.Model:
 
 
 @pytest.mark.parametrize(("most", "rows"), [(20, [4, 3]), (12, [4, 3]), (11, [3, 3, 1]), (3, [1] * 7)])
-def test_each_row_is_found_in_the_part_that_it_lies_in(most: int, rows: list[int]) -> None:
+def test_each_row_is_looked_up_in_its_part(most: int, rows: list[int]) -> None:
     model = _model()
     assert SplitTablePass(max_elements=most)(model).modified
     assert [value.const_value.shape.numpy()[0] for value in model.graph.initializers.values() if value.const_value] == rows
@@ -31,7 +31,7 @@ def test_each_row_is_found_in_the_part_that_it_lies_in(most: int, rows: list[int
     assert not SplitTablePass(max_elements=most)(model).modified
 
 
-def test_the_parts_of_a_table_in_a_file_lie_where_it_lies(tmp_path: Path) -> None:
+def test_the_parts_of_a_table_in_a_file_stay_in_place(tmp_path: Path) -> None:
     model, path, before = _model(), tmp_path / "embed.bin", 64  # bytes of other weights
     path.write_bytes(bytes(before) + TABLE.tobytes())
     (table,) = model.graph.initializers.values()
@@ -44,7 +44,7 @@ def test_the_parts_of_a_table_in_a_file_lie_where_it_lies(tmp_path: Path) -> Non
     np.testing.assert_array_equal(np.concatenate([part.numpy() for part in parts if part is not None]), TABLE)
 
 
-def test_what_is_small_or_also_multiplied_stays_whole() -> None:
+def test_a_table_that_is_small_or_also_multiplied_stays_whole() -> None:
     multiplied = LOOKED_UP.replace(
         "hidden = Gather <axis = 0> (table, ids)", "one = Gather <axis = 0> (table, ids)  hidden = MatMul (one, table)"
     )

@@ -1,4 +1,4 @@
-"""Layers joined to one graph."""
+"""Layers joined into one graph."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_hidden_flows_from_layer_to_layer_and_every_kv_stays_an_input_and_output
     assert first.inputs[0].name == "layer_000.hidden_out"
 
 
-def test_the_layers_themselves_are_left_as_they_were() -> None:
+def test_the_layers_themselves_are_left_unchanged() -> None:
     layers = _layers(2)
     texts = [ir.to_onnx_text(layer) for layer in layers]
     stitch(layers, name="segment")
     assert [ir.to_onnx_text(layer) for layer in layers] == texts
 
 
-def test_the_newest_operators_of_any_layer_are_asked_for() -> None:
+def test_the_newest_opset_of_any_layer_is_imported() -> None:
     for versions in ((27, 24), (24, 27)):
         layers = _layers(2)
         for layer, version in zip(layers, versions, strict=True):
@@ -70,8 +70,8 @@ def test_parameters_of_the_same_name_become_one() -> None:
     assert [name for name in model.graph.initializers if name.startswith("tied")] == ["tied.weight"]
 
 
-def test_tables_of_the_same_name_that_differ_stay_each_layers_own() -> None:
-    """Rotary frequencies of layers with bases of their own were once all the lowest layer's."""
+def test_different_tables_of_the_same_name_stay_separate() -> None:
+    """Otherwise layers with rotary bases of their own would all get the lowest layer's frequencies."""
     layers = _layers(2)
     for index, layer in enumerate(layers):
         table = ir.tensor(np.array([index], dtype=np.float32), name="rotary.inv_freq")
@@ -83,7 +83,7 @@ def test_tables_of_the_same_name_that_differ_stay_each_layers_own() -> None:
 
 
 def _reader(layer: int, keys_of: int) -> ir.Model:
-    """A layer that reads the keys of another, and its own number."""
+    """A layer that reads another layer's keys and its own number."""
     template = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 24]>
         layer (float[B,S,4] hidden, float[B,1,C,4] present_key, int64[1] layer_index) => (float[B,S,4] hidden_out)
@@ -97,13 +97,13 @@ def _reader(layer: int, keys_of: int) -> ir.Model:
     return instantiate(template, layer, keys_of, "layer.")
 
 
-def test_a_layer_that_reads_anothers_keys_is_given_them_by_that_layers_number_and_knows_its_own() -> None:
+def test_a_layer_that_reads_anothers_keys_gets_them_by_that_layers_number_and_has_its_own() -> None:
     layer = _reader(3, 1)
     assert [value.name for value in layer.graph.inputs] == ["hidden", "present_key.1"]
     assert layer.graph.initializers["layer_index"].const_value.numpy().tolist() == [3]  # type: ignore[union-attr]
 
 
-def test_keys_that_a_layer_reads_are_those_that_the_layer_below_wrote_or_an_input() -> None:
+def test_keys_that_a_layer_reads_come_from_the_layer_below_or_from_an_input() -> None:
     layers = _layers(2)
     joined = stitch([*layers, _reader(2, 1), _reader(3, 1)], name="segment")
     assert [value.name for value in joined.graph.inputs] == ["hidden", "past_key.0", "past_key.1"]

@@ -1,4 +1,4 @@
-"""Heads turned to the front before; what is done to them there is done with tokens first after."""
+"""Operations on heads transposed to the front are done with tokens first instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMS = {
 
 
 def _turned(text: str) -> ir.Model:
-    """The graph with `y` [B,S,N*D]."""
+    """The graph with `y` as rows [B,S,N*D]."""
     model = with_shapes(BEFORE % text)
     (heads,) = model.graph.outputs
     end = ir.node("Identity", [heads])
@@ -43,7 +43,7 @@ def _turned(text: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("text", FORMS.values(), ids=FORMS)
-def test_what_is_done_to_heads_is_done_without_a_turn(text: str) -> None:
+def test_operations_within_heads_need_no_transpose(text: str) -> None:
     model = _turned(text)
     assert "Transpose" not in [node.op_type for node in model.graph]
     _assert_same(text, model)
@@ -61,7 +61,7 @@ def test_what_is_done_to_heads_is_done_without_a_turn(text: str) -> None:
         ("y = RotaryEmbedding <interleaved = 0> (half, cos, sin)", 2),
     ],
 )
-def test_what_is_done_to_tokens_or_between_heads_is_turned_behind_it(text: str, count: int) -> None:
+def test_operations_across_tokens_or_heads_are_transposed_afterwards(text: str, count: int) -> None:
     before = "half = Slice (front, zero, four, three)  a_head = Reshape (one, single)"
     text = f"{before}  two = Constant <value_ints = [2]> ()  one_token = Constant <value_ints = [1]> ()  {text}"
     model = _turned(text)
@@ -69,7 +69,7 @@ def test_what_is_done_to_tokens_or_between_heads_is_turned_behind_it(text: str, 
     _assert_same(text, model)
 
 
-def test_parts_of_the_same_heads_are_made_once() -> None:
+def test_the_same_heads_are_split_once() -> None:
     model = _turned("a, b = Split <axis = 3> (front, sizes)  c = Concat <axis = 3> (a, b)  y = Concat <axis = 3> (b, c)")
     assert [node.op_type for node in model.graph if node.op_type != "Constant"] == [
         "Reshape",
@@ -80,7 +80,7 @@ def test_parts_of_the_same_heads_are_made_once() -> None:
     ]
 
 
-def test_rows_that_were_only_turned_are_those_rows() -> None:
+def test_rows_that_were_only_transposed_are_the_original_rows() -> None:
     model = with_shapes(BEFORE % "y = Identity (front)")
     front = next(node for node in model.graph if node.op_type == "Transpose")
     assert TokensFirst(model.graph, front).rows(front.outputs[0]) is model.graph.inputs[0]

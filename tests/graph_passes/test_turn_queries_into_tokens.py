@@ -1,4 +1,4 @@
-"""The same numbers before and after, with as many slots as make it worth it."""
+"""Query heads become tokens where there are many slots, with the same results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skipdecode.graph_passes.turn_queries_into_tokens import TurnQueriesIntoToke
 from skipdecode.graph_passes.write_out_attention import WriteOutAttentionPass
 from tests.graph_passes.running import run_model, with_shapes
 
-MOST = 24576 - 16  # slots that the kernel of one token takes of heads of 16
+MOST = 24576 - 16  # slots that the kernel for one token takes at most, with heads of size 16
 
 
 def _attention(heads: int, kv_heads: int, slots: int, mask: str = "bool[B,1,S,C]") -> ir.Model:
@@ -37,19 +37,19 @@ def test_heads_become_tokens_or_are_written_out_with_the_same_result(heads: int,
     rng = np.random.default_rng(0)
     shapes = {"query": (2, heads, tokens, 16), **dict.fromkeys(("key", "value"), (2, kv_heads, MOST + 8, 16))}
     feeds = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-    feeds["mask"] = rng.random((2, 1, tokens, MOST + 8)) < 0.01  # another one for each row and token
+    feeds["mask"] = rng.random((2, 1, tokens, MOST + 8)) < 0.01  # differs for each row and token
     np.testing.assert_allclose(run_model(after, feeds)[0], run_model(before, feeds)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 2), (12, 1), (32, 4)])
-def test_a_second_run_changes_nothing_and_none_is_written_out_behind_it(heads: int, kv_heads: int) -> None:
+def test_a_second_run_changes_nothing_and_nothing_is_written_out_after_it(heads: int, kv_heads: int) -> None:
     model = _attention(heads, kv_heads, MOST + 8)
     assert TurnQueriesIntoTokensPass(slots=MOST + 8)(model).modified
     assert not TurnQueriesIntoTokensPass(slots=MOST + 8)(model).modified
     assert not WriteOutAttentionPass(slots=MOST + 8)(model).modified
 
 
-def test_as_many_slots_as_the_kernel_of_one_token_takes_are_left_alone() -> None:
+def test_slots_that_the_kernel_for_one_token_takes_are_left_alone() -> None:
     graph = _attention(8, 2, MOST)
     assert not TurnQueriesIntoTokensPass(slots=MOST)(graph).modified and not WriteOutAttentionPass(slots=MOST)(graph).modified
 

@@ -1,4 +1,4 @@
-"""A weight times turned rows before, rows times the turned weight after."""
+"""A weight times transposed rows becomes rows times the transposed weight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_rows_come_first_and_the_weight_keeps_its_stored_form() -> None:
     assert not TurnWeightFirstProductsPass()(model).modified
 
 
-def test_what_others_read_of_the_product_stays() -> None:
+def test_a_product_that_others_read_stays() -> None:
     model = with_parameters(BEFORE.replace("y)\n", "y, float[B,6,S] product)\n"), {"w": WEIGHT})
     before = run_model(model, {"x": ROWS})
     assert TurnWeightFirstProductsPass()(model).modified

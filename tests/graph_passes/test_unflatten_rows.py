@@ -1,4 +1,4 @@
-"""Flat rows before, a batch's rows after."""
+"""Operators on flat rows [B*S,H] run on rows [B,S,H] instead."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _before(alpha: str = "", extra: str = "") -> ir.Model:
 X = np.random.default_rng(0).standard_normal((2, 3, 4), dtype=np.float32)
 
 
-def test_the_operators_run_on_a_batchs_rows_and_both_reshapes_go() -> None:
+def test_the_operators_run_on_unflattened_rows_and_both_reshapes_are_dropped() -> None:
     model = _before()
     (before,) = run_model(model, {"x": X})
     assert UnflattenRowsPass()(model).modified
@@ -59,7 +59,7 @@ def test_the_operators_run_on_a_batchs_rows_and_both_reshapes_go() -> None:
     [{"alpha": ", alpha = 2.0"}, {"extra": "e = CumSum (d, width0)\n d2 = Add (d, e)"}],
     ids=["a scaled product", "rows that depend on each other"],
 )
-def test_it_declines_what_would_not_be_the_same(changes: dict[str, str]) -> None:
+def test_it_declines_where_the_result_would_differ(changes: dict[str, str]) -> None:
     text = BEFORE
     if "extra" in changes:
         text = text.replace("Add (f, d)", "Add (f, d2)").replace("int64[1] width", "int64 width0 = {0}, int64[1] width")
@@ -67,7 +67,7 @@ def test_it_declines_what_would_not_be_the_same(changes: dict[str, str]) -> None
     (before,) = run_model(model, {"x": X})
     count = len(model.graph)
     assert not UnflattenRowsPass()(model).modified
-    assert len(model.graph) == count, "what was written twice is gone"
+    assert len(model.graph) == count, "unused copies are removed"
     np.testing.assert_array_equal(run_model(model, {"x": X})[0], before)
 
 
@@ -88,7 +88,7 @@ gated (float[B,S,2,4] x, float[B,S,8] gate, float16[4] narrow) => (float[B,S,8] 
 """
 
 
-def test_heads_that_are_normed_alone_stay_a_batchs_too() -> None:
+def test_heads_with_a_norm_of_their_own_stay_unflattened_too() -> None:
     scale = np.array([1, 2, 1, 2], dtype=np.float16)
     model, kept = (with_parameters(HEADS, {"narrow": scale}) for _ in range(2))
     for each in (model, kept):

@@ -1,4 +1,4 @@
-"""Half precision before, single precision after."""
+"""A graph in half precision becomes one in single precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _before() -> ir.Model:
     return model
 
 
-def test_values_weights_and_results_are_single_precision_and_the_casts_are_gone() -> None:
+def test_values_weights_and_results_are_single_precision_and_casts_are_dropped() -> None:
     model = _before()
     assert WidenGraphPass()(model).modified
     assert [node.op_type for node in model.graph] == ["Add", "Sub", "Transpose", "MatMul"]
@@ -47,14 +47,14 @@ def test_weights_are_cast_only_when_they_are_written() -> None:
     assert isinstance(model.graph.initializers["mlp.weight"].const_value, ir.LazyTensor)
 
 
-def test_the_graph_that_a_clone_was_made_of_stays_narrow() -> None:
+def test_widening_a_clone_leaves_the_original_narrow() -> None:
     model = _before()
     WidenGraphPass()(model.clone())
     assert model.graph.inputs[0].dtype == model.graph.initializers["mlp.weight"].dtype == ir.DataType.FLOAT16
 
 
-def test_what_fills_a_shape_is_single_precision_too() -> None:
-    """Phi-3.5-MoE's router marks with it the experts that are taken; of -4 these are the bits."""
+def test_the_number_that_fills_a_shape_is_single_precision_too() -> None:
+    """Phi-3.5-MoE's router marks the experts that are taken with such a number; 50176 are the bits of -4."""
     text = """<ir_version: 10, opset_import: ["" : 24]>
     marks (float16[B,3] scores, int64[B,1] taken) => (float16[B,3] out)
     {

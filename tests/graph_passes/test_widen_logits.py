@@ -1,4 +1,4 @@
-"""Narrow outputs before, fp32 ones of the same name after."""
+"""Narrow outputs become fp32 ones of the same name."""
 
 from __future__ import annotations
 

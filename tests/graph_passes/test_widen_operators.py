@@ -1,4 +1,4 @@
-"""An operator without a bf16 kernel before, in fp32 between casts after."""
+"""An operator without a bf16 kernel runs in fp32 between casts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _before(kind: str = "bfloat16") -> ir.Model:
     return model
 
 
-def test_bf16_goes_through_fp32_and_comes_back_as_what_it_was() -> None:
+def test_bf16_is_cast_to_fp32_and_back() -> None:
     model = _before()
     assert WidenOperatorsPass()(model).modified
     assert [node.op_type for node in model.graph] == ["Add", "Cast", "Log", "Cast", "Cast", "Cast", "Greater"]

@@ -1,4 +1,4 @@
-"""A layer that keeps states in fp16 before, in fp32 after, up to the products around it."""
+"""A layer's states become fp32 instead of fp16, together with what lies between them and the nearest products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from skipdecode.graph_passes.widen_states import WidenStatesPass
 
-# a projection, a convolution, two heads of linear attention, a norm in fp32; what follows is another part of the layer
+# a projection, a convolution, two heads of linear attention and a norm in fp32; the rest is another part of the layer
 BEFORE = """<ir_version: 10, opset_import: ["" : 27]>
 layer (float16[B,S,8] hidden, float16[8,6] up, float16[6,1,4] w, float16[B,6,3] past_conv_state,
        float16[B,2,3,3] past_recurrent_state, float16[B,S,2] g, float16[B,S,2] beta, float16[6,8] down)
@@ -35,7 +35,7 @@ def layer() -> ir.Model:
 
 
 def _typed(model: ir.Model, wide: set[str]) -> ir.Model:
-    """Every value's type, which inference does not know of opset 27: the inputs' but of those in `wide`."""
+    """Set every value's type, which inference does not know in opset 27: fp32 for those in `wide`, else the inputs'."""
     given = model.graph.inputs[0].dtype
     assert given is not None
     for node in model.graph:
@@ -48,7 +48,7 @@ def _types(values: object) -> set[ir.DataType | None]:
     return {value.dtype for value in values if value is not None}  # type: ignore[attr-defined]
 
 
-def test_states_and_what_lies_between_two_operators_with_states_are_wide(layer: ir.Model) -> None:
+def test_states_and_values_between_two_operators_with_states_are_wide(layer: ir.Model) -> None:
     assert WidenStatesPass()(layer).modified
     by_type = {node.op_type: node for node in layer.graph}
     for name in ("CausalConvWithState", "LinearAttention", "Add"):
@@ -58,7 +58,7 @@ def test_states_and_what_lies_between_two_operators_with_states_are_wide(layer: 
     assert not WidenStatesPass()(layer).modified
 
 
-def test_products_stay_narrow_and_only_what_crosses_is_cast(layer: ir.Model) -> None:
+def test_products_stay_narrow_and_only_values_that_cross_are_cast(layer: ir.Model) -> None:
     WidenStatesPass()(layer)
     for node in layer.graph:
         if node.op_type == "MatMul":
@@ -73,7 +73,7 @@ def test_a_wide_graph_stays_as_it_is() -> None:
     assert not WidenStatesPass()(model).modified
 
 
-def test_a_state_that_is_kept_turned_is_wide_on_its_way_there_too() -> None:
+def test_a_state_that_is_kept_transposed_is_wide_through_its_transposes() -> None:
     text = BEFORE.replace("float16[B,2,3,3] past_recurrent_state", "float16[B,3,2] past_recurrent_state")
     text = text.replace("float16[B,2,3,3] present_recurrent_state", "float16[B,3,2] present_recurrent_state")
     text = text.replace(", past_recurrent_state, g", ", past, g").replace("read, present_recurrent_state", "read, present")

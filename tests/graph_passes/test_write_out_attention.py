@@ -1,4 +1,4 @@
-"""One operator before, those that it is made of after: the same numbers."""
+"""One attention operator is written out as those that it is made of, with the same results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_is_written_out_with_the_same_result(text: str) -> None:
     assert not WriteOutAttentionPass(slots=6)(after).modified
 
 
-def test_of_two_that_read_the_same_keys_the_second_is_written_out() -> None:
+def test_the_second_of_two_operators_that_read_the_same_keys_is_written_out() -> None:
     before, after = with_shapes(TWICE), with_shapes(TWICE)
     assert WriteOutAttentionPass(slots=6)(after).modified
     (kept,) = (node for node in after.graph if node.op_type == "Attention")
@@ -71,7 +71,7 @@ def test_of_two_that_read_the_same_keys_the_second_is_written_out() -> None:
     assert not WriteOutAttentionPass(slots=6)(after).modified
 
 
-def test_attention_with_settings_that_are_not_known_is_an_error_and_not_silence() -> None:
+def test_attention_with_unknown_settings_is_an_error() -> None:
     with pytest.raises(ir.passes.PassError) as caught:
         ir.passes.Sequential(WriteOutAttentionPass(slots=6))(
             with_shapes(CAPPED.replace("softcap = 2.0", "softcap = 2.0, is_causal = 1"))

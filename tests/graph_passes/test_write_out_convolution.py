@@ -1,4 +1,4 @@
-"""One operator with a state before; a convolution of the state and the new tokens after, with the same numbers."""
+"""One operator with a state becomes a convolution of the state and the new tokens, with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every expert's product before; after, the chosen ones' alone for the first token of each row, with the same numbers."""
+"""Each row's first token is multiplied only by its chosen experts instead of by all, with the same results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {"gated": GRAPH, "gelu": GELU, "turned": TURNED, "squared": SQUARED, "bi
 
 
 def _of_rows(text: str) -> str:
-    """The same graph of tokens [B,S,8], as models have it."""
+    """The same graph with tokens [B,S,8], as in models."""
     body = text.index("{\n") + 2
     flat = "    flat = Constant <value_ints = [-1, 8]> ()\n    x = Reshape (hidden, flat)\n"
     return text[:body].replace("[T,8] x,", "[B,S,8] hidden,") + flat + text[body:]
@@ -33,7 +33,7 @@ def _feeds(rows: int, tokens: int) -> dict[str, Array]:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 1), (1, 7), (2, 5)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_and_a_prompt_give_what_all_experts_gave(kind: str, rows: int, tokens: int) -> None:
+def test_steps_and_prompts_give_the_same_results_as_all_experts(kind: str, rows: int, tokens: int) -> None:
     model, feeds = mixture(_of_rows(KINDS[kind])), _feeds(rows, tokens)
     (before,) = run_model(model, feeds)
     assert WriteOutExpertsPass()(model).modified
@@ -43,8 +43,8 @@ def test_a_step_and_a_prompt_give_what_all_experts_gave(kind: str, rows: int, to
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(3, 1), (2, 5)])
-def test_tokens_may_have_gone_through_a_projection_before(rows: int, tokens: int) -> None:
-    """As Nemotron-H's experts, which are narrower than its layers."""
+def test_tokens_may_be_projected_before_the_experts(rows: int, tokens: int) -> None:
+    """Like Nemotron-H's experts, which are narrower than its layers."""
     text = _of_rows(SQUARED).replace("x = Reshape (hidden, flat)", "all = Reshape (hidden, flat)\n    x = Tanh (all)")
     model, feeds = mixture(text), _feeds(rows, tokens)
     (before,) = run_model(model, feeds)
@@ -54,7 +54,7 @@ def test_tokens_may_have_gone_through_a_projection_before(rows: int, tokens: int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_expert_that_nobody_chose_may_overflow(kind: str) -> None:
-    """In fp16 it does so from products of 65504 on; its share of 0 would make NaN of it."""
+    """In fp16 products beyond 65504 do, and a weight of 0 would turn them into NaN."""
     model, feeds = mixture(_of_rows(KINDS[kind])), _feeds(2, 5)
     feeds["chosen"] = feeds["chosen"] % (EXPERTS - 1)
     feeds["chosen"][:, 1] = (feeds["chosen"][:, 0] + 1) % (EXPERTS - 1)
@@ -70,16 +70,16 @@ def test_an_expert_that_nobody_chose_may_overflow(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_step_looks_up_is_what_a_prompt_multiplies_by(kind: str) -> None:
+def test_a_step_looks_up_the_same_parameters_that_a_prompt_multiplies_by(kind: str) -> None:
     model = mixture(_of_rows(KINDS[kind]))
     WriteOutExpertsPass()(model)
     stored = {name for name in model.graph.initializers if name.startswith("layer.")}
     looked_up = {node.inputs[0].name for node in model.graph if node.op_type == "Gather" and node.inputs[0] is not None}
-    assert looked_up == stored, "no other copy of them"
+    assert looked_up == stored, "parameters have no second copy"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_each_parameter_it_is_known_what_a_step_reads(kind: str) -> None:
+def test_each_parameter_is_marked_with_the_fraction_that_a_step_reads(kind: str) -> None:
     model = mixture(_of_rows(KINDS[kind]))
     WriteOutExpertsPass()(model)
     shares = {value.meta.get(READ_FRACTION) for name, value in model.graph.initializers.items() if name.startswith("layer.")}

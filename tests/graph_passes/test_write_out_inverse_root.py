@@ -1,4 +1,4 @@
-"""The reciprocal of a root as a power before; two operators after."""
+"""The reciprocal of a root, traced as a power, becomes two operators."""
 
 from __future__ import annotations
 

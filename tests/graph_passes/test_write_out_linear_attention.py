@@ -1,4 +1,4 @@
-"""One operator that goes from token to token before, products of all tokens after, with the same numbers."""
+"""One operator that goes from token to token becomes products over all tokens, with the same results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATED = BEFORE.replace("gated_delta", "gated").replace("g, beta)", "g)").replace
 
 
 def _feeds(tokens: int) -> dict[str, Array]:
-    """Two rows; keys of length 1, logarithms of decays, rates between 0 and 1."""
+    """Two rows with keys of length 1, logarithms of decays, and rates between 0 and 1."""
     rng = np.random.default_rng(tokens)
     sizes = {"q": (32,), "k": (32,), "v": (48,), "g": (2,), "beta": (2,)}
     feeds = {name: rng.standard_normal((2, tokens, *size)).astype(np.float32) for name, size in sizes.items()}
@@ -45,24 +45,24 @@ def _assert_gives_the_same(text: str, feeds: dict[str, Array], most_tokens: int 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 31, 200, 512])
 @pytest.mark.parametrize("text", [BEFORE, GATED], ids=["gated_delta", "gated"])
-def test_all_tokens_at_once_give_what_one_after_another_gives(text: str, tokens: int) -> None:
+def test_all_tokens_at_once_give_the_same_results_as_one_by_one(text: str, tokens: int) -> None:
     _assert_gives_the_same(text, _feeds(tokens))
 
 
-def test_without_a_scale_it_is_that_of_the_operator() -> None:
+def test_without_a_scale_the_operators_default_applies() -> None:
     _assert_gives_the_same(BEFORE.replace(", scale = 0.5", ""), _feeds(5))
 
 
 @pytest.mark.parametrize(("rate", "error"), [(1, 2e-6), (1.9, 2e-4)])
-def test_tokens_that_are_all_alike_and_forget_nothing_stay_exact(rate: float, error: float) -> None:
-    """(1 - A)(1 + A^2)(1 + A^4).. over the whole pass, which is the same on paper, has terms of 1e150 here."""
+def test_identical_tokens_that_forget_nothing_stay_exact(rate: float, error: float) -> None:
+    """(1 - A)(1 + A^2)(1 + A^4).. over the whole pass is the same on paper but has terms of 1e150 here."""
     feeds = _feeds(512)
     feeds["k"][:] = feeds["k"][:, :1]
     feeds["g"][:], feeds["beta"][:] = 0, rate
     _assert_gives_the_same(BEFORE, feeds, error=error)
 
 
-# the logarithm of a token's decay, of those that forget much, and which they are; the others' is -0.01
+# the logarithm of decay of the tokens that forget much, and which tokens these are; it is -0.01 for the others
 FORGETTING = {
     "all, so that e^(30 * 63) is no float": (-30, slice(None)),
     "the first half": (-30, slice(256)),
@@ -74,15 +74,15 @@ FORGETTING = {
 
 @pytest.mark.parametrize(("decay", "which"), FORGETTING.values(), ids=FORGETTING)
 @pytest.mark.parametrize("text", [BEFORE, GATED], ids=["gated_delta", "gated"])
-def test_what_tokens_forget_costs_later_ones_no_precision(text: str, decay: float, which: slice) -> None:
-    """Of a difference between two sums over all tokens nothing would be left: 0.6 of the state's largest number for the first."""
+def test_tokens_that_forget_much_cost_later_ones_no_precision(text: str, decay: float, which: slice) -> None:
+    """A difference of two sums over all tokens would lose everything: 0.6 of the state's largest number for `the first`."""
     feeds = _feeds(512)
     feeds["g"][:] = -0.01
     feeds["g"][:, which] = decay
     _assert_gives_the_same(text, feeds)
 
 
-def test_blocks_are_joined_as_far_as_a_pass_has_tokens() -> None:
+def test_blocks_are_joined_only_as_far_as_a_pass_has_tokens() -> None:
     counts = {}
     for most in (8, 16, 512):
         model = ir.from_onnx_text(BEFORE)

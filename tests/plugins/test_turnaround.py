@@ -1,4 +1,4 @@
-"""The turn-around between two steps: its host version against runtime/sampling.py, and its kernel through nvcc."""
+"""The turn-around between two steps: its host version compared with runtime/sampling.py, and its kernel compiled by nvcc."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Batch:
 
 
 def _logits(rng: np.random.Generator, rows: int, vocabulary: int) -> Iterator[Array]:
-    """Sharp, flat, and full of equal ones."""
+    """Logits that are sharp, flat, full of equal numbers, and zeros of both signs."""
     yield rng.normal(0, 6, (rows, vocabulary)).astype(np.float32)
     yield rng.normal(0, 0.5, (rows, vocabulary)).astype(np.float32)
     yield rng.integers(-2, 3, (rows, vocabulary)).astype(np.float32)
@@ -78,7 +78,7 @@ def test_it_chooses_what_the_runtime_chooses(sampling: Sampling, vocabulary: int
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_of_logits_that_are_no_numbers_it_takes_the_first_whatever_the_sampling(
+def test_from_nan_or_infinite_logits_it_takes_the_first_whatever_the_sampling(
     bad: float, turnaround_library: ctypes.CDLL
 ) -> None:
     logits = np.full((1, 9), 0.5, np.float32)
@@ -88,13 +88,13 @@ def test_of_logits_that_are_no_numbers_it_takes_the_first_whatever_the_sampling(
     assert Batch(1, 9, kept_steps=1).turn(turnaround_library, sampling, logits).tolist() == [8]
 
 
-def test_more_likeliest_tokens_than_a_c_int_holds_are_all_of_them() -> None:
+def test_a_top_k_beyond_a_c_int_keeps_all_tokens() -> None:
     assert [SkdSampling.of(Sampling(do_sample=True, top_k=top_k)).top_k for top_k in (5, 2**31, 2**32 + 1)] == [
         5, 2**31 - 1, 2**31 - 1,
     ]  # fmt: skip
 
 
-def test_of_greedy_sampling_nothing_else_is_read_and_numpys_truth_is_one() -> None:
+def test_greedy_sampling_reads_no_other_setting_and_numpys_true_counts_as_1() -> None:
     assert bytes(SkdSampling.of(Sampling(seed=None))) == bytes(SkdSampling())  # type: ignore[arg-type]
     assert SkdSampling.of(Sampling(do_sample=np.bool_(True))).do_sample == 1  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def test_it_makes_the_next_steps_inputs(turnaround_library: ctypes.CDLL) -> None
     assert batch.steps.tolist() == [1, 1] and batch.tokens.T.tolist() == [[3, -1, -1], [4, -1, -1]]
 
 
-def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(turnaround_library: ctypes.CDLL) -> None:
+def test_a_row_that_has_reached_a_stop_id_repeats_it_while_the_others_go_on(turnaround_library: ctypes.CDLL) -> None:
     batch = Batch(2, 6, kept_steps=3, stop_ids=(2, 5))
     for likeliest in ([1, 5], [3, 4], [2, 0]):
         batch.turn(turnaround_library, Sampling(), np.eye(6, dtype=np.float32)[likeliest])
@@ -114,7 +114,7 @@ def test_a_row_that_has_met_a_stop_id_repeats_it_while_the_others_go_on(turnarou
     assert batch.finished.tolist() == [1, 1] and batch.position_ids.tolist() == [9, 9]
 
 
-def test_each_row_is_sampled_as_its_own_settings_and_steps_say(turnaround_library: ctypes.CDLL) -> None:
+def test_each_row_is_sampled_with_its_own_settings_and_step(turnaround_library: ctypes.CDLL) -> None:
     each = [Sampling(), Sampling(do_sample=True, seed=3), Sampling(do_sample=True, temperature=2.0, top_k=9, top_p=0.9, seed=4)]
     logits = np.random.default_rng(0).normal(0, 2, (3, 200)).astype(np.float32)
     batch = Batch(3, 200, kept_steps=1)
@@ -127,14 +127,14 @@ def test_each_row_is_sampled_as_its_own_settings_and_steps_say(turnaround_librar
     assert batch.steps.tolist() == [8, 1, 3] and batch.tokens.tolist() == [expected]
 
 
-def test_the_last_steps_that_there_is_room_for_are_kept(turnaround_library: ctypes.CDLL) -> None:
+def test_only_the_last_steps_that_fit_are_kept(turnaround_library: ctypes.CDLL) -> None:
     batch = Batch(1, 6, kept_steps=2)
     for likeliest in (1, 2, 3, 4, 5):
         batch.turn(turnaround_library, Sampling(), np.eye(1, 6, likeliest, dtype=np.float32))
     assert batch.steps.tolist() == [5] and batch.tokens.T.tolist() == [[5, 4]]
 
 
-def test_the_kernel_on_threads_of_the_host_has_no_races_and_chooses_what_the_host_version_chooses(tmp_path: Path) -> None:
+def test_the_kernel_run_on_host_threads_has_no_races_and_chooses_what_the_host_version_chooses(tmp_path: Path) -> None:
     source, program = Path(__file__).parent / "kernel_on_threads.cc", tmp_path / "kernel"
     flags = ["-O1", "-std=c++17", "-fsanitize=thread", "-pthread", "-Wall", "-Werror"]
     subprocess.run(["c++", *flags, "-o", str(program), str(source)], check=True)
@@ -142,7 +142,7 @@ def test_the_kernel_on_threads_of_the_host_has_no_races_and_chooses_what_the_hos
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_kernel_is_compiled_for_each_architecture_and_reports_a_missing_gpu(tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on the PATH")
     library = turnaround.build(tmp_path / "turnaround.so", device=True)
@@ -156,7 +156,7 @@ def test_the_kernel_is_compiled_for_each_architecture_and_says_what_is_missing(t
         assert code and b"CUDA" in library.skd_turnaround_error(code)
 
 
-def test_the_kernel_that_comes_as_ptx_is_that_of_the_sources(tmp_path: Path) -> None:
+def test_the_shipped_ptx_is_built_from_the_sources(tmp_path: Path) -> None:
     assert turnaround.PTX.read_text(encoding="utf-8").splitlines()[0] == turnaround.ptx_heading(), "run make ptx"
     if shutil.which("ptxas") is None:
         pytest.skip("ptxas is not on the PATH")
@@ -166,7 +166,7 @@ def test_the_kernel_that_comes_as_ptx_is_that_of_the_sources(tmp_path: Path) -> 
         assert KERNEL.encode() in (tmp_path / "kernel.cubin").read_bytes()
 
 
-def test_a_missing_compiler_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TargetError, match="needs nvcc, which is not on the PATH; install it"):
         turnaround.build(tmp_path / "turnaround.so", device=True)

@@ -18,9 +18,9 @@ from tests.zoo import Zoo
 
 @pytest.fixture(scope="session")
 def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Anchor], Path]:
-    """A grouped-query model with a tied embedding and head for ONNX Runtime's CUDA provider and TensorRT.
+    """Bundles of a grouped-query model with tied embedding and head for ONNX Runtime's CUDA provider and TensorRT, by anchor.
 
-    Where absolute, rows of a batch differ in depth.
+    With the absolute anchor, the rows of a batch differ in depth.
     """
     folder = tmp_path_factory.mktemp("gpu")
 
@@ -40,7 +40,7 @@ def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 @pytest.fixture(scope="session")
 def tensorrt_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model for the package `tensorrt`, of the newest version."""
+    """The same model for the newest version of the package `tensorrt`."""
     folder = tmp_path_factory.mktemp("tensorrt")
     environment, schedule = package.builder(package.VERSIONS[-1], folder / "package"), ("--min-layers", 2, "--span", 12)
     done = package.export(environment, zoo.checkpoint("qwen2"), folder / "bundle", "--max-layers", LAYERS, *schedule)

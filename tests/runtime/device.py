@@ -1,4 +1,4 @@
-"""GPU targets on the CPU: the runtime's own code, `HostDevice` in the GPU's place."""
+"""GPU targets on the CPU: the runtime's own code, with `HostDevice` in place of the GPU."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def turn_around(host: ctypes.CDLL) -> TurnAround:
 
 
 def stand_in(bundle: Path, patch: pytest.MonkeyPatch, target: str = "tensorrt-rtx") -> Any:
-    """What stands for a TensorRT target's library, in its place, for the plans of one bundle."""
+    """Replace a TensorRT target's library by its stand-in, for the plans of one bundle, and return the stand-in."""
     stands_in = library(bundle, lambda stream, work: work(), target)
     patch.setattr(tensorrt, "library", lambda target: stands_in)
     return stands_in
 
 
 def load(bundle: Path, target: str, run: TurnAround | None, patch: pytest.MonkeyPatch) -> generate.Generator:
-    """As `skipdecode.load` on a machine with a GPU; `run` None: tokens are chosen on the host."""
+    """Load a bundle as `skipdecode.load` does on a machine with a GPU. Without `run`, tokens are chosen on the host."""
     made = manifests.read(bundle)
     wanted = next(each for each in made.targets if each.name == target)
     use_threads(None)

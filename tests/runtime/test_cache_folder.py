@@ -1,4 +1,4 @@
-"""Where what can be made again is kept."""
+"""Where files that can be rebuilt are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from skipdecode.cache_folder import cache_folder
 
 
-def test_it_is_where_the_user_says_else_at_home_else_where_temporary_files_are(
+def test_the_folder_is_the_users_choice_or_in_the_home_or_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -18,7 +18,7 @@ def test_it_is_where_the_user_says_else_at_home_else_where_temporary_files_are(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder("kernels") == tmp_path / ".cache" / "skipdecode" / "kernels"
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr("os.getuid", lambda: 54321)  # of no user that the system knows
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # a user that the system does not know
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     found = cache_folder("kernels")

@@ -1,4 +1,4 @@
-"""What control groups leave of CPU and memory: files as the kernel writes them, and a real group."""
+"""The CPU and memory that control groups allow, with files as the kernel writes them and with a real group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAT = "anon 7\nfile 400\nactive_file 30\ninactive_file 20\ntotal_active_file 3\
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes files of the hierarchies, and what the process is a member of."""
+    """Write files of the hierarchies, and the groups that the process is a member of."""
     monkeypatch.setattr(control_group, "_HIERARCHIES", tmp_path)
     monkeypatch.setattr(control_group, "_MEMBERSHIP", tmp_path / "membership")
 
@@ -34,7 +34,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return files
 
 
-def test_the_least_quota_of_a_group_and_those_that_it_is_part_of_counts(write: Write) -> None:
+def test_the_smallest_quota_of_a_group_and_its_parents_counts(write: Write) -> None:
     write("0::/pods/one", pods__one__cpu_dot_max="max 100000")
     assert cpu_quota() is None
     write("0::/pods/one", pods__cpu_dot_max="250000 100000", pods__one__cpu_dot_max="400000 100000")
@@ -43,7 +43,7 @@ def test_the_least_quota_of_a_group_and_those_that_it_is_part_of_counts(write: W
     assert cpu_quota() is None
 
 
-def test_the_first_version_keeps_quota_and_period_in_a_hierarchy_of_its_own(write: Write) -> None:
+def test_version_1_keeps_quota_and_period_in_a_hierarchy_of_its_own(write: Write) -> None:
     member = "3:cpuset:/\n2:cpu,cpuacct:/job\n0::/"
     write(member, cpu__job__cpu_dot_cfs_quota_us="-1", cpu__job__cpu_dot_cfs_period_us="50000")
     assert cpu_quota() is None
@@ -51,7 +51,7 @@ def test_the_first_version_keeps_quota_and_period_in_a_hierarchy_of_its_own(writ
     assert cpu_quota() == 1.5
 
 
-def test_memory_that_pages_of_files_take_is_free(write: Write) -> None:
+def test_memory_that_file_pages_take_counts_as_free(write: Write) -> None:
     write("0::/pod", pod__memory_dot_max="max", pod__memory_dot_current="600", pod__memory_dot_stat=STAT)
     assert free_memory() is None
     write("0::/pod", pod__memory_dot_max="1000")
@@ -63,7 +63,7 @@ def test_memory_that_pages_of_files_take_is_free(write: Write) -> None:
     assert free_memory() == 0
 
 
-def test_a_container_may_see_its_group_as_the_top_one(write: Write) -> None:
+def test_a_container_may_see_its_group_as_the_root(write: Write) -> None:
     write("0::/docker/0123", cpu_dot_max="100000 100000", memory_dot_max="1000", memory_dot_current="1", memory_dot_stat="anon 7")
     assert (cpu_quota(), free_memory()) == (1.0, 999)
 
@@ -85,7 +85,7 @@ def test_a_system_without_groups_limits_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 4), (0.5, 1), (1.5, 1), (3.9, 3), (9.0, 4)])
-def test_cores_are_those_that_a_quota_pays_for_in_full_and_at_least_one(
+def test_cores_are_the_whole_cores_that_a_quota_covers_and_at_least_one(
     quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})

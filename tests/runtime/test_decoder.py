@@ -14,12 +14,12 @@ from tests.zoo import Zoo
 
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3, 17, 23], [4, 50, 6, 70, 3], [31, 5, 6, 12, 9], [5, 6], [11]]
 STEPS = 9
-KEPT = {2: [0, 2, 4], 5: [1]}  # before which step, which of the rows that there are: the third prompt is left
+KEPT = {2: [0, 2, 4], 5: [1]}  # step: which of the current rows are kept before it; in the end only the third prompt's is left
 
 
 @pytest.mark.parametrize("anchor", list(Anchor))
-@pytest.mark.parametrize("name", ["llama", "falcon_h1", "lfm2"])  # keys and values, states beside them, states in their place
-def test_rows_that_are_kept_go_on_as_they_would_among_all(name: str, anchor: Anchor, zoo: Zoo) -> None:
+@pytest.mark.parametrize("name", ["llama", "falcon_h1", "lfm2"])  # keys and values; states alongside them; states in their place
+def test_kept_rows_go_on_as_they_would_with_all_rows(name: str, anchor: Anchor, zoo: Zoo) -> None:
     generator = skipdecode.load(zoo.bundle(name))
     schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=9, anchor=anchor), LAYERS)
     fed = np.random.default_rng(0).integers(3, 90, (STEPS, len(PROMPTS)))
@@ -40,25 +40,25 @@ def test_rows_that_are_kept_go_on_as_they_would_among_all(name: str, anchor: Anc
     assert rows == [2]
 
 
-def test_steps_beyond_those_there_is_room_for_are_refused(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_the_kv_buffer_has_no_room_for_are_refused(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
     decoder = skipdecode.load(zoo.bundle("llama")).decoder([2, 1], 2)
     decoder.prefill([[5, 6], [7]])
     for _ in range(2):
         decoder.decode_step([8, 9])
     for _ in range(2):
-        with pytest.raises(CapacityError, match="the KV buffer's 4 slots are full; make the decoder for more steps"):
+        with pytest.raises(CapacityError, match="the KV buffer's 4 slots are full; create the decoder for more steps"):
             decoder.decode_step([8, 9])
-    decoder._capacity += 1  # what ONNX Runtime says where nobody asked before
+    decoder._capacity += 1  # lets the step pass the check, so that ONNX Runtime reports the error
     says = (
         r"segment_000\.onnx: ONNX Runtime stopped \(.*GroupQueryAttention.*\); check the bundle with skip-inspect --check-hashes$"
     )
     capfd.readouterr()
     with pytest.raises(TargetError, match=says):
         decoder.decode_step([8, 9])
-    assert capfd.readouterr() == ("", ""), "the error says it all"
+    assert capfd.readouterr() == ("", ""), "nothing is printed besides the error"
 
 
-def test_the_room_for_steps_is_that_of_the_longest_row_that_is_left(zoo: Zoo) -> None:
+def test_the_room_for_steps_is_that_of_the_longest_row_left(zoo: Zoo) -> None:
     decoder = skipdecode.load(zoo.bundle("llama")).decoder([2, 1], 2)
     decoder.prefill([[5, 6], [7]])
     decoder.keep_rows([1])

@@ -1,4 +1,4 @@
-"""The loop that leaves the host out, on the CPU in a GPU's place: it gives what the loop on the host gives."""
+"""The loop that runs on the device, here on the CPU in place of a GPU, gives the same results as the loop on the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(
     anchor: Anchor, gpu_bundle: Callable[[Anchor], Path], turnaround_library: ctypes.CDLL, request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Load:  # fmt: skip
-    """By whether tokens are chosen on the device."""
+    """Load the bundle, with tokens chosen on the device or on the host."""
     run = device.turn_around(turnaround_library)
     return lambda there: device.load(gpu_bundle(anchor), request.param, run if there else None, monkeypatch)
 
@@ -52,18 +52,18 @@ def _ids(generation: Generation) -> list[list[int]]:
 @pytest.mark.parametrize(
     "how", [{}, {"do_sample": True, "seed": 3}, {"do_sample": True, "top_k": 20, "top_p": 0.9, "seed": 4}], ids=str
 )
-def test_it_gives_the_tokens_and_layers_of_the_loop_on_the_host(how: dict[str, Any], load: Load) -> None:
+def test_it_gives_the_same_tokens_and_layers_as_the_host_loop(how: dict[str, Any], load: Load) -> None:
     given = {"max_new_tokens": NEW, "ignore_eos": True, **how}
     host = load(False).generate(PROMPTS, **given)
     generator = load(True)
-    for _ in range(2):  # the second time with what the first one captured
+    for _ in range(2):  # the second time with what the first run captured
         there = generator.generate(PROMPTS, **given)
         assert _ids(there) == _ids(host) and there.layers == host.layers
         assert len({tuple(ids) for ids in _ids(there)}) == len(PROMPTS)
         assert 0 < there.timings.prefill_s < there.timings.prefill_s + there.timings.decode_s
 
 
-def test_routes_that_make_way_for_others_take_their_graphs_with_them(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_that_are_evicted_take_their_graphs_with_them(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
     host, generator = load(False).generate(PROMPTS, **given), load(True)
     monkeypatch.setattr(decoder, "MAX_ROUTES", 2)
@@ -83,12 +83,12 @@ def test_a_row_ends_at_its_stop_token_and_the_run_with_the_last_row(load: Load) 
     ended = first.sequences[0]
     assert ended.finish_reason == "stop" and ended.token_ids == whole[0][: whole[0].index(whole[0][5]) + 1]
     alone = generator.generate(PROMPTS[0], max_new_tokens=NEW)
-    assert len(alone.layers) == len(ended.token_ids) - 1, "steps that were under way are not told"
+    assert len(alone.layers) == len(ended.token_ids) - 1, "steps that were under way are not reported"
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
-def test_the_first_token_of_the_vocabulary_ends_no_row_where_none_is_to_end_it(load: Load) -> None:
-    """The device has places for as many ids as end rows, also in a run without any."""
+def test_token_0_ends_no_row_where_no_token_is_to_end_it(load: Load) -> None:
+    """The device has places for all ids that end rows, even in a run that uses none of them."""
     host = load(False)
     seeds = ({"max_new_tokens": NEW, "ignore_eos": True, "do_sample": True, "temperature": 99.0, "seed": n} for n in range(40))
     given = next(each for each in seeds if any(0 in ids[:-1] for ids in _ids(host.generate(PROMPTS, **each))))
@@ -96,7 +96,7 @@ def test_the_first_token_of_the_vocabulary_ends_no_row_where_none_is_to_end_it(l
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
-def test_a_token_comes_while_the_next_steps_are_under_way(load: Load) -> None:
+def test_a_token_arrives_while_the_next_steps_are_under_way(load: Load) -> None:
     loop = load(True).device_loop([2], NEW, full_depth(LAYERS))
     under_way = []
     for step, _ in enumerate(loop.tokens([PROMPTS[0]], NEW, Sampling(), np.arange(1), ())):
@@ -106,7 +106,7 @@ def test_a_token_comes_while_the_next_steps_are_under_way(load: Load) -> None:
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
 @pytest.mark.parametrize("captures", [0, 1])
-def test_where_a_capture_fails_the_loop_goes_on_with_calls_and_says_so_once(
+def test_after_a_failed_capture_the_loop_goes_on_with_calls_and_warns_once(
     captures: int, load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"max_new_tokens": NEW, "ignore_eos": True}
@@ -122,7 +122,7 @@ def test_where_a_capture_fails_the_loop_goes_on_with_calls_and_says_so_once(
     for _ in range(3):
         assert _ids(generator.generate(PROMPTS, **given)) == expected
     assert generator._kept_loop is not None and generator._kept_loop.graphs == captures
-    assert caplog.messages == ["decode steps go on without CUDA graphs: no such node"]
+    assert caplog.messages == ["decode steps continue without CUDA graphs: no such node"]
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
@@ -142,7 +142,7 @@ def test_steps_can_be_measured_again_at_any_position(load: Load) -> None:
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
-def test_buffers_and_graphs_are_kept_for_requests_that_they_hold(load: Load) -> None:
+def test_buffers_and_graphs_are_kept_for_requests_that_fit(load: Load) -> None:
     generator = load(True)
 
     def loop() -> object:
@@ -163,10 +163,10 @@ def test_buffers_and_graphs_are_kept_for_requests_that_they_hold(load: Load) -> 
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
-def test_more_tokens_than_the_kept_loop_has_room_for_take_a_new_one_in_its_place(
+def test_a_request_for_more_tokens_than_the_kept_loop_takes_replaces_the_loop(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its KV buffer has, of longer prompts."""
+    """The kept loop's KV buffer, made for longer prompts, would have room."""
     expected, generator = _ids(load(False).generate(PROMPTS[::2], max_new_tokens=NEW, ignore_eos=True)), load(True)
     generator.generate([[7] * (NEW + 2)] * 2, max_new_tokens=2)
     kept, make, left = weakref.ref(generator._kept_loop), generator.device_loop, []
@@ -177,11 +177,11 @@ def test_more_tokens_than_the_kept_loop_has_room_for_take_a_new_one_in_its_place
 
     monkeypatch.setattr(generator, "device_loop", made)
     assert _ids(generator.generate(PROMPTS[::2], max_new_tokens=NEW, ignore_eos=True)) == expected
-    assert left == [None], "its memory is free before more is taken"
+    assert left == [None], "the old loop's memory is free before more is taken"
 
 
 def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(load: Load) -> None:
-    """TensorRT's attention weighs every slot: 0 x NaN is NaN, and one overflow would be every later run's."""
+    """TensorRT's attention weighs every slot, and 0 x NaN is NaN, so one overflow would spoil every later run."""
     generator = load(True)
     first = generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
     kept = generator._kept_loop
@@ -190,8 +190,8 @@ def test_what_an_earlier_run_left_in_the_kv_buffer_does_no_harm(load: Load) -> N
     assert generator._kept_loop is kept
 
 
-def test_whose_rows_they_are_may_end_them_between_two_steps_and_the_others_go_on(load: Load) -> None:
-    """Steps that are under way by then have tokens of the ended row, which nobody gets."""
+def test_a_caller_may_end_rows_between_two_steps_and_the_others_go_on(load: Load) -> None:
+    """Steps that are under way by then still compute tokens of the ended row, which nobody gets."""
     generator = load(True)
     whole, rows = _ids(load(False).generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)), [Row(prompt_ids=p) for p in PROMPTS]
     steps = []
@@ -203,11 +203,11 @@ def test_whose_rows_they_are_may_end_them_between_two_steps_and_the_others_go_on
             rows[0].finish_reason = rows[2].finish_reason = "the client has left"
     assert [row.token_ids for row in rows] == [whole[0][:5], whole[1][:2], whole[2][:5]]
     assert [step[1] is None for step in steps] == [False] * 2 + [True] * 3
-    assert _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)) == whole, "the next run is whole"
+    assert _ids(generator.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)) == whole, "the next run is complete"
 
 
 @pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
-def test_a_stream_ends_with_a_word_when_another_has_taken_its_buffers(load: Load) -> None:
+def test_a_stream_ends_with_an_error_when_another_has_taken_its_buffers(load: Load) -> None:
     generator = load(True)
 
     def stream() -> Iterator[Step]:
@@ -215,6 +215,6 @@ def test_a_stream_ends_with_a_word_when_another_has_taken_its_buffers(load: Load
 
     first, second = stream(), stream()
     next(first), next(second)
-    with pytest.raises(CapacityError, match="another generation has begun on the same buffers; end one before the next"):
+    with pytest.raises(CapacityError, match="another generation has started on the same buffers; finish one before the next"):
         next(first)
     assert len(list(second)) == NEW - 1

@@ -47,8 +47,8 @@ def generator(zoo: Zoo) -> Generator:
         ([[5], 6], 4, "prompt 1: 6 is neither text nor token ids; give a text or a list of whole numbers"),
         ([[5], [6, "a"]], 4, "prompt 1: .* is neither text nor token ids"),
         ([[1.5]], 4, "prompt 0: .1.5. is neither text nor token ids"),
-        (None, 4, "None is no prompt; give a text or a list of whole numbers"),
-        ({"a": 5}, 4, "is no prompt"),
+        (None, 4, "None is not a prompt; give a text or a list of whole numbers"),
+        ({"a": 5}, 4, "is not a prompt"),
         ([VOCABULARY], 4, f"give ids from 0 to {VOCABULARY - 1}"),
         ([-1], 4, "outside the vocabulary"),
         ([5] * 45, 4, f"exceed the bundle's {MAX_LENGTH}"),
@@ -63,7 +63,7 @@ def generator(zoo: Zoo) -> Generator:
         ("text", 4, "no tokenizer"),
     ],
 )
-def test_a_bad_request_is_one_line_and_the_generator_stays_usable(
+def test_a_bad_request_is_reported_in_one_line_and_the_generator_stays_usable(
     generator: Generator, prompts: object, new: Any, says: str
 ) -> None:
     before = generator.generate(PROMPT, max_new_tokens=6).sequences
@@ -73,19 +73,19 @@ def test_a_bad_request_is_one_line_and_the_generator_stays_usable(
     assert generator.generate(PROMPT, max_new_tokens=6).sequences == before
 
 
-def test_a_row_may_fill_the_bundles_length_and_64_tokens_are_made_unasked(generator: Generator) -> None:
+def test_a_row_may_fill_the_bundles_length_and_64_tokens_are_the_default(generator: Generator) -> None:
     (row,) = generator.generate([5] * (MAX_LENGTH - 3), max_new_tokens=3, ignore_eos=True).sequences
     assert len(row.token_ids) == 3
     with pytest.raises(CapacityError, match=f"4 tokens and 64 new ones exceed the bundle's {MAX_LENGTH}"):
         generator.generate(PROMPT)
 
 
-def test_a_target_that_the_bundle_lacks_is_refused_with_what_it_has(zoo: Zoo) -> None:
+def test_a_target_that_the_bundle_lacks_is_refused_with_those_it_has(zoo: Zoo) -> None:
     with pytest.raises(TargetError, match="choose from cpu"):
         skipdecode.load(zoo.bundle("llama"), target="cuda")
 
 
-def test_ids_may_be_numpys(generator: Generator) -> None:
+def test_ids_may_be_numpy_integers(generator: Generator) -> None:
     wanted = generator.generate(PROMPT, max_new_tokens=4).sequences
     assert generator.generate([np.int64(PROMPT[0]), *PROMPT[1:]], max_new_tokens=4).sequences == wanted
     assert generator.generate(np.array([PROMPT]), max_new_tokens=4).sequences == wanted  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_ids_may_be_numpys(generator: Generator) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1 << 16])
-def test_threads_are_no_more_than_the_machine_has_cores(zoo: Zoo, threads: int) -> None:
+def test_the_number_of_threads_is_limited_by_the_machines_cores(zoo: Zoo, threads: int) -> None:
     with pytest.raises(CapacityError, match=rf"^--threads: {threads}: this machine has \d+ cores; choose 1\.\."):
         skipdecode.load(zoo.bundle("llama"), threads=threads)
 
@@ -105,7 +105,7 @@ def _end_at(generator: Generator, monkeypatch: pytest.MonkeyPatch, *stops: int) 
     monkeypatch.setattr(generator, "manifest", dataclasses.replace(generator.manifest, model=model))
 
 
-def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_ends_at_its_own_stop_token(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5, 6], [9, 8, 7], [11]]
     free = generator.generate(prompts, max_new_tokens=10, ignore_eos=True)
     stop = free.sequences[1].token_ids[3]
@@ -117,7 +117,7 @@ def test_rows_end_each_at_its_own_stop_token(generator: Generator, monkeypatch: 
             assert (row.token_ids, row.finish_reason) == (whole.token_ids, "length")
 
 
-def test_a_stop_token_in_the_last_place_is_the_reason_to_stop(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_token_in_the_last_place_is_the_finish_reason(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     free = generator.generate(PROMPT, max_new_tokens=6, ignore_eos=True).sequences[0].token_ids
     count = free.index(free[5]) + 1
     _end_at(generator, monkeypatch, free[5])
@@ -125,7 +125,7 @@ def test_a_stop_token_in_the_last_place_is_the_reason_to_stop(generator: Generat
     assert (row.token_ids, row.finish_reason) == (free[:count], "stop")
 
 
-def test_rows_go_on_alone_when_half_of_them_have_ended(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_rows_are_dropped_when_half_of_the_rows_have_ended(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5, 6], [9, 8, 7], [11], [40, 3, 9, 9]]
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True, "seed": 3, "temperature": 3.0}
     free = [row.token_ids for row in generator.generate(prompts, ignore_eos=True, **how).sequences]
@@ -141,7 +141,7 @@ def test_rows_go_on_alone_when_half_of_them_have_ended(generator: Generator, mon
     assert kept == [2, 1]
 
 
-def test_a_seed_repeats_and_another_differs(generator: Generator) -> None:
+def test_a_seed_repeats_its_tokens_and_another_seed_does_not(generator: Generator) -> None:
     def sample(seed: int) -> list[int]:
         return generator.generate(PROMPT, max_new_tokens=20, do_sample=True, seed=seed, ignore_eos=True).sequences[0].token_ids
 
@@ -155,7 +155,7 @@ def test_a_sampled_row_is_the_same_alone_and_first_in_a_ragged_batch(generator: 
     assert batch.token_ids == alone.token_ids
 
 
-def test_a_streamer_is_given_each_steps_tokens_and_the_end(generator: Generator) -> None:
+def test_a_streamer_gets_each_steps_tokens_and_the_end(generator: Generator) -> None:
     class Recorder:
         def __init__(self) -> None:
             self.rows: list[list[int]] = []
@@ -180,9 +180,9 @@ def test_a_schedule_that_cuts_through_a_segment_is_refused(zoo: Zoo, tmp_path_fa
     out = tmp_path_factory.mktemp("full") / "bundle"
     export(ExportRequest(model=str(zoo.checkpoint("opt")), out=out, schedule=ScheduleRequest(name="full"), max_length=MAX_LENGTH))
     other = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(6, 3))
-    with pytest.raises(CapacityError, match="export the model with it"):
+    with pytest.raises(CapacityError, match="export the model with that schedule"):
         skipdecode.load(out).generate(PROMPT, schedule=other)
-    with pytest.raises(CapacityError, match=f"the schedule is for 12 layers, the model has {LAYERS}; choose another"):
+    with pytest.raises(CapacityError, match=f"the schedule is for 12 layers, but the model has {LAYERS}; choose another"):
         skipdecode.load(out).generate(PROMPT, schedule=full_depth(12))
 
 
@@ -198,7 +198,7 @@ def test_a_schedule_that_skips_a_layer_whose_keys_others_read_is_refused(
 
 
 @pytest.mark.parametrize("ignored", [{"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_options_of_sampling_without_sampling_are_told_to_have_no_effect(
+def test_sampling_options_without_sampling_draw_a_warning(
     ignored: dict[str, Any], generator: Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     greedy = generator.generate(PROMPT, max_new_tokens=4, seed=3).sequences
@@ -207,7 +207,7 @@ def test_options_of_sampling_without_sampling_are_told_to_have_no_effect(
     assert caplog.messages == ["temperature, top_k and top_p have no effect: do_sample is False, so the likeliest token is taken"]
 
 
-def test_a_second_load_that_wants_another_pool_is_told_that_it_has_the_first_ones(
+def test_a_second_load_that_wants_another_pool_is_warned_that_the_first_one_stays(
     generator: Generator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ort, "_pool_threads", 7)
@@ -215,10 +215,10 @@ def test_a_second_load_that_wants_another_pool_is_told_that_it_has_the_first_one
         skipdecode.load(generator.path, threads=same)
     assert caplog.messages == []
     skipdecode.load(generator.path, threads=1)
-    assert caplog.messages == ["1 threads: this process's first load has made a pool of 7, which stays"]
+    assert caplog.messages == ["threads=1 has no effect: this process's first load created a pool of 7"]
 
 
-def test_seconds_of_the_prompt_and_of_the_steps_are_told_apart(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_prompts_and_steps_are_reported_separately(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
 
     def stream(rows: list[Row], **_: Any) -> Iterator[Step]:
@@ -235,7 +235,7 @@ def test_seconds_of_the_prompt_and_of_the_steps_are_told_apart(generator: Genera
     assert (timings.prefill_s, timings.decode_s, timings.tokens_per_s) == (1, 7, 6 / 8)
 
 
-def test_a_long_prompt_runs_in_pieces_of_the_chunk_that_was_asked_for(generator: Generator) -> None:
+def test_a_long_prompt_runs_in_chunks_of_the_requested_size(generator: Generator) -> None:
     asked, seen = skipdecode.load(generator.path, prefill_chunk=3), []
 
     class Watched:
@@ -246,10 +246,10 @@ def test_a_long_prompt_runs_in_pieces_of_the_chunk_that_was_asked_for(generator:
     asked.engines = dataclasses.replace(asked.engines, embed=Watched())
     prompt = [*PROMPT, 8, 9, 11]
     assert asked.generate(prompt, max_new_tokens=2).sequences == generator.generate(prompt, max_new_tokens=2).sequences
-    assert seen == [(1, 1), (1, 3), (1, 3), (1, 1)], "the step's, then the prompt's"
+    assert seen == [(1, 1), (1, 3), (1, 3), (1, 1)], "the decode step's binding, then the prompt's"
 
 
-def test_a_folder_whose_name_is_not_utf8_is_to_be_renamed(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_folder_whose_name_is_not_utf8_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     bundle = tmp_path / os.fsdecode(b"b\xfcn")
     bundle.symlink_to(zoo.bundle("llama"))
     with pytest.raises(
@@ -267,21 +267,21 @@ def test_a_changed_byte_is_found_only_when_hashes_are_checked(tmp_path: Path) ->
         skipdecode.load(tmp_path)
 
 
-def test_a_row_that_has_run_or_holds_no_ids_is_not_run(generator: Generator) -> None:
+def test_rows_that_have_run_or_hold_no_ids_are_refused(generator: Generator) -> None:
     rows = [Row(prompt_ids=PROMPT), Row(prompt_ids=PROMPT)]
     with pytest.raises(CapacityError, match=r"prompt 1: token id 5\.5 is outside the vocabulary"):
         next(generator.stream([rows[0], Row(prompt_ids=[5.5])], max_new_tokens=3, sampling=Sampling()))  # type: ignore[list-item]
     for _ in generator.stream(rows[:1], max_new_tokens=3, sampling=Sampling()):
         pass
-    with pytest.raises(CapacityError, match="prompt 1: has tokens of an earlier run; make a new Row"):
+    with pytest.raises(CapacityError, match="prompt 1: has tokens from an earlier run; create a new Row"):
         next(generator.stream(rows[::-1], max_new_tokens=3, sampling=Sampling()))
     with pytest.raises(CapacityError, match="there is no prompt; give at least one"):
         next(generator.stream([], max_new_tokens=3, sampling=Sampling()))
-    with pytest.raises(CapacityError, match="rows: a Row is given twice; make one for each place"):
+    with pytest.raises(CapacityError, match="rows: the same Row is given twice; create one per prompt"):
         next(generator.stream([rows[1]] * 2, max_new_tokens=3, sampling=Sampling()))
 
 
-def test_whose_rows_they_are_may_end_them_between_two_steps(generator: Generator) -> None:
+def test_a_caller_may_end_rows_between_two_steps(generator: Generator) -> None:
     rows = [Row(prompt_ids=PROMPT), Row(prompt_ids=[9]), Row(prompt_ids=[9])]
     steps = []
     for step in generator.stream(rows, max_new_tokens=20, sampling=Sampling(), ignore_eos=True):
@@ -300,7 +300,7 @@ def test_whose_rows_they_are_may_end_them_between_two_steps(generator: Generator
 def test_a_bundle_that_is_replaced_while_it_is_loaded_is_refused(
     fails: bool, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its engines would be of two bundles."""
+    """Otherwise its engines would come from two bundles."""
     bundle = shutil.copytree(zoo.bundle("llama"), tmp_path / "bundle")
     load_engines = generate.load_engines
 
@@ -320,14 +320,14 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_is_refused(
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"], ids=ascii)
-def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+def test_a_name_that_no_file_can_have_is_reported_in_one_line(name: str) -> None:
     with pytest.raises(BundleError, match=r"bundle\.json: cannot be read \(.*\); export the model again$") as caught:
         skipdecode.load(name)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("more", [1 << 40, 1 << 62])  # than there is; than an address says
-def test_memory_that_the_machine_has_not_is_told_with_how_much(
+@pytest.mark.parametrize("more", [1 << 40, 1 << 62])  # more than the machine has; more than an address can name
+def test_memory_that_the_machine_lacks_is_reported_with_its_size(
     more: int, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zeros = np.zeros
@@ -342,7 +342,7 @@ def test_memory_that_the_machine_has_not_is_told_with_how_much(
     assert generator.generate(PROMPT, max_new_tokens=3).sequences
 
 
-def test_a_process_that_made_a_pool_of_its_own_is_told_to_load_first(zoo: Zoo) -> None:
+def test_a_process_that_created_a_pool_first_is_refused(zoo: Zoo) -> None:
     code = "import onnxruntime, skipdecode, sys; onnxruntime.set_global_thread_pool_sizes(1, 1); skipdecode.load(sys.argv[1])"
     run = subprocess.run([sys.executable, "-c", code, str(zoo.bundle("llama"))], capture_output=True, text=True, check=False)
     assert "TargetError: this process made an ONNX Runtime session of its own first" in run.stderr

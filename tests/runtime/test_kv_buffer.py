@@ -30,7 +30,7 @@ from tests.runtime.test_schedule import schedules
 
 
 @given(schedules(), st.integers(1, 50), st.integers(1, 80))
-def test_each_layer_has_a_slot_for_the_prompt_and_each_step_that_computes_it(schedule: Schedule, prompt: int, new: int) -> None:
+def test_each_layer_has_slots_for_the_prompt_and_each_step_that_computes_it(schedule: Schedule, prompt: int, new: int) -> None:
     slots = slots_per_layer(schedule, prompt, new)
     for layer, count in enumerate(slots):
         steps = sum(layer in schedule.active(t) for t in range(new))
@@ -59,29 +59,29 @@ def test_static_slots_hold_every_run_of_the_longest_length_in_aligned_rows(
         assert most, "a prompt passes through layers that no decode step computes"
 
 
-def test_a_layer_that_reads_anothers_keys_reads_all_the_slots_that_those_have() -> None:
+def test_a_layer_that_reads_anothers_keys_has_as_many_slots_as_the_other() -> None:
     schedule = Schedule(name="step", num_layers=4, warmup_layers=1, layers=(4,) * 150 + (2,), anchor=Anchor.ABSOLUTE)
     keys, reader = KeyValueSizes(num_heads=1, head_size=128), LayerGroup(layers=(2,), keys=None, keys_of=0, states=())
     assert static_slots(schedule, 500, (), keys, 2) == (500, 150, 150, 500)
     assert static_slots(schedule, 500, (reader,), keys, 2) == (500, 150, 500, 500)
 
 
-def test_each_row_is_aligned_where_keys_of_some_layers_are_narrower_than_those_of_the_others() -> None:
+def test_each_row_is_aligned_even_where_some_layers_have_narrower_keys() -> None:
     keys, narrow = (
         KeyValueSizes(num_heads=1, head_size=128),
         LayerGroup(layers=(1,), keys=KeyValueSizes(num_heads=1, head_size=24), keys_of=None, states=()),
     )
     assert static_slots(full_depth(2), 500, (), keys, 2) == (500, 500)
-    assert static_slots(full_depth(2), 500, (narrow,), keys, 2) == (512, 512), "500 slots of 48 bytes end between two addresses"
+    assert static_slots(full_depth(2), 500, (narrow,), keys, 2) == (512, 512), "500 slots of 48 bytes end at an unaligned address"
 
 
-def test_a_prompts_keys_pass_through_layers_that_no_step_computes_at_the_longest_length() -> None:
+def test_layers_that_no_step_computes_have_static_slots_for_the_longest_prompt() -> None:
     never = Schedule(name="step", num_layers=4, warmup_layers=1, layers=(2,), anchor=Anchor.ABSOLUTE)
     assert static_slots(never, 500, (), KeyValueSizes(num_heads=1, head_size=128), 2) == (500,) * 4
-    assert fixed_slots(slots_per_layer(never, 3, 9), (500,) * 4) == (500, 0, 0, 500), "and none of them is kept"
+    assert fixed_slots(slots_per_layer(never, 3, 9), (500,) * 4) == (500, 0, 0, 500), "no run keeps them"
 
 
-def test_slots_of_plans_are_those_of_the_targets_numbers(tmp_path: Path) -> None:
+def test_slots_of_plans_depend_on_the_targets_number_format(tmp_path: Path) -> None:
     made = make_manifest(full_depth(2), tmp_path)
     made = dataclasses.replace(made, limits=dataclasses.replace(made.limits, max_length=129))
     for name, slots in (("tensorrt-rtx", 144), ("cpu", 136)):
@@ -95,7 +95,7 @@ MODEL = Model(
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages to ask for")
-def test_a_large_buffer_asks_for_huge_pages_though_no_layer_is_large() -> None:
+def test_a_large_buffer_asks_for_huge_pages_although_no_layer_is_large() -> None:
     buffer = KVBuffer(MODEL, 8, (20_000,) * 3, HostMemory())
     arrays = [array for layer in buffer.layers for array in layer.values()]
     assert len(arrays) == 6 and max(array.nbytes for array in arrays) < 8 << 20 < sum(array.nbytes for array in arrays)
@@ -104,7 +104,7 @@ def test_a_large_buffer_asks_for_huge_pages_though_no_layer_is_large() -> None:
 
 
 def _flags(address: int) -> list[str]:
-    """Of the mapping that the address lies in."""
+    """The flags of the mapping that the address lies in."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -114,14 +114,14 @@ def _flags(address: int) -> list[str]:
     raise AssertionError("no such mapping")
 
 
-def test_bytes_are_those_of_the_slots_and_no_layer_without_steps_takes_any() -> None:
+def test_bytes_are_those_of_the_slots_and_layers_without_steps_take_none() -> None:
     buffer = KVBuffer(MODEL, 5, (7, 0, 4), HostMemory())
     assert sum(array.nbytes for layer in buffer.layers for array in layer.values()) == 2 * 5 * 2 * 4 * 4 * (7 + 4)
     assert [buffer.has_slots(layer) for layer in range(3)] == [True, False, True]
 
 
 def test_on_a_device_keys_are_narrow_and_states_are_not() -> None:
-    """Each step's rounding would stay in a state."""
+    """In a narrow state, each step's rounding would stay."""
     conv = State(name="conv_state", shape=(7, 3))
     groups = (LayerGroup(layers=(1,), keys=KeyValueSizes(num_heads=1, head_size=6), keys_of=None, states=(conv,)),)
     model = dataclasses.replace(MODEL, num_layers=2, state_layers=groups)

@@ -11,7 +11,7 @@ from skipdecode.memory import DeviceMemory, HostMemory, Memory
 
 
 @pytest.mark.parametrize("memory", [HostMemory(), DeviceMemory(HostDevice(), "float32")], ids=["host", "device"])
-def test_a_position_of_each_row_is_copied_out(memory: Memory) -> None:
+def test_one_position_of_each_row_is_copied_out(memory: Memory) -> None:
     numbers = np.arange(3 * 4 * 2, dtype=np.float32).reshape(3, 4, 2)
     rows = memory.floats(numbers.shape)
     if isinstance(memory, DeviceMemory):
@@ -24,7 +24,7 @@ def test_a_position_of_each_row_is_copied_out(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("memory", [HostMemory(), DeviceMemory(HostDevice(), "bfloat16")], ids=["host", "device"])
-def test_engines_see_what_the_host_has_written_at_once_and_what_it_writes_later_when_it_is_sent(memory: Memory) -> None:
+def test_engines_see_a_host_array_at_once_and_later_changes_when_they_are_sent(memory: Memory) -> None:
     array = np.arange(6, dtype=np.int64).reshape(2, 3)
     twin, send = memory.twin(array)
     for _ in range(2):
@@ -39,14 +39,14 @@ def test_engines_see_what_the_host_has_written_at_once_and_what_it_writes_later_
 
 
 class _Slow(HostDevice):
-    """What it fetches is there when it was waited for."""
+    """A device whose fetches are complete only after they have been waited for."""
 
     def fetch(self, pointer: int, array: HostArray) -> Call:
         return lambda: super(_Slow, self).fetch(pointer, array)()
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("float16", np.float16), ("bfloat16", np.uint16)])
-def test_what_a_device_has_written_is_waited_for(dtype: str, stored: type) -> None:
+def test_a_devices_results_are_waited_for(dtype: str, stored: type) -> None:
     memory = DeviceMemory(_Slow(), dtype)
     numbers = np.array([[0.5, -2.0, 3.0]], dtype=np.float32)
     array, twin, receive = memory.result(numbers.shape, np.float32)
@@ -59,7 +59,7 @@ def test_what_a_device_has_written_is_waited_for(dtype: str, stored: type) -> No
     np.testing.assert_array_equal(memory.to_host(floats), numbers)
 
 
-def test_a_part_of_an_array_on_a_device_lies_where_numpys_would() -> None:
+def test_slices_and_reshapes_of_a_device_array_match_numpys() -> None:
     memory, numbers = DeviceMemory(HostDevice(), "float32"), np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     array = memory.floats(numbers.shape)
     memory.device.send(array.pointer, numbers)
@@ -70,7 +70,7 @@ def test_a_part_of_an_array_on_a_device_lies_where_numpys_would() -> None:
         np.testing.assert_array_equal(memory.to_host(array[1:3].reshape(*shape)), numbers[1:3].reshape(shape))
 
 
-@pytest.mark.parametrize("numbers", [(1 << 58) + 1, (1 << 62) + 1])  # more than there is; than an address says
-def test_the_memory_that_is_not_there_is_told_in_whole_mebibytes(numbers: int) -> None:
+@pytest.mark.parametrize("numbers", [(1 << 58) + 1, (1 << 62) + 1])  # more than the machine has; more than an address can name
+def test_missing_memory_is_reported_in_whole_mebibytes(numbers: int) -> None:
     with pytest.raises(CapacityError, match=f"no memory is left for {(numbers >> 18) + 1} MiB; send fewer rows"):
         HostMemory().floats((numbers,))

@@ -1,4 +1,4 @@
-"""The prompt's pass: which rows share one, and that sharing changes nothing but the time."""
+"""Passes over prompts: which rows share one, and that sharing changes nothing but the time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_passes_take_every_row_once_and_share_only_what_fits(lengths: list[int],
         assert len(shared) == 1 or (len(shared) * shared[0] <= most and shared[0] - shared[-1] <= padding)
 
 
-def test_short_prompts_of_about_the_same_length_share_a_pass() -> None:
+def test_short_prompts_of_similar_length_share_a_pass() -> None:
     assert list(_group_rows([8, 6, 6, 1], 512, 4)) == [slice(0, 3), slice(3, 4)]
     assert list(_group_rows([8, 8, 8, 8], 16, 4)) == [slice(0, 2), slice(2, 4)]
     assert list(_group_rows([8, 6, 6, 1], 512, 0)) == [slice(0, 1), slice(1, 3), slice(3, 4)]
@@ -49,7 +49,7 @@ def test_short_prompts_of_about_the_same_length_share_a_pass() -> None:
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gemma2", "qwen3_5_text"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_rows_that_share_a_pass_get_what_each_gets_alone(name: str, schedule: Schedule, zoo: Zoo) -> None:
+def test_rows_that_share_a_pass_get_the_same_logits_as_alone(name: str, schedule: Schedule, zoo: Zoo) -> None:
     generator = skipdecode.load(zoo.bundle(name))
     together, alone = _decode(generator.decoder([len(prompt) for prompt in PROMPTS], 4, schedule), PROMPTS), []
     for prompt in PROMPTS:
@@ -79,7 +79,7 @@ class _Watched:
         return self.engine.bind(inputs, outputs)
 
 
-def test_layers_that_keep_nothing_compute_the_last_token_of_each_prompt_alone(zoo: Zoo, tmp_path: Path) -> None:
+def test_layers_that_keep_nothing_compute_only_the_last_token_of_each_prompt(zoo: Zoo, tmp_path: Path) -> None:
     """Two of three prompts share a pass."""
     schedule = ScheduleRequest(name="linear", max_layers=6, min_layers=4, span=4)
     export(ExportRequest(model=str(zoo.checkpoint("reading_others")), out=tmp_path / "bundle", schedule=schedule, max_length=48))

@@ -43,7 +43,7 @@ def _smaps(regions: list[tuple[int, int]], field: str) -> int:
     return total
 
 
-def test_what_loading_read_of_the_files_is_not_resident_after_it(shipped: Path) -> None:
+def test_file_pages_that_loading_read_are_not_resident_afterwards(shipped: Path) -> None:
     generator = skipdecode.load(shipped)
     files = process_memory.mapped_regions(shipped)
     assert files, "nothing of the bundle is mapped: this test checks nothing"
@@ -51,8 +51,8 @@ def test_what_loading_read_of_the_files_is_not_resident_after_it(shipped: Path) 
     assert len(generator.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True).sequences[0].token_ids) == 4
 
 
-def test_loading_gives_back_nothing_that_was_mapped_before(shipped: Path) -> None:
-    """Its owner may unmap it in another thread at that moment, and something else may lie there then."""
+def test_loading_releases_no_pages_that_were_mapped_before(shipped: Path) -> None:
+    """Their owner may unmap them in another thread at that moment, and something else may be mapped there by then."""
     first = skipdecode.load(shipped)
     first.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)
     files = process_memory.mapped_regions(shipped)
@@ -70,13 +70,13 @@ _PAGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=5).
 
 
 @given(_PAGES, _PAGES)
-def test_what_is_new_are_the_pages_outside_all_others(regions: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+def test_new_pages_are_those_outside_all_others(regions: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     found = [page for start, end in process_memory._without(regions, others) for page in range(start, end)]
     old = {page for start, end in others for page in range(start, end)}
     assert found == [page for start, end in regions for page in range(start, end) if page not in old]
 
 
-def test_quantised_weights_in_use_are_pages_of_the_files_which_processes_share(shipped: Path) -> None:
+def test_quantised_weights_in_use_are_file_pages_that_processes_share(shipped: Path) -> None:
     generator = skipdecode.load(shipped)
     generator.generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)
     files = process_memory.mapped_regions(shipped)
@@ -84,7 +84,7 @@ def test_quantised_weights_in_use_are_pages_of_the_files_which_processes_share(s
     assert _smaps(files, "Anonymous") == 0
 
 
-def test_long_prompts_take_memory_once_and_not_once_a_segment(shipped: Path) -> None:
+def test_long_prompts_take_memory_once_and_not_once_per_segment(shipped: Path) -> None:
     code = """
 import sys, psutil, skipdecode
 generator = skipdecode.load(sys.argv[1], threads=2)

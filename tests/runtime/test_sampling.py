@@ -38,13 +38,13 @@ def test_top_k_and_top_p_keep_the_likeliest_only() -> None:
     assert set(_draw(Sampling(do_sample=True, top_p=0.4))) == {0}
 
 
-def test_top_p_is_reached_by_exactly_that_mass() -> None:
+def test_a_mass_of_exactly_top_p_is_enough() -> None:
     equal = np.zeros((50, 2), dtype=np.float32)
     assert {*choose_tokens(equal, Sampling(do_sample=True, top_p=0.5), np.arange(50), 0).tolist()} == {0}
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 7, 49, 50, 90])
-def test_top_k_among_equals_keeps_the_lower_ids(top_k: int) -> None:
+def test_top_k_keeps_the_lower_ids_among_equal_logits(top_k: int) -> None:
     logits = np.random.default_rng(top_k).integers(0, 4, (200, 50)).astype(np.float32)
     tokens = choose_tokens(logits, Sampling(do_sample=True, top_k=top_k, temperature=50.0), np.arange(200), 0)
     places = [np.argsort(-row, kind="stable").tolist().index(token) for row, token in zip(logits, tokens, strict=True)]
@@ -53,7 +53,7 @@ def test_top_k_among_equals_keeps_the_lower_ids(top_k: int) -> None:
 
 @pytest.mark.parametrize("logits", [[np.nan] * 9, [0.5] * 8 + [np.nan], [0.5] * 8 + [np.inf], [np.inf] * 9], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 1e-320}], ids=str)
-def test_of_logits_that_are_no_numbers_some_token_is_chosen(logits: list[float], changes: dict[str, float]) -> None:
+def test_some_token_is_chosen_from_nan_or_infinite_logits(logits: list[float], changes: dict[str, float]) -> None:
     rows = np.array([logits], dtype=np.float32)
     (token,) = choose_tokens(rows, Sampling(do_sample=True, **changes), np.arange(1), 0)
     assert 0 <= token < 9 and (token == 8 or logits != [0.5] * 8 + [np.inf])
@@ -62,8 +62,8 @@ def test_of_logits_that_are_no_numbers_some_token_is_chosen(logits: list[float],
 @pytest.mark.parametrize(
     "changes", [{}, {"top_p": 0.3}, {"top_p": 0.999}, {"temperature": 30.0}, {"temperature": 30.0, "top_p": 0.9}]
 )
-def test_the_choice_is_that_of_a_sorted_vocabulary(changes: dict[str, float]) -> None:
-    """Peaked and flat."""
+def test_the_choice_is_the_same_as_from_a_sorted_vocabulary(changes: dict[str, float]) -> None:
+    """For peaked and for flat distributions."""
     logits = np.random.default_rng(0).normal(0, 3, (40, 6000)).astype(np.float32)
     sampling = Sampling(do_sample=True, seed=5, **changes)
     tokens = choose_tokens(logits, sampling, np.arange(40), 3)
@@ -75,7 +75,7 @@ def test_the_choice_is_that_of_a_sorted_vocabulary(changes: dict[str, float]) ->
 
 
 @pytest.mark.parametrize("top_p", [1.0, 1 - 1e-15, 0.9, 0.5])
-def test_a_draw_next_to_1_takes_one_of_the_tokens_that_are_kept(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_close_to_1_takes_one_of_the_kept_tokens(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipdecode.sampling.uniform", lambda *_: 1 - 2**-53)
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 1, (60, 6000)).astype(np.float32)
@@ -88,12 +88,12 @@ def test_a_draw_next_to_1_takes_one_of_the_tokens_that_are_kept(top_p: float, mo
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9])
-def test_next_to_temperature_0_it_is_greedy(temperature: float) -> None:
+def test_a_temperature_close_to_0_is_greedy(temperature: float) -> None:
     assert set(_draw(Sampling(do_sample=True, temperature=temperature), count=20)) == {0}
 
 
 @pytest.mark.parametrize("kind", [Fraction, np.float32, np.float16])
-def test_numbers_of_any_kind_are_those_of_python(kind: Callable[[float], Any]) -> None:
+def test_numbers_of_any_type_act_like_pythons_own(kind: Callable[[float], Any]) -> None:
     of_a_kind = Sampling(do_sample=True, temperature=kind(0.5), top_p=kind(0.75))
     assert _draw(of_a_kind).tolist() == _draw(Sampling(do_sample=True, temperature=0.5, top_p=0.75)).tolist()
 
@@ -119,7 +119,7 @@ def test_the_generator_gives_the_documented_numbers() -> None:
     [
         {"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")},
         {"temperature": None}, {"top_k": 2.5}, {"top_p": "0.9"}, {"seed": 1.5}, {"seed": None},
-        # within it, but for what a float holds
+        # in range, but not as a float
         {"temperature": 10**400}, {"temperature": Fraction(1, 10**400)}, {"temperature": np.longdouble("1e-400")},
         {"top_p": Fraction(1, 10**400)}, {"temperature": 10**5000}, {"top_k": -(10**5000)},
     ],

@@ -19,7 +19,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules(), st.integers(0, 100))
-def test_layer_skipped_at_t_is_skipped_ever_after(schedule: Schedule, t: int) -> None:
+def test_a_layer_skipped_at_t_is_skipped_ever_after(schedule: Schedule, t: int) -> None:
     assert set(schedule.active(t + 1)) <= set(schedule.active(t))
 
 
@@ -88,7 +88,7 @@ def test_an_anchor_may_be_given_by_its_value(anchor: Anchor) -> None:
     assert made.anchor is anchor
 
 
-def test_an_unknown_anchor_and_counts_that_are_no_whole_numbers_are_refused() -> None:
+def test_an_unknown_anchor_and_fractional_counts_are_refused() -> None:
     with pytest.raises(ScheduleError, match="the anchor is 'prompt'; choose generated or absolute"):
         Schedule(name="table", num_layers=4, warmup_layers=1, layers=(4, 2), anchor="prompt")  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match=r"3.5 layers at position 1.*; choose counts from 2 to 4"):

@@ -1,4 +1,4 @@
-"""From what a user asks for to a schedule."""
+"""Schedules built from what a user asks for."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_max_variants_rounds_up_to_at_most_that_many_counts(name: str, depth: in
         assert all(after >= before for before, after in zip(free.layers, limited.layers, strict=True))
 
 
-def test_what_is_given_is_kept() -> None:
+def test_explicit_values_are_kept() -> None:
     schedule = build_schedule(ScheduleRequest(max_layers=20, min_layers=5, span=10, warmup_layers=2), 24)
     assert (schedule.layers[0], schedule.layers[-1], schedule.span, schedule.warmup_layers) == (20, 5, 10, 2)
     assert build_schedule(ScheduleRequest(speedup=2, max_layers=14), 24).layers[-1] == 10
@@ -79,13 +79,13 @@ def test_few_variants_change_neither_warm_up_layers_nor_anchor() -> None:
     assert (schedule.warmup_layers, schedule.anchor) == (3, Anchor.ABSOLUTE)
 
 
-def test_nothing_asked_is_half_the_layers_over_128_positions() -> None:
+def test_the_default_is_half_the_layers_over_128_positions() -> None:
     schedule = build_schedule(ScheduleRequest(), 24)
     assert (schedule.mean_layers, schedule.span, schedule.anchor) == (12, 128, Anchor.GENERATED)
 
 
 @pytest.mark.parametrize("name", ["linear", "power", "step"])
-def test_equal_ends_are_one_count(name: str) -> None:
+def test_equal_ends_give_one_count(name: str) -> None:
     assert build_schedule(ScheduleRequest(name=name, max_layers=12, min_layers=12, span=3), 24).layers == (12, 12, 12)
 
 
@@ -95,7 +95,7 @@ def test_the_longest_span_is_built_and_one_more_refused(monkeypatch: pytest.Monk
     _refused(ScheduleRequest(span=9), "choose --span 8 or less")
 
 
-def test_half_a_layer_beyond_what_the_ends_reach_is_rounding() -> None:
+def test_half_a_layer_beyond_what_the_ends_reach_counts_as_rounding() -> None:
     schedule = build_schedule(ScheduleRequest(speedup=2, max_layers=18, warmup_layers=6), 24)
     assert (schedule.layers[0], schedule.layers[-1], schedule.mean_layers) == (18, 7, 12.5)
 
@@ -110,7 +110,7 @@ def test_power_between_two_ends_takes_the_whole_span() -> None:
     assert build_schedule(ScheduleRequest(name="power", max_layers=16, min_layers=2, span=4), 24).layers == (16, 8, 4, 2)
 
 
-def test_powers_floor_leaves_a_decay_room() -> None:
+def test_the_floor_of_power_leaves_room_for_a_decay() -> None:
     schedule = build_schedule(ScheduleRequest(name="power", speedup=1.2), 24)
     assert (schedule.variants, schedule.mean_layers) == ((24, 23, 22, 21, 20, 19, 18, 17), 20)
 
@@ -118,7 +118,7 @@ def test_powers_floor_leaves_a_decay_room() -> None:
 def test_step_has_equal_stairs() -> None:
     schedule = build_schedule(ScheduleRequest(name="step", max_layers=8, min_layers=2, span=8, max_variants=4), 8)
     assert schedule.layers == (8, 8, 6, 6, 4, 4, 2, 2)
-    assert build_schedule(ScheduleRequest(name="step", speedup=2, span=3), 24).layers == (18, 12, 6), "a stair a position"
+    assert build_schedule(ScheduleRequest(name="step", speedup=2, span=3), 24).layers == (18, 12, 6), "one stair per position"
 
 
 def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -126,18 +126,18 @@ def test_a_table_is_taken_as_it_is(tmp_path: Path) -> None:
     path.write_text(json.dumps({"layers": [6, 5, 3], "warmup_layers": 2}))
     schedule = build_schedule(ScheduleRequest(name=f"table:{path}"), 6)
     assert (schedule.layers, schedule.warmup_layers) == ((6, 5, 3), 2)
-    path.write_text("[6, 4]", encoding="utf-8-sig")  # as Windows' editors write it
+    path.write_text("[6, 4]", encoding="utf-8-sig")  # with a byte order mark, as Windows editors write it
     assert build_schedule(ScheduleRequest(name=f"table:{path}"), 6).layers == (6, 4)
 
 
-def test_anchor_and_most_variants_are_also_a_tables(tmp_path: Path) -> None:
+def test_anchor_and_max_variants_apply_to_a_table_too(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("[6, 5, 4, 3]")
     schedule = build_schedule(ScheduleRequest(name=f"table:{path}", max_variants=2, anchor=Anchor.ABSOLUTE), 6)
     assert (schedule.layers, schedule.anchor) == ((6, 6, 4, 4), Anchor.ABSOLUTE)
 
 
-def test_what_is_asked_and_does_not_hold_of_a_table_is_told(tmp_path: Path) -> None:
+def test_requests_that_a_table_does_not_meet_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("[6, 4, 2]")
     agreeing = ScheduleRequest(name=f"table:{path}", speedup=1.5, max_layers=6, min_layers=2)
@@ -151,7 +151,7 @@ def test_what_is_asked_and_does_not_hold_of_a_table_is_told(tmp_path: Path) -> N
         assert told.startswith(f"--{option.replace('_', '-')} {value:g} changes nothing: the table schedule has 6 -> 2 layers")
 
 
-def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> None:
+def test_a_speedup_that_changes_nothing_at_full_depth_or_with_a_decay_is_reported() -> None:
     for asked in (ScheduleRequest(name="full", speedup=2), ScheduleRequest(name="power", alpha=0.5, speedup=2)):
         (told,) = unmet_requests(asked, build_schedule(asked, 24))
         assert told.startswith("--speedup 2 changes nothing: the ")
@@ -179,7 +179,7 @@ def test_of_full_depth_and_a_decay_a_speedup_changes_nothing_which_is_told() -> 
         (ScheduleRequest(name="power", speedup=1.2, min_layers=2), None),
     ],
 )
-def test_what_rounding_to_few_levels_does_not_meet_is_told(asked: ScheduleRequest, says: str | None) -> None:
+def test_requests_missed_by_rounding_to_few_levels_are_reported(asked: ScheduleRequest, says: str | None) -> None:
     told = list(unmet_requests(asked, build_schedule(asked, 24)))
     assert not told if says is None else told[0].startswith(says)
 
@@ -191,12 +191,12 @@ def test_one_stair_is_the_mean_of_its_ends_unless_one_was_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "power", "step"])
-def test_where_warm_up_layers_leave_less_than_the_default_speedup_it_is_the_nearest_which_is_told(name: str) -> None:
+def test_where_warm_up_layers_rule_out_the_default_speedup_the_nearest_is_taken_and_reported(name: str) -> None:
     asked = ScheduleRequest(name=name, warmup_layers=24)
     schedule = build_schedule(asked, 42)
     assert schedule.layers[-1] == 25 and schedule.mean_layers < 26
     (told,) = unmet_requests(asked, schedule)
-    assert told.startswith("of 42 layers at least 25 are computed, so that the default of 2x cannot be reached: it is 1.6")
+    assert told.startswith("at least 25 of 42 layers are computed, so the default of 2x cannot be reached: it is 1.6")
     with pytest.raises(ScheduleError, match=r"the nearest that can is --speedup 1\.6"):
         build_schedule(dataclasses.replace(asked, speedup=2), 42)
     few = dataclasses.replace(asked, warmup_layers=1, max_variants=2)
@@ -224,7 +224,7 @@ def test_one_position_has_the_count_that_the_speedup_asks_for() -> None:
         ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+def test_a_bad_table_is_reported_in_one_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
     _refused(ScheduleRequest(name=f"table:{path}"), says)
@@ -251,7 +251,7 @@ def test_a_bad_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
         (ScheduleRequest(max_variants=0), "--max-variants 0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_do(request_: ScheduleRequest, says: str) -> None:
+def test_impossible_requests_are_refused_with_what_to_do(request_: ScheduleRequest, says: str) -> None:
     _refused(request_, says)
 
 
@@ -259,4 +259,4 @@ def _refused(request_: ScheduleRequest, says: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(says)) as caught:
         build_schedule(request_, 6)
     assert "\n" not in str(caught.value)
-    assert ";" in str(caught.value), "ends in what to do"
+    assert ";" in str(caught.value), "the error ends with what to do"

@@ -1,4 +1,4 @@
-"""Which of a bundle's targets is chosen, and engines and plans that were made elsewhere."""
+"""Which of a bundle's targets is chosen, and how engines and plans made elsewhere are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Bundles = Callable[[Anchor], Path]
 @pytest.mark.parametrize(
     ("names", "chosen"), [(("cuda", "cpu"), "cpu"), (("tensorrt", "cuda"), "tensorrt"), (("cpu", "cuda"), "cpu")]
 )
-def test_unasked_it_is_cpu_or_where_there_is_none_the_first(names: tuple[str, ...], chosen: str, tmp_path: Path) -> None:
+def test_the_default_is_cpu_or_else_the_first_target(names: tuple[str, ...], chosen: str, tmp_path: Path) -> None:
     made = make_manifest(full_depth(6), tmp_path)
     targets = tuple(dataclasses.replace(made.targets[0], name=name) for name in names)
     manifest = dataclasses.replace(made, targets=targets)
@@ -42,8 +42,8 @@ def test_unasked_it_is_cpu_or_where_there_is_none_the_first(names: tuple[str, ..
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"library": "openvino"}, "this version runs no engines of openvino for cpu; export with --target cpu too"),
-        ({"name": "rocm"}, "this version runs no engines of onnxruntime for rocm"),
+        ({"library": "openvino"}, "this version does not run openvino engines for cpu; export with --target cpu too"),
+        ({"name": "rocm"}, "this version does not run onnxruntime engines for rocm"),
         ({"library_version": "1.0.0"}, "the engines were compiled by onnxruntime 1.0.0"),
         ({"machine": "vax"}, "weights are laid out for vax with .*; this CPU differs; export the model on this machine"),
         ({"cpu_features": ("sve9",)}, "weights are laid out for .* with sve9; this CPU differs"),
@@ -70,11 +70,20 @@ class _OldGpu(HostDevice):
 @pytest.mark.parametrize(
     ("built_for", "gpu", "version", "says"),
     [
-        ("sm89", _Gpu, "1.0.0", r"were built by tensorrt-rtx \S+, installed is 1\.0\.0; .* --target tensorrt-rtx:sm89 --force$"),
-        ("sm86 sm89", _Gpu, "1.0.0", r"installed is 1\.0\.0; .* --target tensorrt-rtx:sm86,sm89 --force$"),
-        ("sm80 and later", _Gpu, "1.0.0", r"installed is 1\.0\.0; .* --target tensorrt-rtx --force$"),
-        ("sm89", _Gpu, None, r"are for sm89, this GPU is sm86; .*:sm86 --force, or cuda where that is unknown$"),
-        ("sm80 and later", _OldGpu, None, r"are for sm80 and later, this GPU is sm75; .* --target tensorrt-rtx:sm75 --force, or"),
+        (
+            "sm89", _Gpu, "1.0.0",
+            r"were built by tensorrt-rtx \S+, but 1\.0\.0 is installed; .* --target tensorrt-rtx:sm89 --force$",
+        ),
+        ("sm86 sm89", _Gpu, "1.0.0", r"but 1\.0\.0 is installed; .* --target tensorrt-rtx:sm86,sm89 --force$"),
+        ("sm80 and later", _Gpu, "1.0.0", r"but 1\.0\.0 is installed; .* --target tensorrt-rtx --force$"),
+        (
+            "sm89", _Gpu, None,
+            r"are for sm89, but this GPU is sm86; .*:sm86 --force, or with --target cuda if that is not supported$",
+        ),
+        (
+            "sm80 and later", _OldGpu, None,
+            r"are for sm80 and later, but this GPU is sm75; .* --target tensorrt-rtx:sm75 --force, or",
+        ),
     ],
 )  # fmt: skip
 def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
@@ -94,12 +103,10 @@ def test_plans_for_another_version_or_gpu_are_refused_with_what_rebuilds_them(
     assert "\n" not in str(caught.value)
 
 
-def test_plans_that_tensorrt_built_on_another_gpu_are_built_again_on_this_one(
-    tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_that_tensorrt_built_on_another_gpu_are_refused(tensorrt_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device.stand_in(tensorrt_bundle, monkeypatch, "tensorrt")
     monkeypatch.setattr("skipdecode.targets.CudaDevice", _Gpu)
-    says = r"the plans are for sm89, this GPU is sm86; export the model again with --target tensorrt --force$"
+    says = r"the plans are for sm89, but this GPU is sm86; export the model again with --target tensorrt --force$"
     with pytest.raises(TargetError, match=says):
         skipdecode.load(tensorrt_bundle, target="tensorrt")
 

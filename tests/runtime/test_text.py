@@ -1,4 +1,4 @@
-"""Text from tokens as they come."""
+"""Text from tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_pieces_of_byte_level_tokens_make_up_the_whole_text(ids: list[int]) 
 
 
 @given(st.lists(st.integers(0, 261), max_size=12))
-def test_any_tokens_can_be_streamed_where_bytes_fall_back(ids: list[int]) -> None:
+def test_any_tokens_can_be_streamed_with_byte_fallback(ids: list[int]) -> None:
     streamed, whole = "".join(_streamed(BYTE_FALLBACK, ids)), BYTE_FALLBACK.decode(ids)
     assert streamed == whole or "\N{REPLACEMENT CHARACTER}" in whole  # bytes that were text may become part of an invalid run
 
@@ -62,7 +62,7 @@ def test_any_tokens_can_be_streamed_where_bytes_fall_back(ids: list[int]) -> Non
     ],
     ids=["a character of four bytes", "a newline before a broken one", "broken at the end", "special tokens"],
 )
-def test_a_piece_comes_when_its_characters_are_whole(tokens: list[str], pieces: list[str]) -> None:
+def test_a_piece_comes_when_its_characters_are_complete(tokens: list[str], pieces: list[str]) -> None:
     ids = [BYTE_FALLBACK._tokenizer.token_to_id(token) for token in tokens]
     assert _streamed(BYTE_FALLBACK, ids) == pieces
 
@@ -72,7 +72,7 @@ def test_text_that_is_not_utf_8_is_refused_in_one_line() -> None:
         BYTE_LEVEL.encode("a\udcff")
 
 
-def test_what_the_file_cuts_off_or_pads_is_encoded_as_it_was_given() -> None:
+def test_text_is_encoded_whole_although_the_tokenizer_file_truncates_and_pads() -> None:
     backend = Backend.from_str(BYTE_LEVEL._tokenizer.to_str())
     whole = BYTE_LEVEL.encode("abc")
     backend.enable_truncation(2)

@@ -1,4 +1,4 @@
-"""A trace holds steps, engines in them and operators in those, on one clock."""
+"""A trace holds steps, their engines and the engines' operators, on one clock."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_every_step_shows_its_engines_and_every_engine_its_operators(zoo: Zoo, t
     assert len([each for engine in kinds["engine"] for each in _inside(engine, attention)]) == len(attention), "one clock"
 
 
-def test_a_trace_that_cannot_be_written_is_one_line(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_cannot_be_written_is_reported_in_one_line(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [
         str(zoo.bundle("llama")),
         "--token-ids",

@@ -1,4 +1,4 @@
-"""Builds what stands in for NVIDIA's driver (libcuda.cc) and, on it, for CUDA's runtime and cuBLAS (libcudart.cc)."""
+"""Build what stands in for NVIDIA's driver (libcuda.cc) and, on top of it, for CUDA's runtime and cuBLAS (libcudart.cc)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_THE_SAME_FILE = ("libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10")
 
 
 def build(folder: Path) -> Path:
-    """A libcuda.so.1 in `folder`, which goes on LD_LIBRARY_PATH; returns the folder. Skips where nvcc is missing."""
+    """Build libcuda.so.1 in `folder`, which goes on LD_LIBRARY_PATH, and return the folder. Skips where nvcc is missing."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc, which brings cuda.h, is not on the PATH")
     _compile(folder / "libcuda.so.1", str(_HERE / "libcuda.cc"), str(turnaround.SOURCE))
@@ -28,7 +28,7 @@ def build(folder: Path) -> Path:
 
 
 def build_runtime(folder: Path) -> Path:
-    """`build`, and the libraries that onnxruntime-gpu is linked to."""
+    """As `build`, together with the libraries that onnxruntime-gpu is linked to."""
     build(folder)
     _compile(folder / _RUNTIME, str(_HERE / "libcudart.cc"), "-L", str(folder), "-l:libcuda.so.1")
     for name in _IN_THE_SAME_FILE:
@@ -37,7 +37,7 @@ def build_runtime(folder: Path) -> Path:
 
 
 def ask_provider(libraries: Path, *bundles: Path) -> subprocess.CompletedProcess[str]:
-    """`tests.standin.provider` of the bundles, on the `libraries` of `build_runtime`."""
+    """Run `tests.standin.provider` on the bundles, with the `libraries` of `build_runtime`."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "PYTHONPATH": str(provider())}
     command = [sys.executable, "-m", "tests.standin.provider", *map(str, bundles)]
     return subprocess.run(command, capture_output=True, text=True, cwd=_ROOT, env=environment, check=False)

@@ -18,16 +18,17 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
     url: str
-    sent: set[str] = field(default_factory=set)  # files that somebody has downloaded: ORG/NAME/FILE
-    held: threading.Event = field(default_factory=threading.Event)  # half of the file that is held is sent
+    sent: set[str] = field(default_factory=set)  # downloaded files: ORG/NAME/FILE
+    held: threading.Event = field(default_factory=threading.Event)  # set once half of the held file is sent
 
 
 @contextmanager
 def serving(folder: Path, *, hold: str = "", gated: bool = False) -> Iterator[Hub]:
-    """Serve the models in `folder` on loopback; of files with the name `hold` the first half, and then nothing until the end.
+    """Serve the models in `folder` on loopback.
 
     Args:
-        gated: nobody gets anything.
+        hold: of files with this name only the first half is sent, and nothing more until the context ends.
+        gated: every request is refused as for a gated model.
     """
     over = threading.Event()
 
@@ -47,8 +48,8 @@ def serving(folder: Path, *, hold: str = "", gated: bool = False) -> Iterator[Hu
             elif not model.is_dir():
                 self._reply(404, b"", {"X-Error-Code": "RepoNotFound"})
             elif asked:
-                told = _tree(model) if "tree" in parts else _info(model)
-                self._reply(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
+                content = _tree(model) if "tree" in parts else _info(model)
+                self._reply(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
             else:
                 self._file(model.joinpath(*parts[4:]), send)
 
@@ -77,7 +78,7 @@ def serving(folder: Path, *, hold: str = "", gated: bool = False) -> Iterator[Hu
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: pytest's output is not a server's log."""
+            """Log nothing: pytest's output is not a server's log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub = Hub(url=f"http://127.0.0.1:{server.server_port}")

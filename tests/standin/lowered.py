@@ -1,4 +1,4 @@
-"""The graphs that a bundle's plans were built from, written beside its standard ones."""
+"""The graphs that a bundle's plans were built from, written next to its standard ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skipdecode.prefill import PREFILL_CHUNK
 
 
 def lower_and_write(bundle: Path, made: manifests.Manifest, target: manifests.Target, listed: Path) -> None:
-    """Lower what a target's plans were built from; `listed` gets a plan's path -> its graph, most tokens of a pass."""
+    """Write the lowered graphs of a target's plans, and to `listed` each plan's path -> its graph, most tokens in a pass."""
     slots = plan_slots(made, target)
     outer = [ir.load(bundle / "graphs" / f"{part}.onnx") for part in ("embed", "head")]
     bits = QUANTIZED_BITS.get(target.weights)
@@ -34,7 +34,7 @@ def lower_and_write(bundle: Path, made: manifests.Manifest, target: manifests.Ta
         most = slots[layers[0]] if layers else PREFILL_CHUNK
         plan = lower(source, most, tied, quantization)
         norms = [node for node in plan.graph if node.op_type in NORMS]
-        assert all(scales_last_axis_only(node) for node in norms), "a norm whose scale is not one for all"
+        assert all(scales_last_axis_only(node) for node in norms), "a norm has a scale per group or head"
         known[path] = f"graphs/lowered_{target.name}_{part}.onnx", most
         ir.save(plan, bundle / known[path][0])
     listed.write_text(json.dumps(known))

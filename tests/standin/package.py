@@ -1,7 +1,7 @@
-"""The Python package `tensorrt`, whose libraries are out of reach: what of it is not.
+"""Stand-ins for the Python package `tensorrt`, whose libraries are out of reach.
 
-Its Python bindings are on PyPI, and `make bindings` gets them. They are asked what the package has, classes and names; a package
-`tensorrt` that is TensorRT-RTX without the rest builds plans, as the real one would on a machine with a GPU.
+Its Python bindings are on PyPI, and `make bindings` gets them. They tell which classes and names the package has. A package
+`tensorrt` that is TensorRT-RTX with only those builds plans, as the real one would on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ print(json.dumps({"version": tensorrt.__version__, "names": names}))
 
 
 def bindings(version: str, folder: Path, *, libraries: bool = True) -> dict[str, str]:
-    """The environment in which `tensorrt` is the real package, on libraries that find no GPU, or on none at all.
+    """An environment in which `tensorrt` is the real package, with libraries that find no GPU, or with none at all.
 
     Skips where its bindings are not installed.
     """
@@ -43,7 +43,7 @@ def bindings(version: str, folder: Path, *, libraries: bool = True) -> dict[str,
         pytest.skip(f"build/tensorrt-{version} is not there: make bindings")
     package = folder / "tensorrt"
     package.mkdir(parents=True)
-    lines = ("from tensorrt_bindings import *", "from tensorrt_bindings import __version__")  # all of the wheel without bindings
+    lines = ("from tensorrt_bindings import *", "from tensorrt_bindings import __version__")  # all of the wheel but the bindings
     (package / "__init__.py").write_text("\n".join(lines), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{installed}"}
     if libraries:
@@ -59,7 +59,7 @@ def bindings(version: str, folder: Path, *, libraries: bool = True) -> dict[str,
 
 @functools.cache
 def names(version: str) -> dict[str, Any]:
-    """What the package has: `version`, and by each of its `names` those of a class, None for anything else."""
+    """The package's `version` and its `names`: each one's members if it is a class, None for anything else."""
     with tempfile.TemporaryDirectory() as folder:
         environment = bindings(version, Path(folder))
         done = subprocess.run([sys.executable, "-c", _ASK], env=environment, capture_output=True, text=True, check=True)
@@ -68,7 +68,7 @@ def names(version: str) -> dict[str, Any]:
 
 
 def builder(version: str, folder: Path) -> dict[str, str]:
-    """The environment in which `tensorrt` is a package of that version which builds plans, for the stand-in for a GPU."""
+    """An environment in which `tensorrt` is a package of that version that builds plans, for the stand-in for a GPU."""
     package = folder / "tensorrt"
     package.mkdir(parents=True)
     shutil.copyfile(_HERE / "reduced.py", package / "__init__.py")
@@ -77,7 +77,7 @@ def builder(version: str, folder: Path) -> dict[str, str]:
 
 
 def export(environment: dict[str, str], checkpoint: Path, out: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    """skip-export for `tensorrt`, in a process of its own: the names that `reduced` takes away are gone from all of a process."""
+    """Run skip-export for `tensorrt` in a process of its own: names that `reduced` deletes are gone for the whole process."""
     command = [Path(sys.executable).parent / "skip-export", checkpoint, "--out", out, "--target", "tensorrt"]
     command += ["--max-variants", 3, "--max-batch", 4, "--max-length", MAX_LENGTH, *options]
     return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)

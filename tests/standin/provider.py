@@ -1,8 +1,8 @@
 """`python -m tests.standin.provider BUNDLE ..`: the real onnxruntime-gpu runs cuda bundles on stand-ins for CUDA and its driver.
 
-With onnxruntime-gpu's folder first on PYTHONPATH, the libraries of `driver.build_runtime` on LD_LIBRARY_PATH. On standard output
-a line of JSON for each bundle: `error`, or how many routes became `graphs`, the `kernels` of a step at full depth as a GPU would
-run them, in their order, and `said`, what was warned of.
+Needs onnxruntime-gpu's folder first on PYTHONPATH, and the libraries of `driver.build_runtime` on LD_LIBRARY_PATH. Prints a line
+of JSON for each bundle: `error`, or `graphs`, how many routes became graphs; `kernels`, those of a step at full depth as a GPU
+would run them, in their order; and `warnings`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _PROMPTS = [[9, 8, 7, 6, 5], [5, 6]]
 
 
 def main() -> None:
-    said = _Said()
-    logging.getLogger("skipdecode").addHandler(said)
+    warnings = _Warnings()
+    logging.getLogger("skipdecode").addHandler(warnings)
     for bundle in sys.argv[1:]:
-        said.lines.clear()
+        warnings.lines.clear()
         try:
-            answer = {**_run(Path(bundle)), "said": said.lines}
+            answer = {**_run(Path(bundle)), "warnings": warnings.lines}
         except SkipDecodeError as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), flush=True)
 
 
-class _Said(logging.Handler):
+class _Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -45,7 +45,7 @@ def _run(bundle: Path) -> dict[str, Any]:
     generator = skipdecode.load(bundle, target="cuda")
 
     def twice(**given: Any) -> int:
-        for _ in range(2):  # the second time steps are graphs
+        for _ in range(2):  # the second time, steps run as graphs
             generator.generate(_PROMPTS, max_new_tokens=12, ignore_eos=True, **given)
         loop = generator._kept_loop
         assert loop is not None

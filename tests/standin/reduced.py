@@ -1,4 +1,4 @@
-"""Copied to where Python finds it as the package `tensorrt`: TensorRT-RTX, without what the real one (names.json) has not."""
+"""Copied to where Python finds it as the package `tensorrt`: TensorRT-RTX without what the real one (names.json) lacks."""
 
 from __future__ import annotations
 

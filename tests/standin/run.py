@@ -1,14 +1,19 @@
-"""`python -m tests.standin.run BUNDLE [WORD ..]`, with the stand-in for the driver on LD_LIBRARY_PATH: plans at work.
+"""`python -m tests.standin.run BUNDLE [WORD ..]`, with the stand-in for the driver on LD_LIBRARY_PATH: run a bundle's plans.
 
-On standard input a JSON list of `generate`'s arguments; on standard output their rows' tokens and layers, the bytes that were
-taken after each (the GPU's and pinned ones), the streams, events and modules made by then, and how many steps were launched as a
-graph, how many events were made, how many kernels ran in another context. `plain`: without graphs; `anew`: the bundle is loaded
-for each; `full`: on a GPU whose memory is taken; `without_pinned`,
-`without_graphs`, `without_contexts`: no memory for these;
-`callback`, `upload`: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does;
-`allocating`: plans are of a version that allocates while they run; `old`: the driver is of a CUDA before 13;
-`host_pages`: the GPU reads the host's memory when a copy's turn comes, as a GH200;
-`killed`: the process ends as a signal would end it.
+Reads a JSON list of `generate`'s arguments from standard input. Prints JSON: for each its rows' tokens and layers, the bytes
+taken after it (on the GPU and pinned), and the streams, events and modules made by then; for all together how many steps
+were launched as a graph, how many events were made, and how many kernels ran in another context.
+
+Words:
+    plain: without graphs.
+    anew: the bundle is loaded again for each.
+    full: the GPU's memory is taken.
+    without_pinned, without_graphs, without_contexts: there is no memory for these.
+    callback, upload: engines also call the host, or copy from its pinned memory, as CUDA's uneven Split does.
+    allocating: plans are of a version that allocates while they run.
+    old: the driver is of a CUDA before 13.
+    host_pages: the GPU reads the host's memory when a copy's turn comes, as a GH200.
+    killed: a signal ends the process.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from tests.standin.tensorrt import RtxContext, library
 
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _driver = ctypes.CDLL("libcuda.so.1")
-_kept: list[Any] = []  # what a stream or a graph may call
+_kept: list[Any] = []  # what a stream or a graph may still call
 
 
 def _enqueue(stream: int, work: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""`python -m tests.standin.settings FOLDER [NAME ..]`: each setting of each architecture changed alone, against torch.
+"""`python -m tests.standin.settings FOLDER [NAME ..]`: change one setting of an architecture at a time, and compare with torch.
 
-A line for the model as it is, and for each change that torch's logits follow: how far those of cpu's and cuda's engines are
-from them (both on a CPU, weights in fp16), in the median over steps and as a share of the largest, or what refuses it. Takes
-hours, some 10 s a line.
+Prints a line for the model as it is, and for each change that alters torch's logits: how far the logits of the cpu and cuda
+engines are from torch's (both on a CPU, weights in fp16; the median over steps, as a share of the largest logit), or the error
+that refuses it. Takes hours, some 10 s a line.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.models import CONFIGS, MAX_LENGTH, RELATIVES, VARIATIONS
 
 TOKENS = [9, 8, 7, 6, 5, 4, 3, 17, 23, 40, 41, 12, 60, 33]
 PROMPT = 9
-AGREES = 0.01  # of which a mixture is farther where fp16 rounds a router to another expert: such ones get other weights
-# sizes that all models have, and what inference does not look at
+AGREES = 0.01  # a mixture is farther off where fp16 makes a router choose another expert: it gets other weights
+# sizes that all models have, and what inference ignores
 _LEFT_OUT = re.compile(
     r"^_|dropout|pdrop|drop_rate|layerdrop|aux_loss|z_loss|_coef|jitter|initializer|init_std|token_id|vocab_size|dtype|output_|"
     r"use_cache|return_dict|version|model_type|architectures|name_or_path|label|is_encoder|is_decoder|quantization|"
@@ -54,17 +54,17 @@ def main() -> None:
         settings = every[name]().to_dict()
         kind = settings.pop("model_type")
         seen = [_logits(_model(kind, settings))]
-        print(f"{name:24} {_said(kind, settings, folder)}", flush=True)
+        print(f"{name:24} {_result(kind, settings, folder)}", flush=True)
         for key, value in _changes(settings):
             changed = {**settings, key: value}
             try:
                 logits = _logits(_model(kind, changed))
-            except Exception:  # whatever transformers makes of a setting that is none
+            except Exception:  # whatever transformers raises for an invalid setting
                 continue
             if any(torch.equal(logits, other) for other in seen) or not logits.isfinite().all():
                 continue
             seen.append(logits)
-            print(f"{name:24} {key}={value!r}: {_said(kind, changed, folder)}", flush=True)
+            print(f"{name:24} {key}={value!r}: {_result(kind, changed, folder)}", flush=True)
 
 
 def _changes(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -82,17 +82,17 @@ def _others(key: str, value: Any) -> list[Any]:
         return [1.7 * value + 0.1]
     if isinstance(value, str):
         return ["gelu", "relu2"] if "act" in key else []
-    if isinstance(value, dict):  # rotary embeddings, maybe one a kind of layer
+    if isinstance(value, dict):  # rotary embeddings, maybe one per kind of layer
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.4}
         own = [{**value, **yarn}, {**value, "partial_rotary_factor": 0.5}] if "rope_type" in value else []
         return own + [{**value, inner: other} for inner, held in value.items() for other in _others(str(inner), held)]
     if isinstance(value, list):
         return [value[::-1]]
-    return [5, 16, 0.7, True]  # of None
+    return [5, 16, 0.7, True]  # instead of None
 
 
 def _model(kind: str, settings: dict[str, Any], seed: int = 0) -> Any:
-    """Of large random weights, each by its own name: what another setting adds leaves the others as they are."""
+    """A model with large random weights, each seeded by its name: what a setting adds leaves the others as they are."""
     config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(settings))
     register_language_model(config)
     with allowing_empty_weights(), torch.no_grad():
@@ -107,12 +107,12 @@ def _model(kind: str, settings: dict[str, Any], seed: int = 0) -> Any:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _logits(model: Any) -> torch.Tensor:
-    """After the prompt and each token behind it, [steps,V]."""
+    """The logits after the prompt and after each later token, [steps,V]."""
     found: torch.Tensor = model(torch.tensor([TOKENS]), use_cache=False).logits[0, PROMPT - 1 :]
     return found
 
 
-def _said(kind: str, settings: dict[str, Any], folder: Path) -> str:
+def _result(kind: str, settings: dict[str, Any], folder: Path) -> str:
     try:
         errors = _errors(_model(kind, settings), folder)
         for seed in (1, 2):
@@ -123,12 +123,12 @@ def _said(kind: str, settings: dict[str, Any], folder: Path) -> str:
         return f"refused: {error}"
     except Exception as error:
         return f"FAILS: {error!r}"
-    told = ", ".join(f"{target} {error:.4f}" for target, error in errors.items())
-    return told if max(errors.values()) <= AGREES else f"DISAGREES: {told}"
+    text = ", ".join(f"{target} {error:.4f}" for target, error in errors.items())
+    return text if max(errors.values()) <= AGREES else f"DISAGREES: {text}"
 
 
 def _errors(model: Any, folder: Path) -> dict[str, float]:
-    """Of a model's engines by target."""
+    """The error of a model's engines, by target."""
     shutil.rmtree(folder, ignore_errors=True)
     model.half().save_pretrained(folder / "checkpoint")
     wanted, bundle = _logits(model.float()), folder / "bundle"

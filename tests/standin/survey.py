@@ -1,7 +1,7 @@
-"""`python -m tests.standin.survey FOLDER [NAME ..]`: what onnxruntime-gpu makes of every architecture's cuda engines.
+"""`python -m tests.standin.survey FOLDER [NAME ..]`: what onnxruntime-gpu does with every architecture's cuda engines.
 
-Without a GPU. A line each in fp16 and bf16: the kernels and other nodes of a step of 6 layers at full depth, or what is wrong.
-Their bundles stay in FOLDER. Takes a quarter of an hour.
+Needs no GPU. Prints a line each for fp16 and bf16: how many kernels and other nodes a step of 6 layers at full depth has, or what
+is wrong. The bundles stay in FOLDER. Takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main() -> None:
     zoo = Zoo(folder)
     for name in names:
         for dtype in ("fp16", "bf16"):
-            print(f"{name:24} {dtype:6} {_said(zoo, folder, name, dtype)}", flush=True)
+            print(f"{name:24} {dtype:6} {_result(zoo, folder, name, dtype)}", flush=True)
 
 
-def _said(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
+def _result(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
     out = folder / f"{name}.{dtype}"
     schedule = ScheduleRequest(name="step", max_layers=6, min_layers=4, warmup_layers=3, span=6, max_variants=2)
     try:
@@ -50,7 +50,7 @@ def _said(zoo: Zoo, folder: Path, name: str, dtype: str) -> str:
     if "error" in answer:
         return str(answer["error"])
     others = answer["kernels"].count("no kernel")
-    return f"{len(answer['kernels']) - others} kernels, {others} others, {answer['graphs']} graphs {' '.join(answer['said'])}"
+    return f"{len(answer['kernels']) - others} kernels, {others} others, {answer['graphs']} graphs {' '.join(answer['warnings'])}"
 
 
 if __name__ == "__main__":

@@ -23,19 +23,19 @@ from skipdecode.prefill import PREFILL_CHUNK
 
 TYPES = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 SCRATCH = 4096
-Enqueue = Callable[[int, Callable[[], None]], None]  # stream, what is to be done on it
+Enqueue = Callable[[int, Callable[[], None]], None]  # stream, the work to do on it
 
-DAMAGED = "the plan is damaged"  # what the library says of a plan that it does not know
+DAMAGED = "the plan is damaged"  # what the library logs for a plan that it does not know
 
 
 def library(bundle: Path, enqueue: Enqueue, name: str = "tensorrt-rtx") -> Any:
-    """What stands for the Python package of a TensorRT target, for the plans of one bundle."""
+    """What stands in for the Python package of a TensorRT target, for the plans of one bundle."""
     use_threads(None)
     made = manifests.read(bundle)
     target = next(each for each in made.targets if each.name == name)
     listed = bundle / "graphs" / f"lowered_{name}.json"
     if not listed.exists():
-        # once a bundle: torch, which comes with it, takes longer to import than a small model's generation with plans
+        # once per bundle: this imports torch, which takes longer than a small model's generation with plans
         from tests.standin.lowered import lower_and_write
 
         lower_and_write(bundle, made, target, listed)
@@ -66,7 +66,7 @@ class Engine:
     """A plan with the exporter's two profiles (the head: one)."""
 
     def __init__(self, source: Path, most_tokens: int, max_batch: int, log: Any, enqueue: Enqueue) -> None:
-        self.session = OrtEngine(source).session  # not optimised: ONNX Runtime would multiply quantised weights by rows in int8
+        self.session = OrtEngine(source).session  # not optimised: ONNX Runtime would multiply quantised weights by inputs in int8
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.log, self.enqueue, self.name = log, enqueue, source.stem
@@ -107,7 +107,7 @@ class Engine:
 
 
 class RtxEngine(Engine):
-    """TensorRT-RTX's, which compiles kernels where it runs."""
+    """An engine of TensorRT-RTX, which compiles kernels where it runs."""
 
     def create_runtime_config(self) -> SimpleNamespace:
         def set_runtime_cache(kernels: Kernels) -> bool:
@@ -125,7 +125,7 @@ class RtxEngine(Engine):
 
 
 class Kernels:
-    """A runtime cache: which engines have run with how many rows and tokens, in place of their kernels."""
+    """A runtime cache that, instead of kernels, keeps which engines have run with how many rows and tokens."""
 
     def __init__(self) -> None:
         self.used: list[str] = []
@@ -141,7 +141,7 @@ class Kernels:
 
 
 class Context:
-    """What it is told, and whether that suffices."""
+    """Keeps what it is given, and refuses to run unless that suffices."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._profile, self._scratch = engine, 0, 0
@@ -201,9 +201,9 @@ class Context:
 
 
 class RtxContext(Context):
-    """TensorRT-RTX's, which may not go into a graph."""
+    """A context of TensorRT-RTX, whose work a graph may not be able to capture."""
 
-    allocates = False  # while it runs
+    allocates = False  # whether it does while it runs, so that no graph can capture it
 
     def __init__(self, engine: Engine, kernels: Kernels) -> None:
         super().__init__(engine)

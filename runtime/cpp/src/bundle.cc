@@ -53,7 +53,7 @@ const Target& ChooseTarget(const Manifest& manifest, const std::filesystem::path
 // Prepacked weights fit only the ONNX Runtime version that wrote them, and CPUs with the same instruction sets.
 void CheckVersion(const Target& target, const std::filesystem::path& path) {
   if (const std::string version = OnnxRuntimeVersion(); version != target.library_version) {
-    throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", loaded is " + version,
+    throw TargetError("the engines were compiled by onnxruntime " + target.library_version + ", but " + version + " is loaded",
                       "load onnxruntime " + target.library_version + " or export the model again", path.string());
   }
 }
@@ -111,7 +111,7 @@ Block ShareTiedWeight(const std::filesystem::path& path, const Model& model, con
   const size_t bytes = std::filesystem::file_size(path);
   const int64_t rows = TiedRows(model);
   const size_t column = static_cast<size_t>(rows) * memory.float_size();
-  if (bytes == 0 || bytes % column != 0) throw BundleError("has no whole rows", path.string());
+  if (bytes == 0 || bytes % column != 0) throw BundleError("is not a whole number of rows", path.string());
   Block weight = ReadWeight(path, memory, bytes);
   const Tensor shared = memory.Floats(names::kTiedWeight, weight.get(), {rows, static_cast<int64_t>(bytes / column)});
   embed->Share(shared);

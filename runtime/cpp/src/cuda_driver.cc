@@ -80,7 +80,7 @@ void Check(const Driver& driver, Result result) {
   if (result == kNewerPtx) throw TargetError("the NVIDIA driver is older than CUDA 13", "install driver 580 or a later one");
   const char* text = nullptr;
   const bool described = driver.describe(result, &text) == 0 && text != nullptr;
-  throw TargetError("the NVIDIA driver fails (" + (described ? std::string(text) : std::to_string(result)) + ")",
+  throw TargetError("the NVIDIA driver failed (" + (described ? std::string(text) : std::to_string(result)) + ")",
                     "check the GPU with nvidia-smi");
 }
 

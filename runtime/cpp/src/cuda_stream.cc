@@ -77,7 +77,7 @@ void CheckRepeatable(const Driver& driver, cuda_driver::Graph* graph) {
   size_t count = 0;
   Check(driver, driver.nodes(graph, nullptr, &count));
   std::vector<Node*> nodes(count);
-  if (count == 0) throw TargetError("a graph has nothing in it", "decode without graphs");
+  if (count == 0) throw TargetError("a graph is empty", "decode without graphs");
   Check(driver, driver.nodes(graph, nodes.data(), &count));
   for (Node* node : nodes) {
     int type = 0;
@@ -132,7 +132,7 @@ std::byte* Allocate(size_t bytes) {
     Check(turn.driver, turn.driver.allocate(&memory, bytes));
   } catch (const Error& error) {
     if (error.code() != SKD_ERROR_CAPACITY) throw;
-    throw CapacityError("the GPU has no " + std::to_string(bytes >> 20) + " MiB left for a buffer",
+    throw CapacityError("the GPU has no room for a buffer of " + std::to_string(bytes >> 20) + " MiB",
                         "ask for fewer rows, shorter prompts or fewer new tokens");
   }
   if (const Result failed = turn.driver.set(memory, 0, bytes, turn.shared.stream); failed != 0) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -32,9 +33,16 @@ Tensor LogitsAt(const Memory& memory, std::byte* data, std::vector<int64_t> shap
 
 }  // namespace
 
-void RethrowAsHalfDone(const Error& error, const std::string& work) {
-  if (error.code() != SKD_ERROR_CAPACITY) throw error;
-  throw TargetError(work + " ended halfway (" + error.what() + ")", "destroy the session and make another");
+void RethrowAsHalfDone(const std::string& work) {
+  std::string reason = "no memory is left";
+  try {
+    throw;
+  } catch (const Error& error) {
+    if (error.code() != SKD_ERROR_CAPACITY) throw;
+    reason = error.what();
+  } catch (const std::bad_alloc&) {
+  }
+  throw TargetError(work + " failed halfway (" + reason + ")", "destroy the session and create another");
 }
 
 Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new)
@@ -98,8 +106,8 @@ int64_t Decoder::Step() {
   try {
     // nothing happens between two calls, so one clock times all of them (a reading takes 50 ns)
     for (const Call& call : route_) graph_launches_ += call.Repeat() ? 1 : 0;
-  } catch (const Error& error) {
-    RethrowAsHalfDone(error, "a decode step");
+  } catch (...) {
+    RethrowAsHalfDone("a decode step");
   }
   engine_ns_ += NanosecondsSince(began);
   for (Position& position : positions_) {

@@ -16,9 +16,9 @@
 
 namespace skd {
 
-// Throws the error that ended `work`, such as "a decode step", halfway. SKD_ERROR_CAPACITY, which would mean that rows are
-// unchanged, becomes SKD_ERROR_TARGET.
-[[noreturn]] void RethrowAsHalfDone(const Error& error, const std::string& work);
+// Rethrows the exception being handled, which ended `work`, such as "a decode step", halfway. One that callers get as
+// SKD_ERROR_CAPACITY, which would mean that rows are unchanged, becomes SKD_ERROR_TARGET.
+[[noreturn]] void RethrowAsHalfDone(const std::string& work);
 
 // A batch that is being decoded: engines bound to one KV buffer. Rows 0 .. rows() - 1 are in use.
 //
@@ -73,6 +73,9 @@ class Decoder {
   const Binding& BoundEmbed();
   const Binding& BoundHead();
   void CopyRow(int64_t from, int64_t to);
+  // Undo an Add that got as far as `hole`; false if rows cannot be moved back.
+  template <typename Moved>
+  bool MoveBack(int64_t hole, Moved moved);
 
   std::shared_ptr<const Bundle> bundle_;
   Schedule schedule_;
@@ -118,15 +121,21 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
     positions_[static_cast<size_t>(hole)] = joining;
     Prefill(hole, prompt, length);
   } catch (...) {
-    try {
-      Remove(hole, moved);
-    } catch (...) {  // the GPU cannot even copy: the rows are lost, but their number is right
-      positions_.pop_back();
-      throw;  // what went wrong first may be SKD_ERROR_CAPACITY
-    }
+    if (!MoveBack(hole, moved)) RethrowAsHalfDone("adding a row");
     throw;
   }
   return hole;
+}
+
+template <typename Moved>
+bool Decoder::MoveBack(int64_t hole, Moved moved) {
+  try {
+    Remove(hole, moved);
+    return true;
+  } catch (...) {
+    positions_.pop_back();  // the rows' numbers are right again, what they keep is not
+    return false;
+  }
 }
 
 template <typename Moved>
@@ -139,8 +148,8 @@ void Decoder::Remove(int64_t row, Moved moved) {
     while (last < rows() - 1 && positions_[static_cast<size_t>(last + 1)].t == t) ++last;
     try {
       CopyRow(last, hole);
-    } catch (const Error& error) {
-      RethrowAsHalfDone(error, "moving rows");
+    } catch (...) {
+      RethrowAsHalfDone("moving rows");
     }
     moved(last, hole);
     hole = last;

@@ -111,7 +111,8 @@ void UseOnnxRuntime(const std::string& library, uint32_t threads, const std::fun
     environment = made.release();
   } catch (const Ort::Exception& error) {
     if (std::strstr(error.what(), "pthread_create failed") != nullptr) {
-      throw CapacityError("the system starts no more for ONNX Runtime", "choose fewer threads, or raise ulimit -u", "threads");
+      throw CapacityError("the system cannot start that many for ONNX Runtime", "choose fewer threads, or raise ulimit -u",
+                          "threads");
     }
     throw TargetError(std::string("ONNX Runtime cannot start: ") + error.what(), "check its installation");
   }
@@ -123,8 +124,8 @@ void CheckProvider(Device device) {
   if (device == Device::kCpu) return;
   const std::vector<std::string> providers = Ort::GetAvailableProviders();
   if (std::find(providers.begin(), providers.end(), "CUDAExecutionProvider") == providers.end()) {
-    throw TargetError("the loaded onnxruntime " + OnnxRuntimeVersion() + " has no cuda in it",
-                      "name one that has in skd_load_options.onnxruntime_library (onnxruntime-gpu has)");
+    throw TargetError("the loaded onnxruntime " + OnnxRuntimeVersion() + " is built without CUDA",
+                      "name one with CUDA in skd_load_options.onnxruntime_library (onnxruntime-gpu's)");
   }
 }
 

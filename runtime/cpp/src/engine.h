@@ -21,7 +21,7 @@ namespace skd {
 // Load ONNX Runtime and create the process's one thread pool. The first call that succeeds decides both.
 // `library`: its path; empty: where the system looks for libraries. `threads`: 0: one for each usable core.
 // `check`: inspects the loaded library; if it throws, a library that this call has loaded is closed again.
-// Throws SKD_ERROR_TARGET if there is no library or it is too old, SKD_ERROR_CAPACITY for more threads than can be started.
+// Throws SKD_ERROR_TARGET if there is no library or it is too old, SKD_ERROR_CAPACITY for more than 1024 threads.
 void UseOnnxRuntime(
     const std::string& library, uint32_t threads, const std::function<void()>& check = [] {});
 

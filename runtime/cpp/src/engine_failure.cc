@@ -43,7 +43,7 @@ std::string Reason(const std::string& message) {
 Error LoadFailure(const std::string& message, const std::string& where) {
   if (ContainsAny(message, {"GlobalThreadPools", "thread pool"})) {
     return TargetError("this process made an ONNX Runtime environment of its own first, so engines cannot share one thread pool",
-                       "load the bundle before that, or make that one with global thread pools");
+                       "load the bundle first, or create that environment with global thread pools");
   }
   if (IsOutOfMemory(message)) return NoMemory(message, "free some, or export with --quantize int4", where);
   if (ContainsAny(message, {"default CPU EP"})) {

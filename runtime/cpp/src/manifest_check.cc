@@ -119,7 +119,7 @@ void CheckVariants(const Manifest& manifest) {
   wanted.insert(manifest.model.num_layers);
   for (const Variant& variant : manifest.variants) {
     const std::string wrong = variant.name + " does not climb its layers";
-    if (!seen.insert(variant.num_layers).second) throw Malformed("variants:", variant.name + " is there twice");
+    if (!seen.insert(variant.num_layers).second) throw Malformed("variants:", variant.name + " is listed twice");
     if (variant.num_layers < 1 || variant.num_layers > manifest.model.num_layers) throw Malformed("variants:", wrong);
     std::vector<int64_t> layers;
     for (const int64_t index : variant.segments) {
@@ -154,7 +154,7 @@ void CheckTargets(const Manifest& manifest) {
 void CheckPaths(const Manifest& manifest) {
   std::set<std::string> known;
   for (const File& file : manifest.files) {
-    if (!known.insert(file.path).second) throw Malformed("files:", "one is there twice");
+    if (!known.insert(file.path).second) throw Malformed("files:", "one is listed twice");
   }
   std::vector<std::string> paths(known.begin(), known.end());
   for (const Target& target : manifest.targets) {
@@ -176,7 +176,7 @@ void CheckPaths(const Manifest& manifest) {
   }
 }
 
-// Each layer's slots, as the file states them, must follow from the schedule.
+// How many of the schedule's positions compute each layer, as the file states it, must follow from the schedule.
 void CheckSlots(const Manifest& manifest, const std::vector<std::optional<int64_t>>& slots) {
   bool follow = slots.size() == static_cast<size_t>(manifest.model.num_layers);
   for (size_t layer = 0; follow && layer < slots.size(); ++layer) {

@@ -9,7 +9,8 @@
 
 namespace skd {
 
-// `kv_slots`: each layer's slots as bundle.json states them; nullopt: a slot for every position. Throws SKD_ERROR_BUNDLE.
+// `kv_slots`: per layer how many of the schedule's positions need a slot, as bundle.json states it; nullopt: all of them.
+// Throws SKD_ERROR_BUNDLE.
 void CheckManifest(const Manifest& manifest, const std::vector<std::optional<int64_t>>& kv_slots);
 
 }  // namespace skd

@@ -48,7 +48,7 @@ void Resolve(void* handle, const char* name, Function* function) {
 }
 
 GenAi LoadGenAi(const std::string& library) {
-  void* handle = OpenLibrary(library, "libonnxruntime-genai.so", "ONNX Runtime GenAI, whose tokenizers are used,",
+  void* handle = OpenLibrary(library, "libonnxruntime-genai.so", "ONNX Runtime GenAI, whose tokenizers this library uses,",
                              "install it, set LD_LIBRARY_PATH, or name it in skd_tokenizer_create");
   GenAi api{};
   Resolve(handle, "OgaCreateTokenizerFromPath", &api.create_tokenizer);
@@ -117,10 +117,9 @@ void Tokenizer::Read() {
   Check(api_, api_.update_options(tokenizer_.get(), keys, values, 2), folder);
   for (const Sample& sample : samples) {
     if (Encode(sample.text.c_str()) == sample.ids) continue;
-    throw Error(
-        SKD_ERROR_TOKENIZER,
-        "ONNX Runtime GenAI tokenises '" + FirstBytes(sample.text, kMaxReasonBytes) + "' in another way than Hugging Face",
-        "tokenise elsewhere and give token ids", folder);
+    throw Error(SKD_ERROR_TOKENIZER,
+                "ONNX Runtime GenAI tokenises '" + FirstBytes(sample.text, kMaxReasonBytes) + "' differently from Hugging Face",
+                "tokenise elsewhere and give token ids", folder);
   }
 }
 

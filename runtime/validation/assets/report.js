@@ -279,8 +279,8 @@ function colophon() {
     ["machine", `${machine.cpu}, ${machine.cores} cores, ${machine.memory_gib} GiB, ${machine.system}${machine.gpu ? `, ${machine.gpu}` : ""}`],
     ["versions", [`Python ${machine.python}`, ...Object.entries(machine.libraries).map(([name, version]) => `${name} ${version}`)].join(", ")],
     ["model", `${model.type}, ${model.layers} layers x ${model.hidden_size}, ${model.heads} heads (${model.kv_heads} key/value) of ${model.head_size}, vocabulary ${model.vocabulary}, ${number(model.parameters / 1e6, 1)} M parameters`],
-    ["bundle", `${bytes(data.bundle.bundle_bytes)}, ${data.bundle.segments.length} segments, ${data.bundle.variants.length} variants; ` + (data.integrity.holds ? `${data.integrity.files} files as the manifest says` : `damaged: ${data.integrity.what}`)],
-    ["measured", data.measured_at + (data.resumed ? `; ${data.resumed} measurements are those of a run that was stopped` : "")],
+    ["bundle", `${bytes(data.bundle.bundle_bytes)}, ${data.bundle.segments.length} segments, ${data.bundle.variants.length} variants; ` + (data.integrity.holds ? `${data.integrity.files} files match the manifest` : `damaged: ${data.integrity.what}`)],
+    ["measured", data.measured_at + (data.resumed ? `; ${data.resumed} measurements come from an earlier run that was stopped` : "")],
   ];
   return [element("h2", {}, "Machine, versions, bundle"), table(["", ""], rows, "facts")];
 }

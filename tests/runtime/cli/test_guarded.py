@@ -22,7 +22,7 @@ BIN = Path(sys.executable).parent
 
 
 def _shell(command: str, bundle: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `command` with the bundle's folder as $0, as a user whose output is no terminal."""
+    """Run `command` with the bundle's folder as $0, as for a user whose output is not a terminal."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     own = ("CI", "GITHUB_ACTIONS", "ORT_DISABLE_TELEMETRY", "PYTHONUNBUFFERED")
     kept = {name: value for name, value in os.environ.items() if name not in own}
@@ -45,7 +45,7 @@ def _shell(command: str, bundle: Path, **environment: str) -> subprocess.Complet
         (validate_main, [""]),
     ],
 )
-def test_an_empty_name_is_not_the_folder_one_is_in(
+def test_an_empty_name_is_not_taken_for_the_working_directory(
     main: Callable[[list[str]], int], given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -57,20 +57,20 @@ def test_an_empty_name_is_not_the_folder_one_is_in(
 
 
 @pytest.mark.parametrize("command", ["skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", "skip-inspect $0 --json"])
-def test_an_output_that_takes_nothing_is_one_line_and_exit_2(zoo: Zoo, command: str) -> None:
+def test_a_full_output_device_is_one_line_and_exit_2(zoo: Zoo, command: str) -> None:
     ended = _shell(f"{command} >/dev/full", zoo.bundle("opt"))
     (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("[")]
-    assert (ended.returncode, line.split(";")[0]) == (2, "cannot go on (No space left on device)")
+    assert (ended.returncode, line.split(";")[0]) == (2, "cannot continue (No space left on device)")
 
 
-def test_a_complaint_that_nobody_takes_leaves_the_status_as_it_is(zoo: Zoo) -> None:
+def test_an_error_that_cannot_be_printed_does_not_change_the_exit_status(zoo: Zoo) -> None:
     for arguments in ("/nowhere", "--bogus"):
         for closed in ("2>/dev/full", "2>&-"):
             ended = _shell(f"skip-inspect {arguments} {closed}", zoo.bundle("opt"))
             assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_an_output_that_was_closed_gets_nothing_and_all_else_is_done(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_closed_output_gets_nothing_and_everything_else_is_done(zoo: Zoo, tmp_path: Path) -> None:
     ended = _shell(
         "skip-run $0 --token-ids 5,6,7 --max-new-tokens 2 --profile $TRACE >&-", zoo.bundle("opt"), TRACE=str(tmp_path / "t")
     )
@@ -80,45 +80,45 @@ def test_an_output_that_was_closed_gets_nothing_and_all_else_is_done(zoo: Zoo, t
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_letters_that_the_terminal_has_not_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+def test_characters_that_the_terminal_lacks_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
     code = "from skipdecode.cli import guarded; raise SystemExit(guarded(lambda: print('Caf\\xe9 \\u2603') or 0, debug=False))"
     ended = subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (ended.returncode, capfd.readouterr().out) == (0, "Caf\\xe9 \\u2603\n")
 
 
-def test_a_file_that_the_system_does_not_give_is_one_line_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_the_system_denies_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> int:
         raise PermissionError(13, "Permission denied", "/var/cache/x")
 
     assert guarded(fails, debug=False) == 2
-    assert capsys.readouterr().err.startswith("/var/cache/x: cannot go on (Permission denied); free space, check permissions")
+    assert capsys.readouterr().err.startswith("/var/cache/x: cannot continue (Permission denied); free space, check permissions")
     assert guarded(fails, debug=True) == 2
     assert "Traceback" in (told := capsys.readouterr().err) and "PermissionError: [Errno 13]" in told
 
 
-def test_a_traceback_changes_no_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_does_not_change_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(["nowhere", "--prompt", "x", "--debug"]) == 2
     assert "Traceback" in (told := capsys.readouterr().err) and "there is no bundle.json here" in told
 
 
-def test_a_connection_that_breaks_is_not_taken_for_a_reader_that_went_away(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_connection_is_not_taken_for_a_reader_that_went_away(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     assert guarded(fails, debug=False) == 2
-    assert capsys.readouterr().err.startswith("cannot go on (Broken pipe)")
+    assert capsys.readouterr().err.startswith("cannot continue (Broken pipe)")
     code = "from skipdecode.cli import guarded; raise SystemExit(guarded(lambda: print('x' * 10**6) or 0, debug=False))"
     ended = _shell(f'{{ python -c "{code}"; echo $? >&2; }} | true', Path())
     assert (ended.stdout, ended.stderr) == ("", "0\n")
 
 
-def test_nothing_is_sent_to_the_maker_of_onnx_runtime(zoo: Zoo, tmp_path: Path) -> None:
-    """Its packages keep what they will send in the user's cache folder."""
+def test_onnx_runtime_sends_no_telemetry(zoo: Zoo, tmp_path: Path) -> None:
+    """Its packages store what they are going to send in the user's cache folder."""
     ended = _shell("skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", zoo.bundle("opt"), XDG_CACHE_HOME=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_goes_away_is_no_error(zoo: Zoo) -> None:
+def test_a_reader_that_goes_away_is_not_an_error(zoo: Zoo) -> None:
     ended = _shell("skip-inspect $0 --json | true; skip-inspect $0 | head -1", zoo.bundle("opt"))
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What skip-inspect shows, mostly of a bundle made by hand."""
+"""What skip-inspect shows, mostly for a bundle made by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULE = Schedule(name="table", num_layers=6, warmup_layers=1, layers=(5, 4, 4
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """Engines of a few bytes; segment 1 has its weights beside it."""
+    """Engines of a few bytes; segment 1 has its weights in a second file."""
     folder = tmp_path / "bundle"
     manifest = make_manifest(SCHEDULE, folder)
     (folder / "segment_1.bin").write_bytes(b"w" * 1000)
@@ -40,7 +40,7 @@ def rename(bundle: Path, name: str) -> None:
     manifests.write(dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, name=name)), bundle)
 
 
-def test_what_layers_keep_or_read_in_another_way_than_most_is_told(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_keep_or_read_something_else_than_most_are_listed(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conv, recurrent = State(name="conv_state", shape=(6, 3)), State(name="recurrent_state", shape=(2, 4, 5))
     groups = (
         LayerGroup(layers=(2, 4), keys=None, keys_of=None, states=(conv, recurrent)),
@@ -54,9 +54,9 @@ def test_what_layers_keep_or_read_in_another_way_than_most_is_told(bundle: Path,
     manifests.write(dataclasses.replace(manifest, model=model), bundle)
     assert main([str(bundle)]) == 0
     assert capsys.readouterr().out.splitlines()[1:6] == [
-        "2 layers keep conv_state [6,3], recurrent_state [2,4,5] in the place of keys and values",
+        "2 layers keep conv_state [6,3], recurrent_state [2,4,5] instead of keys and values",
         "1 layer keeps conv_state [6,3] beside 2 key/value heads of 4",
-        "1 layer keeps nothing in the place of keys and values",
+        "1 layer keeps nothing instead of keys and values",
         "1 layer keeps 1 key/value heads of 8",
         "1 layer reads the keys and values of layer 0 and keeps nothing",
     ]
@@ -118,7 +118,7 @@ def test_the_page_names_the_model_variants_segments_and_memory(bundle: Path, cap
     assert any(line.startswith("target cpu: ") and line.endswith("onnxruntime 1, x86_64 avx2") for line in lines)
 
 
-def test_by_an_absolute_anchor_a_prompt_is_not_run_at_full_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_an_absolute_anchor_full_depth_is_only_the_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     absolute = dataclasses.replace(SCHEDULE, anchor=Anchor.ABSOLUTE)
     manifests.write(make_manifest(absolute, tmp_path / "bundle"), tmp_path / "bundle")
     assert main([str(tmp_path / "bundle")]) == 0
@@ -126,7 +126,7 @@ def test_by_an_absolute_anchor_a_prompt_is_not_run_at_full_depth(tmp_path: Path,
     assert "v6 baseline segments 0 1 2 3 4" in lines
 
 
-def test_json_says_the_same_with_units(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_figures_with_units(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(bundle), "--json"]) == 0
     output = capsys.readouterr().out
     data: dict[str, Any] = json.loads(output)
@@ -135,12 +135,12 @@ def test_json_says_the_same_with_units(bundle: Path, capsys: pytest.CaptureFixtu
     assert {v["name"]: v["positions"] for v in data["variants"]} == {"v6": None, "v5": [0, 0], "v4": [1, 2], "v2": [3, None]}
     assert [s["layers"] for s in data["segments"]] == [list(s) for s in manifests.read(bundle).segments]
     target = data["targets"][0]
-    assert target["segment_bytes"][:2] == [14, 14 + 1000], "an engine counts with the weights beside it"
+    assert target["segment_bytes"][:2] == [14, 14 + 1000], "an engine is counted together with its weights"
     assert (target["embed_bytes"], target["head_bytes"]) == (10, 9)
     assert data["bundle_bytes"] == sum(file.size for file in manifests.read(bundle).files)
 
 
-def test_the_kv_buffer_of_a_row_is_that_of_the_schedule(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rows_kv_buffer_has_the_schedules_shape(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(bundle), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     prompt, slot = 16, 2 * 2 * 4 * 4  # half of 32 tokens; keys and values of 2 heads of 4 float32
@@ -165,13 +165,13 @@ def test_a_changed_byte_is_found_only_when_hashes_are_checked(bundle: Path, caps
     assert out == "" and err.count("\n") == 1 and "segment_1.bin" in err
 
 
-def test_a_folder_that_is_no_bundle_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_bundle_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
 
 
-def test_debug_gives_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_prints_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--debug"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("Traceback") and "BundleError" in err.splitlines()[-1]
@@ -195,14 +195,14 @@ def test_a_terminal_without_block_characters_gets_plain_ones(bundle: Path, monke
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "a\ud800b"])
-def test_a_name_cannot_reach_the_terminal_as_a_code(bundle: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_codes_in_a_name_do_not_reach_the_terminal(bundle: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rename(bundle, name)
     assert main([str(bundle)]) == 0
     page = capsys.readouterr().out
     assert page.splitlines()[0].startswith("a\\") and "\x1b" not in page
 
 
-def test_a_reader_that_goes_away_is_no_error(bundle: Path) -> None:
+def test_a_reader_that_goes_away_is_not_an_error(bundle: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

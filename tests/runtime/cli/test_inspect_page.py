@@ -1,4 +1,4 @@
-"""skip-inspect's page to the letter, of a bundle whose files are as large as a model's, but holes."""
+"""skip-inspect's page to the letter, for a bundle of sparse files as large as a model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What skip-run asks of a generator, and what it prints of what that gives."""
+"""What skip-run asks of a generator, and what it prints of the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMINGS = Timings(load_s=1, prefill_s=0.5, decode_s=0.04, tokens_per_s=9)
 
 @dataclasses.dataclass
 class _Recorder:
-    """In a generator's place: what it and its maker were asked, and a result made by hand."""
+    """Takes a generator's place: records how it was loaded and what it was asked, and gives a result made by hand."""
 
     rows: tuple[Row, ...] = ROWS
     tokenizer: Tokenizer | None = None
@@ -51,7 +51,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> _Recorder:
     return made
 
 
-def test_every_option_reaches_what_it_is_of(recorder: _Recorder) -> None:
+def test_every_option_reaches_its_argument(recorder: _Recorder) -> None:
     loading = ["--target", "cuda", "--threads", "3", "--prefill-chunk", "7", "--no-cuda-graphs"]
     sampling = ["--temperature", "0.7", "--top-k", "4", "--top-p", "0.9", "--seed", "11"]
     running = ["--token-ids", "1,2", "--token-ids", "3", "--max-new-tokens", "5", "--schedule", "full"]
@@ -65,7 +65,7 @@ def test_every_option_reaches_what_it_is_of(recorder: _Recorder) -> None:
     }  # fmt: skip
 
 
-def test_unasked_it_makes_64_tokens_greedily_with_the_bundles_schedule(recorder: _Recorder) -> None:
+def test_the_default_is_64_greedy_tokens_with_the_bundles_schedule(recorder: _Recorder) -> None:
     assert run.main(["engines", "--prompt", "a"]) == 0
     assert recorder.loaded == {
         "bundle": Path("engines"), "target": None, "threads": None, "prefill_chunk": PREFILL_CHUNK, "cuda_graphs": True,
@@ -100,26 +100,29 @@ def test_texts_and_files_are_prompts_in_the_order_given(recorder: _Recorder, tmp
         (str(2**63), "'9223372036854775808'"),
     ],
 )
-def test_what_is_no_token_id_is_told_in_one_short_line(
+def test_an_invalid_token_id_is_reported_in_one_short_line(
     given: str, said: str, recorder: _Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.main(["engines", "--token-ids", given]) == 2
-    assert capsys.readouterr() == ("", f"--token-ids: {said} is no whole number below 2**63; write numbers with commas: 1,2,3\n")
+    assert capsys.readouterr() == (
+        "",
+        f"--token-ids: {said} is not a whole number below 2**63; write numbers separated by commas: 1,2,3\n",
+    )
 
 
 @pytest.mark.parametrize(("given", "ids"), [("", []), (" ", []), (" 1, 2 ", [1, 2]), ("-1", [-1])])
-def test_other_token_ids_are_judged_by_the_bundle(given: str, ids: list[int], recorder: _Recorder) -> None:
+def test_other_token_ids_are_left_for_the_bundle_to_check(given: str, ids: list[int], recorder: _Recorder) -> None:
     assert run.main(["engines", f"--token-ids={given}"]) == 0
     assert recorder.asked["prompts"] == [ids]
 
 
 @pytest.mark.parametrize(("option", "value"), [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5)])
-def test_one_option_of_sampling_is_enough_to_sample(option: str, value: float, recorder: _Recorder) -> None:
+def test_one_sampling_option_is_enough_to_sample(option: str, value: float, recorder: _Recorder) -> None:
     assert run.main(["engines", "--prompt", "a", f"--{option.replace('_', '-')}", str(value)]) == 0
     assert recorder.asked["do_sample"] is True and recorder.asked[option] == value
 
 
-def test_rows_of_a_batch_have_headings_and_the_steps_their_mean(recorder: _Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_batch_have_headings_and_steps_a_mean(recorder: _Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     told = "[2 decode steps, 3.5 layers a step, 20.00 ms a step]\n"
     assert run.main(["engines", "--token-ids", "5", "--token-ids", "9"]) == 0
     assert capsys.readouterr() == ("--- 0: one\n--- 1: 10,11,12\n", told)
@@ -128,7 +131,7 @@ def test_rows_of_a_batch_have_headings_and_the_steps_their_mean(recorder: _Recor
     assert capsys.readouterr() == ("one\n", told)
 
 
-def test_a_row_is_printed_as_it_is_made_to_its_last_byte(recorder: _Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_printed_as_it_arrives_to_its_last_byte(recorder: _Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     ids = [BYTE_FALLBACK._tokenizer.token_to_id(token) for token in ("\u2581h", "\u2581w", "<0xF0>", "<0x9F>")]
     recorder.tokenizer, recorder.rows = BYTE_FALLBACK, (Row(prompt_ids=[5], token_ids=ids, text="not printed again"),)
     assert run.main(["engines", "--prompt", "a", "--quiet"]) == 0

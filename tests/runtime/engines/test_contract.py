@@ -1,4 +1,4 @@
-"""Engines that are not those of their manifest."""
+"""Engines that do not match their manifest."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _swap(*places: Any) -> Callable[[dict[str, Any]], None]:
         (lambda m: m["model"].update(hidden_size=32), "'hidden' is float32 [?,?,64], bundle.json calls for float32 [?,?,32]"),
         (lambda m: m["model"].update(num_kv_heads=1), "is float32 [?,2,?,16], bundle.json calls for float32 [?,1,?,16]"),
         (lambda m: m["model"].update(vocab_size=98), "'logits' is float32 [?,99], bundle.json calls for float32 [?,98]"),
-        (_swap("embed", "head"), "bundle.json has none of that name"),
-        (_swap(1, 2), "'past_key.2' is float32 [?,2,?,16], bundle.json has none of that name"),
+        (_swap("embed", "head"), "bundle.json calls for none of that name"),
+        (_swap(1, 2), "'past_key.2' is float32 [?,2,?,16], bundle.json calls for none of that name"),
     ],
     ids=["width", "heads", "vocabulary", "embedding and head", "two segments"],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""TensorRT's library where it does not start."""
+"""TensorRT's library on a machine where it does not start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skipdecode.engines import tensorrt
 from skipdecode.errors import TargetError
 
 
-def test_a_driver_that_is_too_old_for_the_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_too_old_for_the_library_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def runtime(log: Any) -> None:
         log.log(tensorrt_rtx.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")

@@ -1,4 +1,4 @@
-"""TensorRT's engines, the library's stand-in running the graphs that the plans were built from."""
+"""TensorRT's engines, whose library is a stand-in that runs the graphs that the plans were built from."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_plans_agree_with_the_reference_row_by_row_and_in_chunks(
     [
         *((name, Anchor.GENERATED) for name in ("gemma2", "granite_swa", "lfm2", "reading_others")),
         *((name, Anchor.ABSOLUTE) for name in HYBRIDS),
-        ("reading_others", Anchor.ABSOLUTE),  # the keys that upper layers read have more slots than those would need
+        ("reading_others", Anchor.ABSOLUTE),  # upper layers read keys that have more slots than those layers would need
     ],
 )
-def test_caps_sinks_states_and_keys_of_two_sizes_or_of_others_agree_with_torch_and_onnx_runtime(
+def test_caps_sinks_states_and_keys_of_two_sizes_or_other_layers_agree_with_torch_and_onnx_runtime(
     name: str, anchor: Anchor, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least, longest = LEAST_LAYERS.get(name, 2), 2 * MIN_SLOTS if name == "reading_others" else MAX_LENGTH
@@ -90,11 +90,11 @@ def test_quantised_plans_agree_with_a_reference_whose_weights_lie_on_the_same_le
     assert (generator.target.weights, generator.target.tied_weight) == (quantize, None)
     decoder = Decoder(generator.engines, generator.manifest.model, generator.manifest.schedule, [7, 2], NEW, prefill_chunk=3)
     assert_gives_the_references_logits(decoder, on_levels(zoo.model(name), quantize), PROMPTS, NEW, 0.02)
-    assert measure_plans(generator) is None, "the standard graphs' weights are others"
+    assert measure_plans(generator) is None, "the standard graphs have other weights"
 
 
-# a softmax's router, a sigmoid's with groups of experts and shared ones, biases and clamps, squared ReLUs of another width,
-# matrices the other way round, GELUs
+# a softmax router, a sigmoid router with groups of experts and shared ones, biases and clamps, squared ReLUs of another width,
+# transposed matrices, GELUs
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h_latent", "llama4_text", "gemma4_moe"])
 def test_mixtures_agree_with_torch_and_every_plan_with_onnx_runtime(
     name: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,7 +131,7 @@ def _plans(zoo: Zoo, name: str, folder: Path, patch: pytest.MonkeyPatch, quantiz
 def test_linear_biases_keep_their_slopes_far_from_the_first_slot(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slope times a slot's own number would be rounded to quarters there, in fp16."""
+    """There, fp16 would round a slope times the slot's own number to quarters."""
     full, prompt, new = ScheduleRequest(name="full"), [5 + index % 89 for index in range(1800)], 3
     export(
         ExportRequest(
@@ -143,7 +143,7 @@ def test_linear_biases_keep_their_slopes_far_from_the_first_slot(
     assert_gives_the_references_logits(decoder, zoo.model("mpt").half().float(), [prompt], new, 0.01)
 
 
-def test_heads_that_are_tokens_for_the_sake_of_many_slots_agree_with_torch_and_onnx_runtime(
+def test_heads_turned_into_tokens_because_of_many_slots_agree_with_torch_and_onnx_runtime(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(
@@ -159,25 +159,25 @@ def test_heads_that_are_tokens_for_the_sake_of_many_slots_agree_with_torch_and_o
     assert rows and all(row["holds"] for row in rows)
 
 
-def test_a_decode_steps_shapes_are_told_once_though_a_prompt_of_one_token_shares_its_context(
+def test_a_decode_steps_shapes_are_set_once_although_a_prompt_of_one_token_shares_its_context(
     gpu_bundle: Bundles, turnaround_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: Counter[tuple[int, str]] = Counter()
-    tell = standin.Context.set_input_shape
+    counts: Counter[tuple[int, str]] = Counter()
+    set_shape = standin.Context.set_input_shape
 
     def set_input_shape(self: standin.Context, name: str, shape: tuple[int, ...]) -> bool:
-        told[id(self), name] += self._profile == 0
-        return tell(self, name, shape)
+        counts[id(self), name] += self._profile == 0
+        return set_shape(self, name, shape)
 
     monkeypatch.setattr(standin.Context, "set_input_shape", set_input_shape)
     run = device.turn_around(turnaround_library)
     generator = device.load(gpu_bundle(Anchor.GENERATED), "tensorrt-rtx", run, monkeypatch)
     first, second = (generator.generate([5], max_new_tokens=4, ignore_eos=True) for _ in range(2))
     assert first.sequences == second.sequences
-    assert set(told.values()) == {1}
+    assert set(counts.values()) == {1}
 
 
-def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_plan_is_reported_in_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device.stand_in(gpu_bundle(Anchor.GENERATED), monkeypatch)
     plan = tmp_path / "head.plan"
     plan.write_bytes(b"no plan")
@@ -185,7 +185,7 @@ def test_a_damaged_plan_is_one_line(gpu_bundle: Bundles, tmp_path: Path, monkeyp
         tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
 
 
-def test_no_memory_for_a_plan_is_told_as_that(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_plan_is_reported_as_such(gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "[defaultAllocator.cpp::allocate::31] Error Code 1: Cuda Runtime (out of memory)"
     stands_in = device.stand_in(gpu_bundle(Anchor.GENERATED), monkeypatch)
     shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
@@ -208,7 +208,7 @@ def _calls(kind: type) -> set[str]:
     return {name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")}
 
 
-def test_the_stand_in_has_no_call_that_the_library_has_not() -> None:
+def test_the_stand_in_has_only_calls_that_the_library_has() -> None:
     import tensorrt_rtx as trt
 
     pairs = {
@@ -221,7 +221,7 @@ def test_the_stand_in_has_no_call_that_the_library_has_not() -> None:
 
 
 @pytest.mark.parametrize("version", package.VERSIONS)
-def test_for_the_package_tensorrt_it_has_no_call_that_its_bindings_have_not(version: str) -> None:
+def test_the_stand_in_has_only_calls_that_the_package_tensorrts_bindings_have(version: str) -> None:
     real = package.names(version)["names"]
     assert _calls(standin.Engine) <= {*real["ICudaEngine"]}
     assert _calls(standin.Context) <= {*real["IExecutionContext"]}
@@ -240,22 +240,20 @@ def test_plans_of_the_package_tensorrt_agree_with_torch_and_onnx_runtime(
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt-rtx"])
-def test_the_bytes_that_inspect_tells_of_a_row_are_those_that_it_takes(
-    target: str, gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_takes_the_bytes_that_inspect_reports(target: str, gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = device.load(gpu_bundle(Anchor.GENERATED), target, None, monkeypatch)
     made = generator.manifest
-    shallow = dataclasses.replace(made.schedule, layers=made.schedule.layers[-1:])  # most layers are in no decode step
+    shallow = dataclasses.replace(made.schedule, layers=made.schedule.layers[-1:])  # no decode step computes most of the layers
     for schedule in (made.schedule, shallow):
         decoder = generator.decoder([MAX_LENGTH // 2], MAX_LENGTH - MAX_LENGTH // 2, schedule)
         taken = sum(array.nbytes for layer in decoder.kv.layers for array in layer.values())
         assert taken == kv_bytes(made, schedule, generator.target) > 0
 
 
-def test_kernels_are_let_go_after_every_context_that_uses_them(
+def test_kernels_are_released_after_every_context_that_uses_them(
     gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()  # what tests before this one have left
+    gc.collect()  # collects what earlier tests have left
     gone: list[str] = []
     for kind in (standin.RtxContext, standin.RtxEngine, standin.Kernels):
         monkeypatch.setattr(kind, "__del__", lambda self: gone.append(type(self).__name__), raising=False)
@@ -278,22 +276,22 @@ def test_kernels_are_let_go_after_every_context_that_uses_them(
     assert [each for each in gone if each != "Kernels"][-1] == "RtxEngine"
 
 
-def test_a_gpu_that_the_library_does_not_serve_is_one_line(
+def test_a_gpu_that_the_library_does_not_support_is_reported_in_one_line(
     gpu_bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As TensorRT-RTX 1.7.1 says of any plan on an H200."""
+    """With what TensorRT-RTX 1.7.1 says of any plan on an H200."""
     said = "Error Code 6: API Usage Error (.. capability 9.0. .. TensorRT-RTX does not support this compute capability, so ..)"
     monkeypatch.setattr(standin, "DAMAGED", said)
     device.stand_in(gpu_bundle(Anchor.GENERATED), monkeypatch)
     plan = tmp_path / "head.plan"
     plan.write_bytes(b"a plan")
     with pytest.raises(
-        TargetError, match=r"^tensorrt_rtx does not serve this GPU \(Error .* capability, .*\); export with --target cuda$"
+        TargetError, match=r"^tensorrt_rtx does not support this GPU \(Error .* capability, .*\); export with --target cuda$"
     ):
         tensorrt.TensorRTEngine(plan, tensorrt.PlanRuntime("tensorrt-rtx", HostDevice()))
 
 
-def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_made_by_another_version_is_reported_in_one_line(gpu_bundle: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = gpu_bundle(Anchor.GENERATED)
     stands_in = device.stand_in(bundle, monkeypatch)
     shared = tensorrt.PlanRuntime("tensorrt-rtx", HostDevice())
@@ -306,7 +304,7 @@ def test_a_plan_of_another_versions_making_is_one_line(gpu_bundle: Bundles, monk
     ):
         engine.bind(wide, {bindings.LOGITS: memory.floats((5, 99))})
     monkeypatch.setattr(standin.Engine, "get_tensor_dtype", lambda self, name: stands_in.DataType.HALF)
-    with pytest.raises(BundleError, match=r"head\.plan: gives logits in another dtype than fp32; export the model again"):
+    with pytest.raises(BundleError, match=r"head\.plan: gives logits in a dtype other than fp32; export the model again"):
         tensorrt.TensorRTEngine(head, shared)
 
 
@@ -315,7 +313,9 @@ def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
 ) -> None:
     generator = device.load(gpu_bundle(Anchor.ABSOLUTE), "tensorrt-rtx", None, monkeypatch)
     generator.engines = dataclasses.replace(generator.engines, slots=(12,) * LAYERS)
-    with pytest.raises(CapacityError, match=r"buffers have 12 slots, this run takes 21; .* export the model with that schedule"):
+    with pytest.raises(
+        CapacityError, match=r"buffers have 12 slots, but this run needs 21; .* export the model with that schedule"
+    ):
         generator.generate(PROMPTS, max_new_tokens=NEW, schedule="full")
 
 
@@ -339,10 +339,10 @@ def test_compiled_kernels_are_shared_by_all_engines_and_kept_for_the_next_start(
     assert len(written.split()) == 2 + len(made.segments) + 2, "segments, embedding and head"
     before = file.stat().st_ino
     run(file)
-    assert file.stat().st_ino == before, "nothing new"
+    assert file.stat().st_ino == before, "nothing new is written"
     file.write_bytes(b"of another GPU")
     run(file)
     assert file.read_bytes() == written
     assert [path.name for path in file.parent.iterdir()] == ["kernels.bin"]
     (tmp_path / "file").write_bytes(b"")
-    run(tmp_path / "file" / "kernels.bin")  # no folder, no cache, no harm
+    run(tmp_path / "file" / "kernels.bin")  # without a folder there is no cache and no error

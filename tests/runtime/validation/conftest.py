@@ -37,5 +37,5 @@ def little_effort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def answer_here(request: dict[str, Any], out: Path) -> None:
-    """What `parity._run_reference` does, in this process: each of its own would load torch again."""
+    """Do what `parity._run_reference` does, but in this process: each new one would load torch again."""
     reference_run.answer(json.loads(json.dumps(request)), out)

@@ -1,4 +1,4 @@
-"""An earlier run beside this one."""
+"""An earlier run compared with this one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_only_medians_whose_intervals_lie_apart_are_slower_or_faster() -> None:
     }
 
 
-def test_what_one_process_differs_from_the_next_by_is_not_significant() -> None:
+def test_differences_between_one_process_and_the_next_are_not_significant() -> None:
     new = copy.deepcopy(RUN)
     for ratio, verdict in ((1.08, "same"), (1.12, "slower"), (0.95, "same"), (0.905, "faster")):
         median = 2 * ratio
@@ -80,7 +80,7 @@ def test_every_target_is_compared() -> None:
     assert [row["name"].partition(",")[0] for row in compare(two, two)["rows"]] == ["cpu"] * 4 + ["cuda"] * 4
 
 
-def test_what_only_one_of_the_runs_measured_is_left_out() -> None:
+def test_figures_that_only_one_run_has_are_left_out() -> None:
     new = copy.deepcopy(RUN)
     new["targets"][0]["latency"][0]["context"] = 64
     assert len(compare(new, RUN)["rows"]) == 2
@@ -99,7 +99,7 @@ def test_what_only_one_of_the_runs_measured_is_left_out() -> None:
         (("targets", 0, "weights"), "int8", "cpu, weights: fp32, now int8"),
     ],
 )
-def test_what_else_the_runs_differ_by_is_told(path: tuple[Any, ...], value: Any, told: str) -> None:
+def test_other_differences_between_the_runs_are_reported(path: tuple[Any, ...], value: Any, told: str) -> None:
     new = copy.deepcopy(RUN)
     *holders, name = path
     functools.reduce(operator.getitem, holders, new)[name] = value
@@ -115,15 +115,15 @@ def test_what_else_the_runs_differ_by_is_told(path: tuple[Any, ...], value: Any,
         (None, 16.0, []),
     ],
 )
-def test_a_machine_that_reads_its_memory_at_another_pace_is_told(then: float | None, now: float, told: list[str]) -> None:
+def test_another_memory_bandwidth_is_reported(then: float | None, now: float, told: list[str]) -> None:
     old, new = copy.deepcopy(RUN), copy.deepcopy(RUN)
     old["targets"][0]["read_gb_per_s"], new["targets"][0]["read_gb_per_s"] = then, now
     assert compare(new, old)["differs"] == told
 
 
-def test_a_run_that_went_on_from_one_that_was_stopped_is_told() -> None:
+def test_a_run_that_was_resumed_is_reported() -> None:
     resumed = {**RUN, "resumed": 3}
-    says = "run went on from one that was stopped: 3 measurements are of another time"
+    says = "run resumed one that was stopped: 3 measurements are from another time"
     assert compare(RUN, resumed)["differs"] == [f"the earlier {says}"]
     assert compare(resumed, RUN)["differs"] == [f"this {says}"]
 
@@ -166,7 +166,7 @@ def test_workloads_of_other_lengths_are_not_compared(setting: str, value: Any) -
         json.dumps(RUN).replace('"token_ms": {"median": 1', '"token_ms": {"median": Infinity, "was": 1'),
     ],
 )
-def test_a_file_that_is_no_earlier_run_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_an_earlier_run_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(CapacityError, match="skip-validate --json"):

@@ -1,4 +1,4 @@
-"""A run that was killed goes on."""
+"""A run that was killed is resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_what_was_measured_before_the_kill_is_not_measured_again() -> None:
+def test_measurements_from_before_the_kill_are_not_repeated() -> None:
     first = Journal({"bundle": "a"})
     assert first.once("x", lambda: {"ms": (1, 2)}) == {"ms": [1, 2]}
     again = Journal({"bundle": "a"})
@@ -51,7 +51,7 @@ def test_a_line_torn_by_the_kill_is_measured_again() -> None:
         lambda line: line.replace('"ms"', '"mt"'),
         lambda line: line.replace('"x"', '"y"'),
         lambda line: '["x", "x"]',
-        lambda line: '["x", {"ms": 1.5}]',  # as they were before lines had a checksum
+        lambda line: '["x", {"ms": 1.5}]',  # without a checksum
         lambda line: '["x", {"ms": 1.5}, null]',
         lambda line: '{"x": 1, "y": 2, "z": 3}',
         lambda line: "[" * 100_000,
@@ -69,7 +69,7 @@ def test_a_damaged_line_is_measured_again(damage: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, {"é\ud800": -0.0}, {1: [None, True]}, [0.1, 1e-300, 2**70], "NaN", []])
-def test_whatever_was_measured_is_read_back(value: Any) -> None:
+def test_any_measurement_is_read_back(value: Any) -> None:
     as_measured = Journal({}).once("naïve", lambda: value)
     assert Journal({}).once("naïve", lambda: pytest.fail("measured again")) == as_measured
 
@@ -81,8 +81,8 @@ def test_a_finished_run_is_forgotten() -> None:
     assert Journal({}).resumed == 0
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(CapacityError, match=r"cannot be written \(Not a directory\); let XDG_CACHE_HOME name"):
+    with pytest.raises(CapacityError, match=r"cannot be written \(Not a directory\); set XDG_CACHE_HOME to"):
         Journal({})

@@ -1,4 +1,4 @@
-"""A cell's figures from times that are known, and a clock that only the passes move."""
+"""A cell's figures from known times, on a clock that only the passes move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES: Any = SimpleNamespace(of=lambda layers, batch, context: layers * 10_000_0
 
 
 class Paced:
-    """As a generator and its decoder or device loop: a prompt takes 0.25 s, a step 0.5 s a layer, waiting for a block 4 s."""
+    """A generator and its decoder or device loop: a prompt takes 0.25 s, a step 0.5 s a layer, waiting for a block 4 s."""
 
     def __init__(self) -> None:
         self.manifest = SimpleNamespace(
@@ -61,7 +61,7 @@ def test_a_variant_is_timed_at_its_own_position_on_top_of_the_context(paced: Any
     assert {*paced.rewound} == {(0, 7), (1, 7)}
 
 
-def test_gains_and_shares_are_of_full_depth_and_of_the_bytes_that_are_read(paced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gains_are_over_full_depth_and_shares_of_the_bound_by_the_bytes_read(paced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "_measure_steps", lambda *_: {4: [4.0, 8.0], 2: [1.0, 4.0]})
     full, half = measure_cell(paced, BYTES, batch=1, context=7, gb_per_s=10.0)["variants"]
     assert (full["bound_ms"], half["bound_ms"]) == (4, 2)
@@ -69,6 +69,6 @@ def test_gains_and_shares_are_of_full_depth_and_of_the_bytes_that_are_read(paced
     assert (half["promised_gain"], half["gain"]["median"]) == (2, 3)
 
 
-def test_a_blocks_time_and_what_asking_took_are_a_steps(paced: Any) -> None:
+def test_a_blocks_time_and_its_launch_time_are_given_per_step(paced: Any) -> None:
     assert time_block(paced, position=3, context=7, steps=4) == (1e3 * (4 * 2 + 4) / 4, 1e6 * 4 * 2 / 4)
     assert paced.rewound == [(3, 7)]

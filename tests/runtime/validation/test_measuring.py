@@ -75,7 +75,7 @@ def test_on_a_device_a_variants_steps_follow_each_other_as_in_a_run(
     assert all(row["ms"]["median"] > 0 for row in cell["variants"])
 
 
-def test_a_devices_bandwidth_is_what_its_copies_read_and_write() -> None:
+def test_a_devices_bandwidth_counts_what_its_copies_read_and_write() -> None:
     class Counting(HostDevice):
         copied = 0
 
@@ -88,7 +88,7 @@ def test_a_devices_bandwidth_is_what_its_copies_read_and_write() -> None:
     assert counting.copied == 50 << 20
 
 
-def test_a_workload_tells_every_position_with_its_layers(zoo: Zoo) -> None:
+def test_a_workload_reports_every_position_with_its_layers(zoo: Zoo) -> None:
     generator = skipdecode.load(zoo.bundle("opt"))
     load = measure_workload(generator, _step_bytes(generator), [Request(prompt_tokens=5, new_tokens=9)] * 2, batch=2)
     schedule = generator.manifest.schedule
@@ -97,7 +97,7 @@ def test_a_workload_tells_every_position_with_its_layers(zoo: Zoo) -> None:
     assert load["own"]["token_ms"]["n"] % 8 == 0
 
 
-def test_on_a_device_no_step_of_a_measured_run_is_captured_in_it(
+def test_on_a_device_no_step_is_captured_during_a_measured_run(
     gpu_bundle: Callable[[Anchor], Path], turnaround_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures: list[int] = []
@@ -118,7 +118,7 @@ def test_on_a_device_no_step_of_a_measured_run_is_captured_in_it(
     monkeypatch.setattr(workload, "_run", counted)
     measure_workload(generator, _step_bytes(generator), [Request(prompt_tokens=5, new_tokens=9)], batch=1)
     assert sum(captures) > 0 and len(captures) % 3 == 0
-    assert sum(captures[2::3]) == 0, "two runs before each that is measured"
+    assert sum(captures[2::3]) == 0, "two runs precede each that is measured"
 
 
 def test_one_new_token_is_a_workload_without_decode_steps(zoo: Zoo) -> None:
@@ -127,7 +127,7 @@ def test_one_new_token_is_a_workload_without_decode_steps(zoo: Zoo) -> None:
     assert (load["decode_gain"], load["own"]["token_ms"], load["positions"]) == (None, None, [])
 
 
-def test_real_lengths_run_in_their_order_batched(zoo: Zoo, tmp_path: Path) -> None:
+def test_real_lengths_run_in_order_in_batches(zoo: Zoo, tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     path.write_text(
         '{"prompt_tokens": 5, "new_tokens": 3}\n{"prompt_tokens": 9, "new_tokens": 6}\n'
@@ -136,7 +136,7 @@ def test_real_lengths_run_in_their_order_batched(zoo: Zoo, tmp_path: Path) -> No
     generator = skipdecode.load(zoo.bundle("opt"))
     requests = read_requests(path)
     load = measure_workload(generator, _step_bytes(generator), requests, batch=2)
-    assert load["own"]["token_ms"]["n"] % (5 + 1) == 0  # the first two ride together until the longer ends
+    assert load["own"]["token_ms"]["n"] % (5 + 1) == 0  # the first two run together until the longer one ends
     assert load["requests"] == 4
     with pytest.raises(CapacityError, match="exceed the bundle's 48"):
         check_fits([*requests, Request(prompt_tokens=40, new_tokens=9)], 1, generator, "--workload")
@@ -158,8 +158,9 @@ def test_a_malformed_length_is_named(tmp_path: Path, line: str) -> None:
         read_requests(path)
 
 
-# keeping expanded what torch caches as a latent, states in the place of keys and values, states beside them, nothing, and
-# states in one layer and all keys where torch caches a window of them in another, and states that torch keeps turned alone
+# minicpm3 keeps expanded what torch caches as a latent; qwen3_5_text has states in place of keys and values, falcon_h1 alongside
+# them, nemotron_h layers that keep nothing; lfm3 has states in one layer and all keys where torch caches a window of them in
+# another; mamba has only states, which torch keeps transposed
 @pytest.mark.parametrize("name", [*CONFIGS, "minicpm3", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm3", "mamba"])
 def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch

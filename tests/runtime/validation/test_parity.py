@@ -39,7 +39,7 @@ from tests.zoo import Zoo, edit_config
         ("int4", math.inf, 0.1, False),
     ],
 )
-def test_exact_weights_are_held_to_a_thousandth_and_others_to_a_bound_of_the_median_step(
+def test_exact_weights_are_held_to_a_thousandth_and_others_to_a_bound_on_the_median_step(
     weights: str, relative: float, median: float, holds: bool, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = {"relative_error": relative, "median_error": median}
@@ -95,7 +95,7 @@ def test_a_window_that_only_long_prompts_fill_is_compared(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("name", ["opt", "mixtral", "qwen3_5_text"])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_quantised_bundle_holds_to_its_own_model_and_not_to_another(
+def test_a_quantised_bundle_agrees_with_its_own_model_and_not_with_another(
     name: str, quantize: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, schedule = zoo.checkpoint(name), ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=10)

@@ -1,4 +1,4 @@
-"""Plans compared with ONNX Runtime's results, the library's stand-in running them."""
+"""Plans, run by the library's stand-in, compared with ONNX Runtime's results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_plan_that_computes_something_else_is_found(
     generator = device.load(bundle, "tensorrt-rtx", None, monkeypatch)
     before = measure_plans(generator)
     assert before is not None and all(row["holds"] for row in before)
-    # what the plans are compared with, not the plans: the standard graphs' weights
+    # changes not the plans but what they are compared with: the standard graphs' weights
     weights = bundle / "graphs" / "weights.safetensors"
     name = next(name for name in load_file(weights) if "layers.1." in name and "v_proj.weight" in name)
     graph = ir.load(bundle / "graphs" / "layer_001.onnx").graph
@@ -52,7 +52,7 @@ def test_a_plan_that_computes_something_else_is_found(
     half = np.frombuffer(data, np.float16, tensor.size, tensor.offset)
     data[tensor.offset : tensor.offset + tensor.nbytes] = (half * np.float16(1.2)).tobytes()
     (tmp_path / "changed").write_bytes(data)
-    (tmp_path / "changed").rename(weights)  # another file: what runs has the old one mapped
+    (tmp_path / "changed").rename(weights)  # a new file, since the engines have the old one mapped
     after = measure_plans(generator)
     assert after is not None
     broken = {row["name"] for row in after if not row["holds"]}
@@ -81,7 +81,7 @@ def test_a_slim_bundle_has_nothing_to_compare_with(gpu_bundle: Callable[[Anchor]
     assert measure_plans(generator) is None
 
 
-def test_plans_are_not_compared_with_the_graphs_of_a_bundle_that_took_their_own_ones_place(
+def test_plans_are_not_compared_with_the_graphs_of_a_bundle_that_replaced_theirs(
     gpu_bundle: Callable[[Anchor], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = shutil.copytree(gpu_bundle(Anchor.GENERATED), tmp_path / "bundle")

@@ -29,7 +29,7 @@ EXAMPLES = [
 SAID = ["the cat sat on a mat today", "dogs bark at the moon tonight again", "the rain falls on the plain"]
 
 
-def test_bleu_is_sacrebleus_with_as_many_references_as_each_example_has() -> None:
+def test_bleu_is_sacrebleus_for_examples_with_any_number_of_references() -> None:
     columns = [[e.references[i] if i < len(e.references) else None for e in EXAMPLES] for i in range(3)]
     found = score(SAID, EXAMPLES)
     assert found["bleu"]["value"] == pytest.approx(sacrebleu.corpus_bleu(SAID, columns).score, abs=1e-9)
@@ -49,7 +49,7 @@ def test_the_best_reference_counts_for_rouge() -> None:
     assert score([e.references[-1] for e in EXAMPLES], EXAMPLES)["rouge_l"]["value"] == pytest.approx(100)
 
 
-def test_rouge_counts_the_words_that_are_too_many_and_those_that_lack() -> None:
+def test_rouge_counts_extra_words_and_missing_ones() -> None:
     twice = " ".join(["dogs bark loudly at the moon tonight"] * 2)
     assert score([twice], EXAMPLES[1:2])["rouge_l"]["value"] == pytest.approx(200 / 3)
     assert score(["dogs bark loudly"], EXAMPLES[1:2])["rouge_l"]["value"] == pytest.approx(60)
@@ -67,7 +67,7 @@ def test_rouge_counts_the_words_that_are_too_many_and_those_that_lack() -> None:
         ("โรงสีเป็นร้านกาแฟใกล้แม่น้ำ", "โรงสีเป็นร้านกาแฟใกล้ทะเล", "char"),
     ],
 )
-def test_the_answer_scores_100_in_every_script_and_a_near_one_between(text: str, near: str, tokenizer: str) -> None:
+def test_the_answer_scores_100_in_every_script_and_a_similar_one_less(text: str, near: str, tokenizer: str) -> None:
     examples = [Example(prompt="a", references=(text,))]
     exact, other = score([text], examples), score([near], examples, [text])
     assert exact["bleu_tokenizer"] == other["bleu_tokenizer"] == tokenizer
@@ -77,26 +77,26 @@ def test_the_answer_scores_100_in_every_script_and_a_near_one_between(text: str,
         assert other[f"{name}_loss"]["value"] > 1
 
 
-def test_the_references_choose_how_bleu_splits_and_the_answers_do_not() -> None:
+def test_the_references_choose_how_bleu_splits_text_and_the_answers_do_not() -> None:
     english = [Example(prompt="a", references=("the cat sat on the mat",))]
     assert score(["磨坊是河边的一家咖啡馆。"], english)["bleu_tokenizer"] == "13a"
     chinese = [Example(prompt="b", references=("磨坊是河边的一家咖啡馆。",))]
     assert score(["the cat sat on the mat"], chinese)["bleu_tokenizer"] == "zh"
 
 
-def test_rouge_of_ascii_has_rouge_scores_own_words() -> None:
+def test_rouge_splits_ascii_into_the_same_words_as_rouge_score() -> None:
     rng = random.Random(0)
     for _ in range(300):
         text = "".join(chr(rng.randrange(128)) for _ in range(80))
         assert quality._words(text) == DefaultTokenizer().tokenize(text)
 
 
-def test_marks_belong_to_their_letters_and_are_no_ends_of_words() -> None:
+def test_combining_marks_belong_to_their_letters_and_do_not_end_words() -> None:
     assert quality._words("Cafe\u0301, का की! x_y") == ["cafe\u0301", "का", "की", "x", "y"]
 
 
 def test_an_interval_is_where_95_of_100_resamples_lie() -> None:
-    """Of three examples one is drawn three times in 1 of 27 resamples, the other two alone in 8 of 27."""
+    """Of three examples, one is drawn three times in 1 of 27 resamples, and only the other two are drawn in 8 of 27."""
     said = [EXAMPLES[0].references[0], "x", "x"]
     assert score(said, EXAMPLES)["rouge_l"] == pytest.approx({"value": 100 / 3, "low": 0, "high": 100})
     wholly = [example.references[0] for example in EXAMPLES]
@@ -122,7 +122,7 @@ def test_another_speedup_is_rounded_up_to_the_variants_that_the_bundle_has(zoo: 
 
 
 @pytest.mark.parametrize(("name", "kind"), [("power", "power"), ("step", "step"), ("linear", "linear"), ("table", "linear")])
-def test_another_speedup_is_of_the_bundles_own_kind(name: str, kind: str, zoo: Zoo) -> None:
+def test_another_speedup_has_the_bundles_own_kind_of_schedule(name: str, kind: str, zoo: Zoo) -> None:
     made = manifests.read(zoo.bundle("opt"))
     every = tuple(dataclasses.replace(made.variants[0], name=f"v{count}", num_layers=count) for count in range(2, LAYERS + 1))
     layers = tuple([LAYERS] * 6 + [3] * 6)
@@ -137,12 +137,12 @@ def test_another_speedup_is_of_the_bundles_own_kind(name: str, kind: str, zoo: Z
     ("line", "says"),
     [
         ("{", "is not JSON"),
-        ("[]", "is no example"),
-        ('{"prompt": "x"}', "is no example"),
-        ('{"prompt": "x", "references": []}', "is no example"),
-        ('{"prompt": "x", "references": "y"}', "is no example"),
-        ('{"prompt": "", "references": ["y"]}', "is no example"),
-        ('{"prompt": 3, "references": ["y"]}', "is no example"),
+        ("[]", "is not an example"),
+        ('{"prompt": "x"}', "is not an example"),
+        ('{"prompt": "x", "references": []}', "is not an example"),
+        ('{"prompt": "x", "references": "y"}', "is not an example"),
+        ('{"prompt": "", "references": ["y"]}', "is not an example"),
+        ('{"prompt": 3, "references": ["y"]}', "is not an example"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None:
@@ -154,7 +154,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, says: str) -> None
 
 
 def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
-    """A string may hold what else Unicode ends lines with; Windows writes a mark before all and two characters at an end."""
+    """Strings may hold Unicode's other line ends; Windows writes a byte order mark first and two characters at each line end."""
     path = tmp_path / "eval.jsonl"
     lines = ('{"prompt": "a\u2028b\x85c", "references": ["d"]}', '{"prompt": "e", "references": ["f"]}')
     path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())

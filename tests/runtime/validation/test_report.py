@@ -41,7 +41,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="module")
 def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything measured, an objective missed, and compared with an earlier run."""
+    """A report with everything measured, an objective missed and an earlier run to compare with."""
     folder = tmp_path_factory.mktemp("report")
     examples, path = folder / "eval.jsonl", folder / "report.html"
     examples.write_text(
@@ -73,13 +73,13 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_an_objective_measured_is_no_zero_where_it_is_small(browser: webdriver.Chrome, report: Path) -> None:
+def test_a_small_figure_of_an_objective_is_not_shown_as_zero(browser: webdriver.Chrome, report: Path) -> None:
     browser.get(report.as_uri())
     cell = browser.find_element("xpath", "//td[contains(., 'max_logit_error')]/following-sibling::td[2]")
     assert 1e-9 < float(cell.text) < 1e-3
 
 
-def test_every_chart_is_drawn_in_light_and_dark_without_a_word_on_the_console(browser: webdriver.Chrome, report: Path) -> None:
+def test_every_chart_is_drawn_in_light_and_dark_without_console_messages(browser: webdriver.Chrome, report: Path) -> None:
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -107,7 +107,7 @@ def test_the_page_says_what_does_not_hold_and_compares_with_the_baseline(browser
     assert "undefined" not in text and "NaN" not in text
 
 
-def test_the_page_asks_the_network_for_nothing(browser: webdriver.Chrome, report: Path) -> None:
+def test_the_page_makes_no_network_requests(browser: webdriver.Chrome, report: Path) -> None:
     browser.get_log("performance")
     browser.get(report.as_uri())
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -115,7 +115,7 @@ def test_the_page_asks_the_network_for_nothing(browser: webdriver.Chrome, report
     assert [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
 
 
-def test_what_was_not_measured_is_said_and_the_rest_is_drawn(browser: webdriver.Chrome, trained: Path, tmp_path: Path) -> None:
+def test_missing_measurements_are_named_and_the_rest_is_drawn(browser: webdriver.Chrome, trained: Path, tmp_path: Path) -> None:
     path = tmp_path / "bare.html"
     assert main([str(trained), "--batch", "1", "--context", "8", "--new-tokens", "1", "--report", str(path), "--quiet"]) == 0
     browser.get(path.as_uri())
@@ -125,7 +125,7 @@ def test_what_was_not_measured_is_said_and_the_rest_is_drawn(browser: webdriver.
     assert "add --eval FILE.jsonl" in text and "add --reference MODEL" in text
 
 
-def test_bleu_says_what_split_the_texts_where_it_is_not_sacrebleus_default(
+def test_bleu_names_its_tokenizer_where_it_is_not_sacrebleus_default(
     browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, examples = tmp_path / "report.html", tmp_path / "eval.jsonl"
@@ -141,7 +141,9 @@ def test_bleu_says_what_split_the_texts_where_it_is_not_sacrebleus_default(
         assert f"{name} with the schedule" in text
 
 
-def test_a_first_batch_of_one_token_is_drawn_beside_longer_ones(browser: webdriver.Chrome, trained: Path, tmp_path: Path) -> None:
+def test_a_first_batch_of_one_token_is_drawn_next_to_longer_ones(
+    browser: webdriver.Chrome, trained: Path, tmp_path: Path
+) -> None:
     (tmp_path / "lengths.jsonl").write_text('{"prompt_tokens": 4, "new_tokens": 1}\n{"prompt_tokens": 4, "new_tokens": 5}\n')
     path, lengths = tmp_path / "report.html", str(tmp_path / "lengths.jsonl")
     assert main([str(trained), "--batch", "1", "--context", "8", "--workload", lengths, "--report", str(path), "--quiet"]) == 0
@@ -150,7 +152,7 @@ def test_a_first_batch_of_one_token_is_drawn_beside_longer_ones(browser: webdriv
     assert set(_charts(browser)) == CHARTS - {"quality", "positions"}
 
 
-def test_numbers_that_are_none_are_drawn_as_such_and_are_null_in_json(
+def test_nan_and_infinity_are_drawn_and_are_null_in_json(
     browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--batch", "1", "--context", "8", "--new-tokens", "4", "--json"]
@@ -164,13 +166,13 @@ def test_numbers_that_are_none_are_drawn_as_such_and_are_null_in_json(
     assert browser.get_log("browser") == []
     assert set(_charts(browser)) == CHARTS - {"quality"}
     text = browser.execute_script("return document.body.innerText")
-    assert "does not hold" in text and "; 3 measurements are those of a run that was stopped" in text
+    assert "does not hold" in text and "; 3 measurements come from an earlier run that was stopped" in text
     strict = json.loads(as_json(result), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert strict["targets"][0]["parity"][0]["relative_error"] is None
 
 
 def _charts(browser: webdriver.Chrome) -> dict[str, Any]:
-    """By name: marks that were drawn, size, markup."""
+    """Charts by name: how many marks were drawn, size and markup."""
     script = """
         return Object.fromEntries([...document.querySelectorAll("[data-chart]")].map((figure) => {
             const svg = [...figure.querySelectorAll("svg")].sort((a, b) => b.clientWidth - a.clientWidth)[0];

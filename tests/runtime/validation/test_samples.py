@@ -19,7 +19,7 @@ def test_the_interval_holds_the_true_median_in_about_95_of_100_cases() -> None:
     assert 930 <= hits <= 995
 
 
-def test_order_statistics_are_of_the_sorted_values_and_an_outlier_moves_none() -> None:
+def test_order_statistics_are_of_the_sorted_values_and_an_outlier_does_not_move_them() -> None:
     summary = Summary.of([*reversed(range(100)), 1e6])
     # of 101 the theorem takes the 40th and the 62nd
     assert summary == Summary(n=101, median=50, low=39, high=61, p90=90, p99=99)
@@ -30,7 +30,7 @@ def test_the_interval_covers_the_median_in_95_of_100_cases_whatever_the_number_o
         summary = Summary.of([float(rank) for rank in range(n)])
         low, high = int(summary.low), int(summary.high)
         assert low + high == n - 1
-        below = [math.comb(n, count) / 2**n for count in range(n + 1)]  # how probable it is that so many lie below the median
+        below = [math.comb(n, count) / 2**n for count in range(n + 1)]  # the probability that so many lie below the median
         assert sum(below[low + 1 : high + 1]) >= 0.95, n
 
 

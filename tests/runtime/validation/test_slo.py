@@ -64,13 +64,13 @@ def test_the_worst_figure_decides(text: str, value: float, holds: bool) -> None:
         ("tokens_per_s<=1", math.nan, "nan"),
     ],
 )
-def test_what_is_measured_never_reads_as_if_it_were_the_bound(text: str, value: float, told: str) -> None:
+def test_a_measured_value_is_never_rounded_to_the_bound(text: str, value: float, told: str) -> None:
     (row,) = judge([parse_slo(text)], {"workloads": [{"own": {"tokens_per_s": {"median": value}}}]})
     assert row["slo"] == text
     assert row["measured"] == told
 
 
-def test_p90_and_p99_tell_of_how_many_measurements() -> None:
+def test_p90_and_p99_say_how_many_measurements_they_are_of() -> None:
     told = {name: judge([parse_slo(f"{name}<=1")], TARGET)[0]["measured"] for name in NAMES}
     assert (told["p90_token_ms"], told["p99_ttft_ms"]) == ("40 (of 18)", "60 (of 18)")
     assert [name for name, text in told.items() if "of" in text] == [
@@ -79,7 +79,7 @@ def test_p90_and_p99_tell_of_how_many_measurements() -> None:
 
 
 @pytest.mark.parametrize("errors", [(0.1, math.nan), (math.nan, 0.1)])
-def test_what_is_no_number_is_within_no_bound(errors: tuple[float, ...]) -> None:
+def test_nan_is_within_no_bound(errors: tuple[float, ...]) -> None:
     target = {**TARGET, "parity": [{"max_logit_error": error} for error in errors]}
     (row,) = judge([parse_slo("max_logit_error<=1")], target)
     assert math.isnan(row["value"]) and row["holds"] is False
@@ -93,21 +93,21 @@ def test_every_name_can_be_judged() -> None:
     ("text", "says"),
     [
         ("p99_token_s<=1", "'p99_token_s' is not measured; choose one of p50_token_ms"),
-        ("p99_token_ms<=30s", "unit 's' after the number; the unit is in the name"),
+        ("p99_token_ms<=30s", "unit 's' after the number; leave it out: the name p99_token_ms includes the unit"),
         ("p99_token_ms<=30 ms", "unit 'ms' after the number"),
-        ("p99_token_ms=30", "is no objective"),
-        ("p99_token_ms", "is no objective"),
-        ("", "is no objective"),
-        ("bleu>=1.2.3", "'1.2.3' is no number"),
+        ("p99_token_ms=30", "is not an objective"),
+        ("p99_token_ms", "is not an objective"),
+        ("", "is not an objective"),
+        ("bleu>=1.2.3", "'1.2.3' is not a number"),
     ],
 )
-def test_an_objective_that_cannot_be_read_is_one_line(text: str, says: str) -> None:
+def test_an_objective_that_cannot_be_read_is_reported_in_one_line(text: str, says: str) -> None:
     with pytest.raises(CapacityError, match=says) as caught:
         parse_slo(text)
     assert "\n" not in str(caught.value)
 
 
-def test_an_objective_on_what_is_not_measured_is_refused() -> None:
+def test_an_objective_on_something_not_measured_is_refused() -> None:
     with pytest.raises(CapacityError, match="bleu is measured only with --eval; add --eval"):
         check_measured([parse_slo("bleu>=60")], {"--reference"})
     with pytest.raises(CapacityError, match="rouge_l is measured only with --eval; add --eval"):

@@ -9,11 +9,11 @@ import pytest
 
 from skipdecode.validation.terminal import show
 
-NAME = "a[/b] [bold]x[/bold] :smile:"  # a folder's
+NAME = "a[/b] [bold]x[/bold] :smile:"  # a folder may have such a name
 
 
 def _result() -> dict[str, Any]:
-    """Of a bundle whose one target does not run, and that differs from its baseline."""
+    """The result of a bundle whose only target does not run and that differs from its baseline."""
     schedule = {"name": "table", "layers": [3, 2], "speedup": 1.2}
     bundle = {"model": {"name": NAME, "layers": 3}, "schedule": schedule, "variants": []}
     row = {"name": NAME, "old_ms": 1.0, "new_ms": 2.0, "ratio": 2.0, "verdict": "slower"}
@@ -31,7 +31,7 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("environment", [{}, {"COLUMNS": "40"}, {"FORCE_COLOR": "1", "TERM": "dumb"}])
-def test_no_line_is_broken_where_the_output_is_no_terminal(
+def test_no_line_is_broken_where_the_output_is_not_a_terminal(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in environment.items():
@@ -46,7 +46,7 @@ def test_no_line_is_broken_where_the_output_is_no_terminal(
     show(result)
     lines = capsys.readouterr().out.splitlines()
     for phrases in (
-        (NAME, "schedule table 3 -> 2 over 2 positions", "0 variants; 5 files as the manifest says"),
+        (NAME, "schedule table 3 -> 2 over 2 positions", "0 variants; 5 files match the manifest"),
         ("target cuda does not run here", f"{long} why"),
         (f"DIFFERS: model: {long}, now c",),
         (f"{long} row", "1.00", "2.00", "slower"),
@@ -55,7 +55,7 @@ def test_no_line_is_broken_where_the_output_is_no_terminal(
         assert any(all(phrase in line for phrase in phrases) for line in lines), phrases
 
 
-def test_on_a_terminal_lines_are_as_long_as_it_is_wide(
+def test_on_a_terminal_lines_are_as_long_as_the_terminal_is_wide(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")

@@ -1,4 +1,4 @@
-"""What a validation fills in, loads, scores and remembers, nothing of it measured."""
+"""What a validation fills in, loads, scores and remembers, without measuring anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.zoo import Zoo
         (1, 18, ((1,), (10,), 9, 9)),
     ],
 )
-def test_what_was_not_said_is_what_a_service_has_or_the_most_that_the_bundle_takes(
+def test_defaults_are_those_of_a_service_or_the_most_that_the_bundle_takes(
     max_batch: int, max_length: int, filled: tuple[Any, ...], zoo: Zoo
 ) -> None:
     manifest = manifests.read(zoo.bundle("opt"))
@@ -38,14 +38,14 @@ def test_what_was_not_said_is_what_a_service_has_or_the_most_that_the_bundle_tak
     assert (found.batches, found.contexts, found.prompt_tokens, found.new_tokens) == filled
 
 
-def test_batches_that_nobody_asked_for_fit_a_workload_of_few_requests(zoo: Zoo) -> None:
+def test_default_batches_fit_a_workload_of_few_requests(zoo: Zoo) -> None:
     bundle = zoo.bundle("opt")
     for count, batches in ((1, (1,)), (3, (1, 3)), (9, (1, 4))):
         request = ValidateRequest(bundle=bundle, requests=(Request(prompt_tokens=5, new_tokens=3),) * count)
         assert validation._fill_defaults(request, manifests.read(bundle), 20).batches == batches
 
 
-def test_resident_memory_is_of_one_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resident_memory_is_that_of_one_target_only(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter((100, 300, 310, 360))
     monkeypatch.setattr(validation, "resident_bytes", lambda: next(measured))
     monkeypatch.setattr(validation, "Generator", lambda bundle, *, target, threads: (target, threads))
@@ -69,7 +69,7 @@ def test_every_loss_is_against_full_depth(zoo: Zoo, monkeypatch: pytest.MonkeyPa
     assert rows[1]["texts"] == [generator.manifest.schedule.mean_layers]
 
 
-def test_a_run_does_not_go_on_with_other_examples_or_another_content_of_the_reference(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_other_examples_or_a_changed_reference(zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1")
     request = ValidateRequest(
         bundle=zoo.bundle("opt"), reference=str(tmp_path), examples=(Example(prompt="a", references=("b",)),)

@@ -67,7 +67,7 @@ def test_an_objective_that_does_not_hold_is_named_and_exit_is_1(trained: Path, c
     assert line.startswith("does not hold: p50_token_ms<=0 on cpu: measured ")
 
 
-def test_a_percentile_says_of_how_many_measurements(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_percentile_says_how_many_measurements_it_is_of(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained), *QUICK, "--slo", "p99_ttft_ms<=0", "--slo", "p50_ttft_ms<=100000"]) == 1
     captured = capsys.readouterr()
     assert re.fullmatch(r"does not hold: p99_ttft_ms<=0 on cpu: measured [\d.]+ \(of 1\)\n", captured.err)
@@ -101,12 +101,12 @@ def test_a_variant_that_differs_from_the_reference_is_named_and_exit_is_1(
 @pytest.mark.parametrize(
     ("relative", "median", "told"),
     [
-        (math.inf, math.nan, "gives logits that are no numbers"),
-        (math.nan, 0.1, "gives logits that are no numbers"),
+        (math.inf, math.nan, "gives logits that are NaN or infinite"),
+        (math.nan, 0.1, "gives logits that are NaN or infinite"),
         (0.9, math.inf, "gives all tokens the same logit"),
     ],
 )
-def test_errors_that_are_no_numbers_are_compared_with_no_bound(
+def test_nan_and_infinite_errors_are_not_compared_with_a_bound(
     relative: float, median: float, told: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = {"relative_error": relative, "median_error": median}
@@ -129,7 +129,7 @@ def test_errors_that_are_no_numbers_are_compared_with_no_bound(
 def test_a_bundle_that_is_replaced_before_all_of_it_is_read_is_refused(
     when: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else the other bundle is measured under this one's name, or called damaged."""
+    """Otherwise the other bundle would be measured under this one's name, or be called damaged."""
     bundle = shutil.copytree(zoo.bundle("opt"), tmp_path / "engines")
     module, name = {
         "before it is loaded": (validation, "_load"),
@@ -149,7 +149,7 @@ def test_a_bundle_that_is_replaced_before_all_of_it_is_read_is_refused(
     assert capsys.readouterr() == ("", f"{bundle}: was replaced while it was loaded; load it again\n")
 
 
-def test_a_file_that_changed_does_not_hold(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_file_fails_the_validation(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "engines"
     shutil.copytree(zoo.bundle("opt"), bundle)
     config = (bundle / "config.json").read_text()
@@ -168,7 +168,7 @@ def test_random_weights_are_enough_for_speed(tmp_path: Path, zoo: Zoo) -> None:
 def test_an_earlier_run_is_compared(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(validation, "_gb_per_s", lambda *_: 20.0)  # which what else runs here changes
+    monkeypatch.setattr(validation, "_gb_per_s", lambda *_: 20.0)  # other work on this machine would change it
     assert main([str(trained), *QUICK, "--json"]) == 0
     (tmp_path / "old.json").write_text(capsys.readouterr().out)
     assert main([str(trained), *QUICK, "--baseline", str(tmp_path / "old.json"), "--json"]) == 0
@@ -177,7 +177,7 @@ def test_an_earlier_run_is_compared(
 
 
 @pytest.mark.parametrize("file", ["segment_001.bin", "head.onnx"])
-def test_a_damaged_file_does_not_hold_also_where_nothing_can_be_measured_with_it(
+def test_a_damaged_file_fails_the_validation_even_where_nothing_can_be_measured_with_it(
     file: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = shutil.copytree(trained, tmp_path / "engines")
@@ -193,7 +193,7 @@ def test_a_damaged_file_does_not_hold_also_where_nothing_can_be_measured_with_it
         assert file.partition(".")[0] in result["targets"][0]["why"]
 
 
-def test_a_killed_run_goes_on_where_it_was(
+def test_a_killed_run_is_resumed_where_it_was(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def killed(*_: Any) -> Any:
@@ -207,13 +207,11 @@ def test_a_killed_run_goes_on_where_it_was(
         capsys.readouterr()
         assert main([str(trained), *QUICK, "--slo", "decode_gain>0"]) == 0  # a gate may be added
     captured = capsys.readouterr()
-    assert "skip-validate: 3 measurements are those of a run that was stopped" in captured.err
-    assert "3 measurements are those of a run that was stopped" in captured.out
+    assert "skip-validate: 3 measurements come from an earlier run that was stopped" in captured.err
+    assert "3 measurements come from an earlier run that was stopped" in captured.out
 
 
-def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_not_resumed_when_the_same_files_have_changed(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, measured = tmp_path / "engines", []
     shutil.copytree(zoo.bundle("opt"), bundle)
 
@@ -225,13 +223,13 @@ def test_a_run_does_not_go_on_from_another_content_of_the_same_files(
     monkeypatch.setattr(validation, "_gb_per_s", lambda *_: measured.append("bandwidth") or 1.0)
     assert main([str(bundle), *QUICK]) == 130
     assert main([str(bundle), *QUICK]) == 130
-    assert measured == ["bandwidth", "cell", "cell"]  # the same files: on from the journal
+    assert measured == ["bandwidth", "cell", "cell"]  # the same files: resumed from the journal
     (bundle / "config.json").write_text((bundle / "config.json").read_text().replace("0", "1", 1))
     assert main([str(bundle), *QUICK]) == 130
     assert measured[3:] == ["bandwidth", "cell"]
 
 
-def test_damage_while_a_run_was_stopped_does_not_hold(
+def test_damage_done_while_a_run_was_stopped_fails_the_validation(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = tmp_path / "engines"
@@ -246,7 +244,7 @@ def test_damage_while_a_run_was_stopped_does_not_hold(
         patch.setattr(validation, "measure_cell", killed)
         assert main([str(bundle), *QUICK]) == 130
     config.write_text(config.read_text().replace("0", "1", 1))
-    os.utime(config, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as a disk that lost a bit
+    os.utime(config, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as when a disk loses a bit
     assert main([str(bundle), *QUICK]) == 1
     assert "config.json: its contents are not what the manifest says" in capsys.readouterr().err
 
@@ -257,7 +255,7 @@ def test_damage_while_a_run_was_stopped_does_not_hold(
         (["--slo", "speed<=1"], "--slo: 'speed' is not measured; choose one of"),
         (["--slo", "bleu>=1"], "--slo: bleu is measured only with --eval; add --eval"),
         (["--slo", "decode_gain>=1", "--new-tokens", "1"], "--slo: decode_gain is measured only with --new-tokens 2; add"),
-        (["--speedup", "2"], "--speedup: says at which speedups --eval scores; add --eval"),
+        (["--speedup", "2"], "--speedup: has no effect without --eval; add --eval"),
         (["--batch", "99"], "--batch: 99: the bundle takes 1..4; choose another"),
         (["--context", "4000"], "--context: 4000: the bundle takes 1..124"),
         (["--prompt-tokens", "100", "--new-tokens", "100"], "exceed the bundle's 128"),
@@ -293,7 +291,7 @@ def test_a_speedup_that_the_model_cannot_reach_is_refused_before_any_long_work(
     assert line.startswith("--speedup 99 cannot be reached by ")
 
 
-def test_what_is_asked_is_what_is_validated(eval_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_reaches_the_request(eval_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[validation.ValidateRequest] = []
     result = {"resumed": 0, "integrity": {"holds": True}, "targets": [], "slo": [], "holds": True}
     monkeypatch.setattr(command, "validate", lambda request, progress: asked.append(request) or result)
@@ -309,12 +307,12 @@ def test_what_is_asked_is_what_is_validated(eval_file: Path, tmp_path: Path, mon
     assert asked[1] == validation.ValidateRequest(bundle=Path("engines"), slos=(parse_slo("p50_token_ms<=1"),))
 
 
-def test_lengths_that_a_workload_leaves_no_use_for_are_refused(
+def test_lengths_that_have_no_effect_with_a_workload_are_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text('{"prompt_tokens": 8, "new_tokens": 6}')
-    for option, says in (("--prompt-tokens", "beside --workload;"), ("--new-tokens", "beside --workload without --eval;")):
+    for option, says in (("--prompt-tokens", "with --workload;"), ("--new-tokens", "with --workload unless --eval is given;")):
         assert main([str(trained), "--workload", str(lengths), option, "8"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line == f"{option}: has no effect {says} leave one of them out"
@@ -329,7 +327,7 @@ def test_a_reference_without_weights_is_refused_at_once(
     assert line.startswith(f"{tmp_path}: holds no model.safetensors or pytorch_model.bin; name a checkpoint folder")
 
 
-def test_a_bundle_too_short_to_measure_its_variants_is_told_so(
+def test_a_bundle_too_short_to_measure_its_variants_is_refused(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(validation, "max_context", lambda generator: 0)

@@ -18,7 +18,7 @@ BYTES: Any = SimpleNamespace(of=lambda layers, batch, context: 100 * layers + ba
 
 
 class Paced:
-    """As a generator: a prompt takes 10 s, a token 2 s at full depth and 1 s with the schedule; once, first, all far longer."""
+    """A generator: a prompt takes 10 s, a token 2 s at full depth and 1 s with the schedule. The first run takes far longer."""
 
     def __init__(self, own: Schedule) -> None:
         self.manifest = SimpleNamespace(schedule=own, model=SimpleNamespace(vocab_size=9), limits=SimpleNamespace(max_length=48))
@@ -41,7 +41,7 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> Any:
     return generator
 
 
-def test_the_figures_are_those_of_the_clock_after_the_warm_up(paced: Any) -> None:
+def test_figures_are_taken_from_the_clock_after_the_warm_up(paced: Any) -> None:
     requests = [Request(prompt_tokens=4, new_tokens=5), Request(prompt_tokens=4, new_tokens=3)]
     load = measure_workload(paced, BYTES, requests, batch=2)
     for name, token, total in (("own", 1.0, 14.0), ("full", 2.0, 18.0)):
@@ -53,9 +53,7 @@ def test_the_figures_are_those_of_the_clock_after_the_warm_up(paced: Any) -> Non
 
 
 @pytest.mark.parametrize(("anchor", "counts"), [(Anchor.GENERATED, [4, 4, 4, 4, 4, 2]), (Anchor.ABSOLUTE, [4, 2, 2, 2, 2, 2])])
-def test_a_positions_layers_and_promise_are_those_of_where_the_schedule_counts_from(
-    anchor: Anchor, counts: list[int], paced: Any
-) -> None:
+def test_a_positions_layers_and_promise_follow_the_schedules_anchor(anchor: Anchor, counts: list[int], paced: Any) -> None:
     paced.manifest.schedule = Schedule(name="table", num_layers=4, warmup_layers=1, layers=OWN.layers, anchor=anchor)
     load = measure_workload(paced, BYTES, [Request(prompt_tokens=4, new_tokens=7)], batch=1)
     assert [row["layers"] for row in load["positions"]] == counts
@@ -71,7 +69,7 @@ def test_a_run_may_fill_the_bundles_length(paced: Any) -> None:
 
 
 @pytest.mark.parametrize("prompts", [(6, 1), (1, 6)])
-def test_of_prompts_of_several_lengths_the_deepest_row_counts_in_whatever_order(prompts: tuple[int, int], paced: Any) -> None:
+def test_with_prompts_of_several_lengths_the_deepest_row_counts_in_any_order(prompts: tuple[int, int], paced: Any) -> None:
     paced.manifest.schedule = Schedule(name="table", num_layers=4, warmup_layers=1, layers=OWN.layers, anchor=Anchor.ABSOLUTE)
     by_layer: Any = SimpleNamespace(of=lambda layers, batch, context: 100 * layers + layers * batch * context)
     load = measure_workload(paced, by_layer, [Request(prompt_tokens=prompt, new_tokens=3) for prompt in prompts], batch=2)
@@ -95,16 +93,16 @@ def test_a_batch_that_the_requests_do_not_fill_is_refused(paced: Any) -> None:
     check_fits(two, 2, paced, "--workload")
     with pytest.raises(CapacityError) as caught:
         check_fits(two, 3, paced, "--workload")
-    says = "--workload: a batch of 3 needs as many requests, the file has 2; choose --batch 2 or less, or add requests"
+    says = "--workload: a batch of 3 needs as many requests, but the file has 2; choose --batch 2 or less, or add requests"
     assert str(caught.value) == says
 
 
-def test_requests_of_which_those_that_run_have_no_decode_step_are_refused(paced: Any) -> None:
-    """An objective for the time a token would have no figure."""
+def test_requests_are_refused_if_those_that_run_have_no_decode_step(paced: Any) -> None:
+    """An objective for the time per token would have no figure."""
     first, last = [Request(prompt_tokens=4, new_tokens=1)] * 2, Request(prompt_tokens=4, new_tokens=2)
     check_fits([last, *first], 2, paced, "--workload")
     check_fits([*first, first[0]], 2, paced, "--workload")
-    with pytest.raises(CapacityError, match="do not run, have 2 new_tokens; write them first"):
+    with pytest.raises(CapacityError, match="they do not run because they do not fill a batch of 2; put them first"):
         check_fits([*first, last], 2, paced, "--workload")
 
 
