@@ -31,7 +31,7 @@ class _Norm(_rms_normalization.RmsNormFusion):  # type: ignore[misc]
         result: MatchResult = super().check(op, x, scale, **others)
         sizes = list(scale.shape) if scale.shape is not None else []
         if not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != x.shape[-1]:  # type: ignore[index]
-            return result.fail("It is no weight of each number of a row.", scale)
+            return result.fail("It is not one weight for each number of a row.", scale)
         return result
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, epsilon: ir.Value, **others: Any) -> Any:

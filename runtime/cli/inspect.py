@@ -109,8 +109,8 @@ def _states_line(group: LayerGroup) -> str:
         return f"{who} read{s} the keys and values of layer {group.keys_of} and keep{s} {states}"
     if group.keys is None:
         return f"{who} keep{s} {states} instead of keys and values"
-    beside = f"{states} beside " if group.states else ""
-    return f"{who} keep{s} {beside}{group.keys.num_heads} key/value heads of {group.keys.head_size}"
+    and_states = f"{states} and " if group.states else ""
+    return f"{who} keep{s} {and_states}{group.keys.num_heads} key/value heads of {group.keys.head_size}"
 
 
 def _target_lines(target: dict[str, Any], manifest: Manifest) -> list[str]:

@@ -1,5 +1,5 @@
 """examples:
-  skip-validate engines/                                        (is it intact, how fast is it)
+  skip-validate engines/                                        (is it intact, and how fast)
   skip-validate engines/ --reference ./opt-1.3b                 (every variant against the torch reference)
   skip-validate engines/ --batch 1,8 --context 128,1024 --report report.html
   skip-validate engines/ --slo "p99_token_ms<=30" --slo "decode_gain>=1.8"        (a gate: exit 1 where one does not hold)
@@ -45,23 +45,23 @@ def _parser() -> argparse.ArgumentParser:
     objectives = "\n".join(f"  {name:<16} {meaning}" for name, meaning in NAMES.items())
     parser = Parser(
         prog="skip-validate",
-        description="Check whether a bundle is right, fast enough and good: offline, with a report.",
+        description="Check whether a bundle is correct, fast enough and good enough: offline, with a report.",
         epilog=f"objectives of --slo (operators <= >= < >):\n{objectives}\n\n{__doc__}",
     )
     parser.add_argument("bundle", type=folder, metavar="DIR", help="the folder that skip-export wrote")
     parser.add_argument("--target", metavar="T", help="where to run (every target that runs on this machine)")
     parser.add_argument("--threads", type=_count, metavar="N", help="size of the thread pool (one thread per usable core)")
-    right = parser.add_argument_group("is it right")
-    right.add_argument("--reference", metavar="MODEL", help="the exported model, to compare every variant with in torch")
+    correct = parser.add_argument_group("is it correct")
+    correct.add_argument("--reference", metavar="MODEL", help="the exported model, to compare every variant with in torch")
     fast = parser.add_argument_group("is it fast enough")
     fast.add_argument("--batch", type=_counts, action="extend", metavar="N,..", help="rows (1,4)")
-    fast.add_argument("--context", type=_counts, action="extend", metavar="N,..", help="valid tokens a row (32,512)")
+    fast.add_argument("--context", type=_counts, action="extend", metavar="N,..", help="valid tokens per row (32,512)")
     fast.add_argument("--prompt-tokens", type=_count, metavar="N", help="prompt tokens per row of the workload (64)")
     fast.add_argument("--new-tokens", type=_count, metavar="N", help="new tokens per row, --eval too (the schedule's span + 1)")
     fast.add_argument("--workload", type=Path, metavar="F", help='JSONL of real lengths: {"prompt_tokens": 37, "new_tokens": 64}')
     fast.add_argument("--slo", action="append", default=[], metavar="'NAME<=X'", help="an objective (names below); repeatable")
     fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json result to compare with")
-    good = parser.add_argument_group("is it good")
+    good = parser.add_argument_group("is it good enough")
     good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
     good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="more speedups for --eval")
     parser.add_argument("--report", type=Path, metavar="F", help="write one self-contained HTML page")

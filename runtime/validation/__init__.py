@@ -1,1 +1,1 @@
-"""What `skip-validate` measures: is a bundle right, is it fast enough, is it good? One question per module."""
+"""What `skip-validate` measures: is a bundle correct, fast enough, good enough? One question per module."""

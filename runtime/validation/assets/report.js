@@ -87,7 +87,7 @@ function positions(target) {
     ["measured", "ms", "var(--accent)"]];
   const drawing = plot({
     width: WIDE, height: 300,
-    x: {label: "position →"}, y: {label: "↑ ms a decode step", domain: [0, d3.quantile(load.positions.map((p) => p.full_ms).sort(d3.ascending), 0.97) * 1.15], clamp: true},
+    x: {label: "position →"}, y: {label: "↑ ms per decode step", domain: [0, d3.quantile(load.positions.map((p) => p.full_ms).sort(d3.ascending), 0.97) * 1.15], clamp: true},
     marks: [
       Plot.ruleY([0]),
       ...series.map(([, field, color]) => Plot.lineY(load.positions,
@@ -113,7 +113,7 @@ function latency(target) {
   const drawing = plot({
     width: WIDE, height: 320, color: {...layerColor, legend: true},
     x: {type: "point", label: "context, tokens →", domain: [...new Set(rows.map((row) => row.context))].sort(d3.ascending)},
-    y: {label: "↑ ms a decode step", zero: true}, fx: {label: "batch", domain: batches},
+    y: {label: "↑ ms per decode step", zero: true}, fx: {label: "batch", domain: batches},
     marks: [
       Plot.frame({stroke: "var(--line)"}), Plot.ruleY([0]),
       Plot.lineY(rows, {fx: "batch", x: "context", y: "y", z: "name", stroke: "layers", strokeWidth: 1.6}),
@@ -123,7 +123,7 @@ function latency(target) {
     ],
   });
   return chart("latency", "Decode step by batch and context",
-    "A line a variant; the thick part is the 95 % interval of the median. Variants took turns in every round.", drawing, {wide: true});
+    "One line per variant; the thick part is the 95 % interval of the median. Variants took turns in every round.", drawing, {wide: true});
 }
 
 function prefill(target) {
@@ -147,7 +147,7 @@ function roofline(target) {
   const bound = [least * 0.8, most * 1.25].map((mb) => ({mb, ms: mb / target.read_gb_per_s}));
   const drawing = plot({
     width: HALF, height: 320,
-    x: {type: "log", label: "MB a step must read →", tickFormat: "~s"}, y: {type: "log", label: "↑ ms a decode step", tickFormat: "~g"},
+    x: {type: "log", label: "MB that a step must read →", tickFormat: "~s"}, y: {type: "log", label: "↑ ms per decode step", tickFormat: "~g"},
     color: {legend: true, label: "batch", domain: [...new Set(rows.map((row) => row.rows))], range: BATCH_COLORS, tickFormat: (name) => `batch ${name}`},
     marks: [
       Plot.line(bound, {x: "mb", y: "ms", stroke: "var(--soft)", strokeDasharray: "5 3"}),
@@ -250,11 +250,11 @@ function section(target) {
   if (!target.runs) return [element("h2", {}, `Target ${target.name}`), element("p", {class: "soft"}, `Does not run here: ${target.why}`)];
   const grid = element("div", {class: "grid"}, target.workloads[0].positions.length ? positions(target) : null, latency(target), prefill(target), roofline(target));
   return [
-    element("h2", {}, `${title}Is it right?`), parity(target), ...[plans(target)].filter(Boolean),
+    element("h2", {}, `${title}Is it correct?`), parity(target), ...[plans(target)].filter(Boolean),
     element("h2", {}, `${title}Is it fast enough?`), workloads(target), grid,
-    element("h2", {}, `${title}Is it good?`),
+    element("h2", {}, `${title}Is it good enough?`),
     ...(target.quality ? quality(target) : [element("p", {class: "soft"}, "Not scored: add --eval FILE.jsonl.")]),
-    element("h2", {}, `${title}What does it take?`), element("div", {class: "grid"}, memory(target)),
+    element("h2", {}, `${title}How much memory does it take?`), element("div", {class: "grid"}, memory(target)),
   ];
 }
 

@@ -55,7 +55,7 @@ def test_layers_that_keep_or_read_something_else_than_most_are_listed(bundle: Pa
     assert main([str(bundle)]) == 0
     assert capsys.readouterr().out.splitlines()[1:6] == [
         "2 layers keep conv_state [6,3], recurrent_state [2,4,5] instead of keys and values",
-        "1 layer keeps conv_state [6,3] beside 2 key/value heads of 4",
+        "1 layer keeps conv_state [6,3] and 2 key/value heads of 4",
         "1 layer keeps nothing instead of keys and values",
         "1 layer keeps 1 key/value heads of 8",
         "1 layer reads the keys and values of layer 0 and keeps nothing",

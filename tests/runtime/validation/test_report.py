@@ -98,7 +98,7 @@ def test_every_chart_is_drawn_in_light_and_dark_without_console_messages(browser
 def test_the_page_says_what_does_not_hold_and_compares_with_the_baseline(browser: webdriver.Chrome, report: Path) -> None:
     browser.get(report.as_uri())
     text = browser.execute_script("return document.body.innerText")
-    for words in ("does not hold", "bleu>=101", "Against the baseline", "Is it right?", "v24", "first token that differs"):
+    for words in ("does not hold", "bleu>=101", "Against the baseline", "Is it correct?", "v24", "first token that differs"):
         assert words in text, words
     assert "0.001 of the largest logit" in text
     assert "Differs: cores: 99, now" in text
