@@ -34,7 +34,7 @@ SAMPLINGS = {
     "top_p 0.95": Sampling(do_sample=True, top_p=0.95),
     "top_k 50, top_p 0.95, temperature 0.8": Sampling(do_sample=True, temperature=0.8, top_k=50, top_p=0.95),
 }
-_FOLLOWING = 20  # consecutive choices on a GPU, waited for only at their end
+_CONSECUTIVE = 20  # choices on a GPU, waited for only after the last
 
 Logits = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
@@ -75,7 +75,7 @@ def _measure(vocabulary: int, rows: int, shape: str, name: str, options: argpars
     ours = _Kernel(logits, SAMPLINGS[name], where) if on_gpu else _Host(logits, SAMPLINGS[name])
     theirs = _transformers(torch.from_numpy(logits).to(where), SAMPLINGS[name])
     wait_theirs = torch.cuda.synchronize if where == "cuda" else lambda: None
-    block = _FOLLOWING if on_gpu else 1
+    block = _CONSECUTIVE if on_gpu else 1
     pairs = [
         (_ms(ours, ours.wait, block), _ms(theirs, wait_theirs, block)) for _ in range(3 if options.smoke else 12)
     ][1:]  # the first allocates  # fmt: skip

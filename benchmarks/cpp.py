@@ -44,16 +44,16 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, one round, nothing written")
     options = parser.parse_args()
     rounds = 1 if options.smoke else options.rounds
-    found: dict[str, list[dict[str, Any]]] = {"python": [], "cpp": []}
+    runs: dict[str, list[dict[str, Any]]] = {"python": [], "cpp": []}
     with tempfile.TemporaryDirectory(prefix="skipdecode-bench-") as folder:
         make_checkpoint("opt", Path(folder) / "checkpoint", options.smoke)
         bundle = Path(folder) / "bundle"
         make_bundle(Path(folder) / "checkpoint", bundle, 2.0, STEPS)
         weights = (Path(folder) / "checkpoint" / "model.safetensors").stat().st_size
         for _ in range(rounds):
-            found["python"].append(_run([sys.executable, "-c", _PYTHON, str(bundle), str(PROMPT), str(STEPS)]))
-            found["cpp"].append(_run([str(BENCH), str(bundle), str(PROMPT), str(STEPS + 1), "3"]))
-    result = {"machine": facts(), "rounds": rounds, "weights_gb": weights / 1e9, **{name: _row(name, found) for name in found}}
+            runs["python"].append(_run([sys.executable, "-c", _PYTHON, str(bundle), str(PROMPT), str(STEPS)]))
+            runs["cpp"].append(_run([str(BENCH), str(bundle), str(PROMPT), str(STEPS + 1), "3"]))
+    result = {"machine": facts(), "rounds": rounds, "weights_gb": weights / 1e9, **{name: _row(name, runs) for name in runs}}
     print(json.dumps(result, indent=2))
     if not options.smoke:
         write_results("cpp", result)
@@ -65,16 +65,17 @@ def _run(command: list[str]) -> dict[str, Any]:
     return answer
 
 
-def _row(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _row(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over the rounds; `vs_python`: the median of the rounds' ratios, Python's time over this one's."""
-    row: dict[str, Any] = {"load_s": statistics.median(one["load_s"] for one in found[name])}
-    for how in ("full", "scheduled"):
-        keys = found[name][0][how]
-        row[how] = {key: statistics.median(one[how][key] for one in found[name]) for key in keys}
+    row: dict[str, Any] = {"load_s": statistics.median(run["load_s"] for run in runs[name])}
+    for schedule in ("full", "scheduled"):
+        keys = runs[name][0][schedule]
+        row[schedule] = {key: statistics.median(run[schedule][key] for run in runs[name]) for key in keys}
         ratios = [
-            ours[how]["token_ms"] / theirs[how]["token_ms"] for ours, theirs in zip(found["python"], found[name], strict=True)
+            ours[schedule]["token_ms"] / theirs[schedule]["token_ms"]
+            for ours, theirs in zip(runs["python"], runs[name], strict=True)
         ]
-        row[how]["vs_python"] = statistics.median(ratios)
+        row[schedule]["vs_python"] = statistics.median(ratios)
     return row
 
 

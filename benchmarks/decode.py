@@ -68,7 +68,7 @@ def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict
         name, folder / "checkpoint", options.kinds, options.speedups, options.tokens - 1, options.threads, options.block,
         not options.smoke,
     )  # fmt: skip
-    points = [point for point in options.points if point.context + options.tokens <= _MAX_LENGTH[name]]
+    points = _points_of(name, options)
     figures: dict[str, Any] = {"points": []}
     for point in points:
         prompts = _prompts(point)
@@ -76,7 +76,7 @@ def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict
         figures["points"].append(summarize(systems, bandwidth, point))
         show_point(name, figures["points"][-1])
         if point is points[0]:
-            figures |= _told_once(systems, prompts, options.tokens)
+            figures |= _measure_once(systems, prompts, options.tokens)
             show_model(name, figures)
             for system in systems:
                 if system.first_point_only:
@@ -87,7 +87,13 @@ def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict
     return figures
 
 
-def _told_once(systems: list[System], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+def _points_of(name: str, options: argparse.Namespace) -> list[Point]:
+    """The points whose prompt and new tokens fit into the model's length."""
+    return [point for point in options.points if point.context + options.tokens <= _MAX_LENGTH[name]]
+
+
+def _measure_once(systems: list[System], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """What is measured once per model, after its first point."""
     memory = {system.name: system.memory_mib() for system in systems}
     ours = [system for system in systems if system.reads]
     targets = {each.kind: each.reads.target for each in ours if each.reads}
@@ -106,14 +112,14 @@ def _measure_rounds(name: str, systems: list[System], prompts: list[list[int]], 
     The first round is not counted, nor, with --anew, the first call of each process. There are as many rounds as fit into
     --seconds, at least 2 and at most --repeats.
     """
-    memory, found, started = ReadBandwidth(options.threads, 16 if options.smoke else 512), [], time.monotonic()
+    bandwidth, gb_per_s, started = ReadBandwidth(options.threads, 16 if options.smoke else 512), [], time.monotonic()
     for system in systems:
         system.runs.clear()
     for repeat in range(-1, options.repeats):
         if repeat >= 2 and time.monotonic() - started > options.seconds * (repeat + 1) / (repeat + 2):
             break
         _progress(f"{name} {len(prompts)}x{len(prompts[0])}: " + ("warming up" if repeat < 0 else f"round {repeat + 1}"))
-        found.append(memory.gb_per_s())
+        gb_per_s.append(bandwidth.gb_per_s())
         first = max(0, repeat) % len(systems)
         for system in (*systems[first:], *systems[:first]):
             if options.anew and repeat >= 0:
@@ -123,7 +129,7 @@ def _measure_rounds(name: str, systems: list[System], prompts: list[list[int]], 
             run = system.call("generate", prompts, options.tokens)
             if repeat >= 0:
                 system.runs.append(run)
-    return found[1:]
+    return gb_per_s[1:]
 
 
 def _prompts(point: Point) -> list[list[int]]:
@@ -176,12 +182,17 @@ def _options() -> argparse.Namespace:
     if options.smoke:
         options.tokens, options.repeats, options.speedups = 6, 2, [2.0]
         options.points, options.models, options.kinds = [Point(1, 8), Point(2, 8)], ["llama"], ["fp32"]
+    if pointless := [name for name in options.models if not _points_of(name, options)]:
+        parser.error(
+            f"--points: none has room for {options.tokens} new tokens in the {_MAX_LENGTH[pointless[0]]} of {pointless[0]}; "
+            "choose shorter prompts, or leave the model out"
+        )
     return options
 
 
-def _progress(what: str) -> None:
+def _progress(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def _tree_mib(pid: int) -> tuple[float, float]:
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a name such as opt-6.7b, or a folder")
-    given, options = parser.parse_known_args()  # the rest are skip-export's options
-    model = given.model
+    arguments, options = parser.parse_known_args()  # options: those for skip-export
+    model = arguments.model
     folder = os.environ.get("TMPDIR", tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="skipdecode-export-", dir=folder) as temporary:
         figures = measure_export(model, Path(temporary) / "bundle", options)

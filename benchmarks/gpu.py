@@ -55,9 +55,9 @@ def main() -> int:
     if isinstance(device, str):
         print(f"gpu.py: {device}", file=sys.stderr)
         return 2
-    wanted = ["cuda"] if options.smoke else ["cuda", f"tensorrt-rtx:{device['capability']}", "tensorrt"]
-    missing = {} if options.smoke else {target: why for target in wanted if (why := in_process(refused, target))}
-    targets = [target for target in wanted if target not in missing]
+    all_targets = ["cuda"] if options.smoke else ["cuda", f"tensorrt-rtx:{device['capability']}", "tensorrt"]
+    missing = {} if options.smoke else {target: why for target in all_targets if (why := in_process(refused, target))}
+    targets = [target for target in all_targets if target not in missing]
     if not targets:
         print(f"gpu.py: {'; '.join(missing.values())}", file=sys.stderr)
         return 2
@@ -76,23 +76,23 @@ def _measure(
     name: str, folder: Path, targets: list[str], options: argparse.Namespace, deadline: float, result: dict[str, Any]
 ) -> None:
     """Measure one model into `result`, under the last part of its name; results are written after each stage."""
-    told = folder.name
+    model_name = folder.name
     folder.mkdir(parents=True, exist_ok=True)
     if options.smoke:
         in_process(make_checkpoint, name, folder / "checkpoint", True)
     gb_per_s = in_process(bandwidth, "cpu" if options.smoke else "cuda")
     figures: dict[str, Any] = {"export_s": {}, "copy_gb_per_s": round(gb_per_s, 1), "points": []}
-    result["models"][told] = figures
+    result["models"][model_name] = figures
     makers = _makers(name, folder, targets, options.smoke, figures["export_s"])
-    processes = Processes(told, makers, result["not_measured"], deadline)
+    processes = Processes(model_name, makers, result["not_measured"], deadline)
     waiting = stages(options.points, list(makers), _takes_part)
     try:
         while waiting:
             stage = waiting.pop(0)
-            found = processes.take_turns(stage, options.rounds)
-            if found:
+            cells = processes.take_turns(stage, options.rounds)
+            if cells:
                 point = _point(figures["points"], stage, options.rounds)
-                show(told, point, add_turns(point, found, gb_per_s))
+                show(model_name, point, add_turns(point, cells, gb_per_s))
             _write(result, options)
             processes.keep({system for later in waiting for system in later.systems})
     finally:
@@ -115,18 +115,18 @@ def _makers(
     def peer(compiled: bool) -> Worker:
         return Worker(TorchSteps, model, device, compiled, patience_s=_PATIENCE_S)
 
-    found: dict[str, Callable[[], Worker]] = {}
+    makers: dict[str, Callable[[], Worker]] = {}
     for target in targets:
         system = target.split(":")[0]
-        found[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
+        makers[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
     if smoke or name == _MODELS.split(",")[0]:
-        found[ONE_ENGINE] = lambda: ours(ONE_ENGINE, targets[0])
-    found |= {_EAGER: lambda: peer(False), _COMPILED: lambda: peer(True)}
+        makers[ONE_ENGINE] = lambda: ours(ONE_ENGINE, targets[0])
+    makers |= {_EAGER: lambda: peer(False), _COMPILED: lambda: peer(True)}
     kinds = QUANTIZED[-1:] if smoke else QUANTIZED  # they differ only in a number
     for target, kind in itertools.product(targets, kinds):
         system = f"{target.split(':')[0]} {kind}"
-        found[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
-    return found
+        makers[system] = lambda system=system, target=target: ours(system, target)  # type: ignore[misc]
+    return makers
 
 
 def _takes_part(system: str, point: str) -> bool:
@@ -139,8 +139,8 @@ def _takes_part(system: str, point: str) -> bool:
 
 def _point(points: list[dict[str, Any]], stage: Stage, rounds: int) -> dict[str, Any]:
     """The figures of the stage's point, added to `points` if they are not there yet."""
-    known = (point for point in points if (point["batch"], point["context"]) == (stage.batch, stage.context))
-    point = next(known, None)
+    existing = (point for point in points if (point["batch"], point["context"]) == (stage.batch, stage.context))
+    point = next(existing, None)
     if point is None:
         point = {"batch": stage.batch, "context": stage.context, "rounds": rounds, "systems": [], "prefill_ms": {}}
         points.append(point)

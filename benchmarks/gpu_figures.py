@@ -18,25 +18,25 @@ def kind_of(system: str) -> str:
     return last if last in QUANTIZED else "fp16"
 
 
-def add_turns(point: dict[str, Any], found: Cells, gb_per_s: float) -> list[dict[str, Any]]:
+def add_turns(point: dict[str, Any], turns: Cells, gb_per_s: float) -> list[dict[str, Any]]:
     """Add to a point's figures what they lack; returns the new rows.
 
     Peers, the one engine and quantised weights are compared with the chain of segments that took turns with them.
     """
-    chain = next((system for system, cells in found.items() if "variants" in cells[0] and _is_the_chain(system)), None)
-    ours = _times(found[chain], 0) if chain else []
+    chain = next((system for system, cells in turns.items() if "variants" in cells[0] and _is_the_chain(system)), None)
+    ours = _times(turns[chain], 0) if chain else []
     rows: list[dict[str, Any]] = []
-    for system, cells in found.items():
+    for system, cells in turns.items():
         if "variants" in cells[0]:
-            rows += _variants(system, cells, gb_per_s, found[chain] if chain and kind_of(system) != "fp16" else None)
+            rows += _variants(system, cells, gb_per_s, turns[chain] if chain and kind_of(system) != "fp16" else None)
             point["prefill_ms"].setdefault(system, round(statistics.median(cell["prefill_ms"] for cell in cells), 2))
         else:
             rows.append(_peer(system, cells, ours))
-    if chain and ONE_ENGINE in found:
-        pairs = zip(ours, _times(found[ONE_ENGINE], 0), strict=False)  # either may have failed in a later round
+    if chain and ONE_ENGINE in turns:
+        pairs = zip(ours, _times(turns[ONE_ENGINE], 0), strict=False)  # either may have failed in a later round
         point["price_of_segments"] = round(statistics.median(segments / one for segments, one in pairs), 4)
-    known = {row["system"] for row in point["systems"]}
-    new = [row for row in rows if row["system"] not in known]
+    old = {row["system"] for row in point["systems"]}
+    new = [row for row in rows if row["system"] not in old]
     point["systems"] += new
     return new
 

@@ -36,11 +36,11 @@ def stages(points: Sequence[str], systems: Sequence[str], takes_part: Callable[[
 
     first, *others = systems
     of_one_row = [point for point in points if point.startswith("1x")]
-    found = [stage(point, [first]) for point in of_one_row]
+    ordered = [stage(point, [first]) for point in of_one_row]
     for other in others:
-        found += [stage(point, [first, other]) for point in of_one_row if takes_part(other, point)]
-    rest = [point for point in points if point not in of_one_row]
-    return found + [stage(point, [system for system in systems if takes_part(system, point)]) for point in rest]
+        ordered += [stage(point, [first, other]) for point in of_one_row if takes_part(other, point)]
+    of_more_rows = [point for point in points if point not in of_one_row]
+    return ordered + [stage(point, [system for system in systems if takes_part(system, point)]) for point in of_more_rows]
 
 
 class Processes:
@@ -61,7 +61,7 @@ class Processes:
 
     def take_turns(self, stage: Stage, rounds: int) -> Cells:
         """What each system's turns gave, as far as they went."""
-        found: Cells = {}
+        cells: Cells = {}
         failed: set[str] = set()
         for _ in range(rounds):
             for system in stage.systems:
@@ -71,10 +71,10 @@ class Processes:
                     cell = self._cell(system, stage)
                 except Exception as error:  # whatever it is, the other systems' measurements must survive it
                     failed.add(system)
-                    self._tell(system, stage, error, len(found.get(system, ())))
+                    self._report_failure(system, stage, error, len(cells.get(system, ())))
                 else:
-                    found.setdefault(system, []).append(cell)
-        return found
+                    cells.setdefault(system, []).append(cell)
+        return cells
 
     def _cell(self, system: str, stage: Stage) -> dict[str, Any]:
         if time.monotonic() > self._deadline:
@@ -104,7 +104,7 @@ class Processes:
                 raise
         return self._workers[system]
 
-    def _tell(self, system: str, stage: Stage, error: Exception, turns: int) -> None:
+    def _report_failure(self, system: str, stage: Stage, error: Exception, turns: int) -> None:
         after = f"after {turns} of its turns: " if turns else ""
         self._not_measured[f"{self._model}, {system}, {stage.point}"] = after + reason(error)
         print(f"\n{self._model}, {system}, {stage.point}: not measured\n{error}", file=sys.stderr, flush=True)

@@ -72,9 +72,9 @@ class Ours:
         of embedding, segments, head and turn-around. The host enqueues a block and waits for its end; `host_us` is the time that
         enqueuing one step takes. The first prompts and blocks are not counted: engines allocate and graphs are captured then.
         """
-        found = self._cell(batch, context)
+        cell = self._cell(batch, context)
         gc.collect()  # frees the KV buffer before another system needs the memory
-        return found
+        return cell
 
     def _cell(self, batch: int, context: int) -> dict[str, Any]:
         from skipdecode.decoder import Decoder
@@ -144,7 +144,7 @@ class TorchSteps:
             torch.set_num_threads(1)  # as for this runtime
         self._model = AutoModelForCausalLM.from_config(load_config(model)[0], dtype=torch.float16).eval()
         # on a CPU figures mean nothing: this only checks that a step is one graph
-        self._how = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"}
+        self._compile_options = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"}
         self._step, self._cache = self._model.forward, None
         self._point: tuple[int, int] | None = None
 
@@ -153,11 +153,11 @@ class TorchSteps:
         self._prepare(batch, context)
         with self._torch.no_grad():
             times = self._times(batch, context)
-        told = {"ms": statistics.median(times[_WARM_UP:])}
+        result = {"ms": statistics.median(times[_WARM_UP:])}
         if self._compiled:
-            return told | self._compilation()
+            return result | self._compilation()
         self._release()
-        return told
+        return result
 
     def _prepare(self, batch: int, context: int) -> None:
         from transformers import StaticCache
@@ -168,7 +168,7 @@ class TorchSteps:
         self._release()
         self._point = (batch, context)
         if self._compiled:
-            self._step = self._torch.compile(self._model.forward, dynamic=False, **self._how)
+            self._step = self._torch.compile(self._model.forward, dynamic=False, **self._compile_options)
         self._cache = StaticCache(config=self._model.config, max_cache_len=context + _WARM_UP + _STEPS)
 
     def _times(self, batch: int, context: int) -> list[float]:

@@ -52,26 +52,26 @@ _KINDS = (("none", "rtn", 32), ("int8", "rtn", 32), ("int4", "rtn", 32), ("int4"
 
 def main() -> int:
     """Train and measure one model after the other; prints one JSON line, and writes results/ if no model was left out."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--data", type=Path, required=True, help="folder with trainset.csv and devset.csv")
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with trainset.csv and devset.csv")
+    parser.add_argument(
         "--out", type=Path, required=True, help="folder for the models; those already there are not trained again"
     )
-    options.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS))
-    options.add_argument("--steps", type=int, default=600, help="batches of 32 rows")
-    given = options.parse_args()
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS))
+    parser.add_argument("--steps", type=int, default=600, help="batches of 32 rows")
+    options = parser.parse_args()
     torch.set_num_threads(2)
-    examples = examples_of(given.data / "devset.csv")
-    found: dict[str, Any] = {}
-    for name in given.models:
-        folder = given.out / name
+    examples = examples_of(options.data / "devset.csv")
+    rows: dict[str, Any] = {}
+    for name in options.models:
+        folder = options.out / name
         if not folder.exists():
-            _train(name, folder, given.data / "trainset.csv", given.steps)
+            _train(name, folder, options.data / "trainset.csv", options.steps)
         print(name, flush=True)
-        found[name] = measure(folder, examples, _KINDS)
-    result = {"machine": facts(), "steps": given.steps, "models": found}
+        rows[name] = measure(folder, examples, _KINDS)
+    result = {"machine": facts(), "steps": options.steps, "models": rows}
     print(json.dumps(result))
-    if given.models == list(_MODELS):  # a part of them would replace the results of all
+    if options.models == list(_MODELS):  # a part of them would replace the results of all
         write_results("hybrid-quality", result)
     return 0
 

@@ -10,9 +10,9 @@ from typing import Any
 from skipdecode.validation.step_bytes import StepBytes
 
 
-def hybrid_layers(count: int, kind: str, each: int) -> list[str]:
-    """`layer_types` of a model in which every `each`th layer has attention and the others are of `kind`."""
-    return ["full_attention" if layer % each == each - 1 else kind for layer in range(count)]
+def hybrid_layers(count: int, kind: str, period: int) -> list[str]:
+    """`layer_types` of a model in which every `period`th layer has attention and the others are of `kind`."""
+    return ["full_attention" if layer % period == period - 1 else kind for layer in range(count)]
 
 
 _SIZES: dict[str, dict[str, Any]] = {
@@ -84,9 +84,9 @@ def make_checkpoint(name: str, folder: Path, tiny: bool) -> None:
     _make_tokenizer(config.vocab_size).save_pretrained(folder)
 
 
-def make_bundles(checkpoint: Path, wanted: Sequence[tuple[str, float | None, Path]], span: int, block: int) -> list[StepBytes]:
+def make_bundles(checkpoint: Path, bundles: Sequence[tuple[str, float | None, Path]], span: int, block: int) -> list[StepBytes]:
     """Export a bundle for each (kind of weights, speedup, folder)."""
-    return [make_bundle(checkpoint, out, speedup, span, kind, block) for kind, speedup, out in wanted]
+    return [make_bundle(checkpoint, out, speedup, span, kind, block) for kind, speedup, out in bundles]
 
 
 def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, kind: str = "fp32", block: int = 32) -> StepBytes:
@@ -96,9 +96,9 @@ def make_bundle(checkpoint: Path, out: Path, speedup: float | None, span: int, k
 
     schedule = ScheduleRequest(name="full") if speedup is None else ScheduleRequest(name="linear", speedup=speedup, span=span)
     quantized = {} if kind == "fp32" else {"quantize": kind, "quantize_block": block}
-    made = export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, slim=True, **quantized))
-    (target,) = made.targets
-    return StepBytes(manifest=made, target=target)
+    manifest = export(ExportRequest(model=str(checkpoint), out=out, schedule=schedule, slim=True, **quantized))
+    (target,) = manifest.targets
+    return StepBytes(manifest=manifest, target=target)
 
 
 def _make_tokenizer(vocabulary: int) -> Any:

@@ -54,15 +54,15 @@ class LlamaCpp:
         batch = api.llama_batch_init(options.n_batch, 0, 1)
         clock = Clock()
         newest = [self._prefill(context, batch, row, prompt) for row, prompt in enumerate(prompts)]
-        found = [newest[0]]
+        token_ids = [newest[0]]
         clock.put(None)
         for position in range(length, length + tokens - 1):
             self._fill(batch, [(token, position, row, True) for row, token in enumerate(newest)])
             self._decode(context, batch)
             newest = [self._best(context, row) for row in range(rows)]
-            found.append(newest[0])
+            token_ids.append(newest[0])
             clock.put(None)
-        run = clock.run(found)
+        run = clock.run(token_ids)
         api.llama_batch_free(batch)
         api.llama_free(context)
         return run
@@ -77,8 +77,8 @@ class LlamaCpp:
 
     def _fill(self, batch: object, entries: list[tuple[int, int, int, bool]]) -> None:
         batch.n_tokens = len(entries)  # type: ignore[attr-defined]
-        for i, (token, position, row, wanted) in enumerate(entries):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted  # type: ignore[attr-defined]
+        for i, (token, position, row, needs_logits) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, needs_logits  # type: ignore[attr-defined]
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row  # type: ignore[attr-defined]
 
     def _decode(self, context: object, batch: object) -> None:

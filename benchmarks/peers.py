@@ -104,7 +104,7 @@ class TorchCompile(Transformers):
         return self._generate(prompts, tokens, self._caches[key])
 
     def _generate(self, prompts: Prompts, tokens: int, cache: Any) -> Run:
-        torch, clock, found = self._torch, Clock(), []
+        torch, clock, token_ids = self._torch, Clock(), []
         ids, length = torch.tensor(prompts), len(prompts[0])
         positions, forward = torch.arange(length)[None], self._model.forward
         cache.reset()
@@ -112,9 +112,9 @@ class TorchCompile(Transformers):
             for step in range(tokens):
                 out = forward(ids, position_ids=positions, use_cache=True, logits_to_keep=1, cache=cache)
                 ids, positions, forward = out.logits[:, -1:].argmax(-1), torch.tensor([[length + step]]), self._step
-                found.append(int(ids[0]))
+                token_ids.append(int(ids[0]))
                 clock.put(None)
-        return clock.run(found)
+        return clock.run(token_ids)
 
 
 class CTranslate2:

@@ -34,16 +34,16 @@ KINDS = (  # weights, method, inputs that share one scale
     ("none", "rtn", 32), ("int8", "rtn", 32), ("int8", "k-quant", 32), ("int8", "rtn", 128),
     ("int4", "rtn", 32), ("int4", "k-quant", 32), ("int4", "rtn", 64), ("int4", "rtn", 128), ("int4", "k-quant", 128),
 )  # fmt: skip
-BATCH, NEW_TOKENS, FOLLOWED = 16, 72, 100  # rows at a time, tokens at most, inputs whose logits are compared
+BATCH, NEW_TOKENS, COMPARED_INPUTS = 16, 72, 100  # rows at a time, tokens at most, inputs whose logits are compared
 
 
 def main() -> int:
     """Print one line per kind, then all results as JSON."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--data", type=Path, default=EXAMPLE / "sample.csv", help="E2E's CSV format (the shipped sample)")
-    options.add_argument("--model", type=Path, default=EXAMPLE / "model", help="a checkpoint folder (the shipped model)")
-    given = options.parse_args()
-    rows = measure(given.model, examples_of(given.data), KINDS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=EXAMPLE / "sample.csv", help="E2E's CSV format (the shipped sample)")
+    parser.add_argument("--model", type=Path, default=EXAMPLE / "model", help="a checkpoint folder (the shipped model)")
+    options = parser.parse_args()
+    rows = measure(options.model, examples_of(options.data), KINDS)
     print(json.dumps(rows))
     return 0
 
@@ -61,14 +61,14 @@ def measure(model: Path, examples: list[Example], kinds: Sequence[tuple[str, str
             rows.append({
                 "quantize": quantize, "method": method, "block": block, "texts": texts,
                 "same_texts": sum(one == other for one, other in zip(texts, baseline, strict=True)),
-                **_along(exact, generator, [each.prompt for each in examples[:FOLLOWED]]),
+                **_compare_logits(exact, generator, [each.prompt for each in examples[:COMPARED_INPUTS]]),
                 "bleu": score(texts, examples)["bleu"], "bleu_2x": score(skipped, examples)["bleu"],
             })  # fmt: skip
-            show = rows[-1]
+            row = rows[-1]
             print(
-                f"{quantize:5}{method:8}{block:4} same texts {show['same_texts']:4} of {len(examples)}, same next token "
-                f"{show['same_next_token']:.1%}, logits {show['logit_error']:.4f}, BLEU {show['bleu']['value']:.2f}, "
-                f"at 2x {show['bleu_2x']['value']:.2f}", flush=True,
+                f"{quantize:5}{method:8}{block:4} same texts {row['same_texts']:4} of {len(examples)}, same next token "
+                f"{row['same_next_token']:.1%}, logits {row['logit_error']:.4f}, BLEU {row['bleu']['value']:.2f}, "
+                f"at 2x {row['bleu_2x']['value']:.2f}", flush=True,
             )  # fmt: skip
     return [{name: value for name, value in row.items() if name != "texts"} for row in rows]
 
@@ -85,7 +85,7 @@ def _generator(model: Path, folder: Path, quantize: str, method: str, block: int
     return Generator(out)
 
 
-def _along(exact: Generator, generator: Generator, prompts: list[str]) -> dict[str, float]:
+def _compare_logits(exact: Generator, generator: Generator, prompts: list[str]) -> dict[str, float]:
     """Feed fp32's greedy tokens to both; returns how often the next token is the same and the relative error of the logits."""
     same, squared, norm, count = 0, 0.0, 0.0, 0
     schedule = full_depth(exact.manifest.model.num_layers)

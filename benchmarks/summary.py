@@ -91,10 +91,10 @@ def _full_depth(systems: list[System], kind: str) -> System:
 def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
     decode = [run.decode_ms for run in system.runs]
     ratios = [ours.decode_ms / run.decode_ms for ours, run in zip(full.runs, system.runs, strict=True)]
-    ends = [ours.total_s / run.total_s for ours, run in zip(full.runs, system.runs, strict=True)]
-    prompts = [ours.token_s[0] / run.token_s[0] for ours, run in zip(full.runs, system.runs, strict=True)]
-    exact = _full_depth(systems, "fp32")
-    widths = [ours.decode_ms / run.decode_ms for ours, run in zip(exact.runs, system.runs, strict=True)]
+    end_to_end = [ours.total_s / run.total_s for ours, run in zip(full.runs, system.runs, strict=True)]
+    prefill = [ours.token_s[0] / run.token_s[0] for ours, run in zip(full.runs, system.runs, strict=True)]
+    fp32_full = _full_depth(systems, "fp32")
+    over_fp32 = [ours.decode_ms / run.decode_ms for ours, run in zip(fp32_full.runs, system.runs, strict=True)]
     reference = next(each for each in systems if each.name.startswith("transformers"))
     return {
         "system": system.name,
@@ -102,10 +102,10 @@ def _row(system: System, full: System, systems: list[System]) -> dict[str, Any]:
         **decode_times(decode),
         "times_as_fast_as_skipdecode_full": round(statistics.median(ratios), 3),  # of the same kind of weights
         **{f"times_as_fast_as_skipdecode_full_{end}": value for end, value in _spread(ratios, 3).items()},
-        "times_as_fast_as_skipdecode_fp32_full": round(statistics.median(widths), 3),
-        "end_to_end_times_as_fast_as_skipdecode_full": round(statistics.median(ends), 3),
+        "times_as_fast_as_skipdecode_fp32_full": round(statistics.median(over_fp32), 3),
+        "end_to_end_times_as_fast_as_skipdecode_full": round(statistics.median(end_to_end), 3),
         "first_token_ms": round(statistics.median(1e3 * run.token_s[0] for run in system.runs), 2),
-        "prompt_times_as_fast_as_skipdecode_full": round(statistics.median(prompts), 3),
+        "prompt_times_as_fast_as_skipdecode_full": round(statistics.median(prefill), 3),
         "tokens_as_transformers": _same(system.runs[0].token_ids, reference.runs[0].token_ids),
     }
 
@@ -134,9 +134,11 @@ def weight_sharing(systems: list[System], memory: dict[str, dict[str, float]]) -
     """Memory of the bundle with most variants against the full-depth one, both of the first kind, after their generate calls."""
     ours = [system for system in systems if system.reads and system.kind == systems[0].kind]
     counts = {system.name: len(system.reads.manifest.variants) for system in ours if system.reads}
-    most, full = max(ours, key=lambda system: counts[system.name]), ours[0]
-    ratios = {f"{kind}_ratio": round(memory[most.name][kind] / memory[full.name][kind], 4) for kind in ("rss", "pss", "uss")}
-    return {"variants": counts[most.name], "variants_of_one": counts[full.name], **ratios}
+    most_variants, full = max(ours, key=lambda system: counts[system.name]), ours[0]
+    ratios = {
+        f"{kind}_ratio": round(memory[most_variants.name][kind] / memory[full.name][kind], 4) for kind in ("rss", "pss", "uss")
+    }
+    return {"variants": counts[most_variants.name], "variants_of_one": counts[full.name], **ratios}
 
 
 def _same(ours: Sequence[int], theirs: Sequence[int]) -> int:

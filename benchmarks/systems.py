@@ -72,12 +72,12 @@ def make_systems(
         compiled: include torch.compile, which takes a minute or more per model.
     """
     folder, systems, missing = checkpoint.parent, [], missing_peers()
-    wanted = [(kind, speedup) for kind in kinds for speedup in (None, *(speedups if kind == kinds[0] else speedups[:1]))]
-    bundles = [folder / f"{kind}-{speedup}" for kind, speedup in wanted]
-    made = in_process(
-        make_bundles, checkpoint, [(*one, bundle) for one, bundle in zip(wanted, bundles, strict=True)], span, block
-    )
-    for (kind, speedup), bundle, reads in zip(wanted, bundles, made, strict=True):
+    bundles = [
+        (kind, speedup, folder / f"{kind}-{speedup}")
+        for kind in kinds for speedup in (None, *(speedups if kind == kinds[0] else speedups[:1]))
+    ]  # fmt: skip
+    step_bytes = in_process(make_bundles, checkpoint, bundles, span, block)
+    for (kind, speedup, bundle), reads in zip(bundles, step_bytes, strict=True):
         systems.append(
             System(
                 name=f"skipdecode {kind} {'full depth' if speedup is None else f'{speedup:g}x'}", kind=kind,

@@ -82,12 +82,12 @@ def _cases(depth: int, speedups: tuple[int, ...]) -> dict[str, tuple[Schedule, l
     return cases
 
 
-def _row(full: list[float], these: list[float], schedule: Schedule, prompts: list[int]) -> dict[str, Any]:
-    gains = Summary.of((np.array(full) / np.array(these)).tolist())
+def _row(full_s: list[float], step_s: list[float], schedule: Schedule, prompts: list[int]) -> dict[str, Any]:
+    gains = Summary.of((np.array(full_s) / np.array(step_s)).tolist())
     caps = map(schedule.cap, range(schedule.num_layers))
     computed = sum(LENGTH if cap is None else sum(min(count + cap, LENGTH) for count in prompts) / ROWS for cap in caps)
     return {
-        "step_s": Summary.of(these).median, "gain": gains.median, "low": gains.low, "high": gains.high, "rounds": gains.n,
+        "step_s": Summary.of(step_s).median, "gain": gains.median, "low": gains.low, "high": gains.high, "rounds": gains.n,
         "promised": schedule.num_layers * LENGTH / computed,
     }  # fmt: skip
 

@@ -54,10 +54,10 @@ class Worker:
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call `function` in a fresh process, so that nothing it loads stays."""
     with ProcessPoolExecutor(max_workers=1, mp_context=_SPAWN) as pool:
-        return _value(*pool.submit(_called, function, args).result())
+        return _value(*pool.submit(_try_call, function, args).result())
 
 
-def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+def _try_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
     """Whether the call failed, and its value or traceback: not every exception can be sent to another process."""
     try:
         return False, function(*args)
@@ -73,11 +73,11 @@ def _value(failed: bool, value: Any) -> Any:
 
 def _serve(pipe: Connection, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
-        served = make(*args)
+        instance = make(*args)
         pipe.send((False, None))
         while True:
             method, arguments = pipe.recv()
-            pipe.send((False, getattr(served, method)(*arguments)))
+            pipe.send((False, getattr(instance, method)(*arguments)))
     except EOFError:
         return
     except Exception:

@@ -84,25 +84,25 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
         if not cells:
             raise SystemExit(f"{options.models}: holds none of the table's models; name the folder that train.py wrote them to")
         full_depth = _export(options, Path(folder), Line(title="", model=_whole_model(options, cells)), 1)
-        whole: dict[str, list[str]] = {}  # model -> its texts at full depth
+        full_texts: dict[str, list[str]] = {}  # model -> its texts at full depth
         for line, speedup in cells:
-            first = (line, speedup) == cells[0] and line.name != "full"
-            generator = full_depth if first else _export(options, Path(folder), line, speedup)
-            said = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)
-            texts = said.pop("texts")
-            whole.setdefault(line.model, texts)
-            if line.rival and line.rival not in whole and (options.models / line.rival).is_dir():
+            is_full_depth = (line, speedup) == cells[0] and line.name != "full"
+            generator = full_depth if is_full_depth else _export(options, Path(folder), line, speedup)
+            answers = answer(generator, examples, generator.manifest.schedule, NEW_TOKENS)
+            texts = answers.pop("texts")
+            full_texts.setdefault(line.model, texts)
+            if line.rival and line.rival not in full_texts and (options.models / line.rival).is_dir():
                 rival = _export(options, Path(folder), Line(title="", model=line.rival), 1)
-                whole[line.rival] = answer(rival, examples, rival.manifest.schedule, NEW_TOKENS)["texts"]
+                full_texts[line.rival] = answer(rival, examples, rival.manifest.schedule, NEW_TOKENS)["texts"]
             # a truncated model has no full depth of its own
-            against = whole.get(line.rival or "", whole[line.model]) if line.name == "full" else whole[line.model]
+            baseline = full_texts.get(line.rival or "", full_texts[line.model]) if line.name == "full" else full_texts[line.model]
             row = {
-                "title": line.title, "model": line.model, "schedule": line.name, "speedup": speedup, **said,
-                **score(texts, examples, against), "gain": {rows: _gain(full_depth, generator, rows) for rows in TIMED_ROWS},
+                "title": line.title, "model": line.model, "schedule": line.name, "speedup": speedup, **answers,
+                **score(texts, examples, baseline), "gain": {rows: _gain(full_depth, generator, rows) for rows in TIMED_ROWS},
                 "example": texts[0],
             }  # fmt: skip
-            if line.rival in whole:
-                compared = row if against is whole[line.rival] else score(texts, examples, whole[line.rival])
+            if line.rival in full_texts:
+                compared = row if baseline is full_texts[line.rival] else score(texts, examples, full_texts[line.rival])
                 row["bleu_behind"] = compared["bleu_loss"]
             print(f"{line.title} {speedup}x: BLEU {row['bleu']['value']:.2f}, {row['gain'][1]['median']:.2f}x", flush=True)
             yield row
@@ -111,10 +111,10 @@ def _rows(options: argparse.Namespace, examples: list[Example]) -> Iterator[dict
 def _whole_model(options: argparse.Namespace, cells: list[tuple[Line, int]]) -> str:
     """The first model with all layers (a truncated model's rival), with whose decoding time all others are compared."""
     names = (line.rival if line.name == "full" else line.model for line, _ in cells)
-    found = next((name for name in names if name and (options.models / name).is_dir()), None)
-    if found is None:
+    model = next((name for name in names if name and (options.models / name).is_dir()), None)
+    if model is None:
         raise SystemExit(f"{options.models}: has truncated models alone; train the one that they are compared with, too: full")
-    return found
+    return model
 
 
 def _cells(options: argparse.Namespace) -> Iterator[tuple[Line, int]]:

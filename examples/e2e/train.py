@@ -86,26 +86,26 @@ def truncate(model: OPTForCausalLM, count: int) -> None:
 def batches(pairs: Pairs, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> list[Batch]:
     """One epoch of batches whose rows have the same prompt length, so that no padding precedes a sentence."""
     groups: dict[int, Batch] = defaultdict(list)
-    asked = tokenizer([prompt(shuffled(mr, rng)) for mr, _ in pairs])["input_ids"]
-    said = tokenizer([" " + text for _, text in pairs])["input_ids"]
-    for question, answer in zip(asked, said, strict=True):
-        groups[len(question)].append((question, [*answer, EOS]))
-    rows = []
+    prompts = tokenizer([prompt(shuffled(mr, rng)) for mr, _ in pairs])["input_ids"]
+    sentences = tokenizer([" " + text for _, text in pairs])["input_ids"]
+    for prompt_ids, sentence_ids in zip(prompts, sentences, strict=True):
+        groups[len(prompt_ids)].append((prompt_ids, [*sentence_ids, EOS]))
+    epoch = []
     for group in groups.values():
         rng.shuffle(group)
-        rows += [group[i : i + BATCH] for i in range(0, len(group), BATCH)]
-    rng.shuffle(rows)
-    return rows
+        epoch += [group[i : i + BATCH] for i in range(0, len(group), BATCH)]
+    rng.shuffle(epoch)
+    return epoch
 
 
 def loss_of(model: PreTrainedModel, batch: Batch, schedule: Schedule) -> torch.Tensor:
     """Mean cross-entropy of the sentences' tokens, each position computing the layers that the schedule says."""
     start = len(batch[0][0])
-    length = min(POSITIONS, max(len(q) + len(a) for q, a in batch))
+    length = min(POSITIONS, max(len(prompt_ids) + len(sentence_ids) for prompt_ids, sentence_ids in batch))
     ids = torch.full((len(batch), length), PAD)
     labels = torch.full((len(batch), length), -100)
-    for row, (question, answer) in enumerate(batch):
-        tokens = torch.tensor([*question, *answer][:length])
+    for row, (prompt_ids, sentence_ids) in enumerate(batch):
+        tokens = torch.tensor([*prompt_ids, *sentence_ids][:length])
         ids[row, : len(tokens)] = tokens
         labels[row, start : len(tokens)] = tokens[start:]
     with skip_schedule(model, schedule, prompt_length=start):
@@ -119,14 +119,14 @@ def train(model: PreTrainedModel, pairs: Pairs, tokenizer: PreTrainedTokenizerFa
     rng = random.Random(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.05)
     began, smooth = time.monotonic(), 0.0
-    rows: list[Batch] = []
+    waiting: list[Batch] = []
     for step in range(recipe.steps):
-        rows = rows or batches(pairs, tokenizer, rng)
+        waiting = waiting or batches(pairs, tokenizer, rng)
         rising, falling = min(1.0, (step + 1) / 60), (1 + math.cos(math.pi * step / recipe.steps)) / 2
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rising * (0.02 + 0.98 * falling)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bf16):
-            loss = loss_of(model, rows.pop(), recipe.draw(rng, model.config.num_hidden_layers))
+            loss = loss_of(model, waiting.pop(), recipe.draw(rng, model.config.num_hidden_layers))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -41,8 +41,8 @@ def _broken() -> _Worker:
 
 def test_points_of_one_row_come_first_and_the_other_systems_join_the_first_one_by_one(gpu_order: Any) -> None:
     systems = ["cuda", "peer", "at 8"]
-    found = gpu_order.stages(["8x128", "1x128", "1x9"], systems, lambda name, point: name != "at 8" or point == "8x128")
-    assert [(stage.point, *stage.systems) for stage in found] == [
+    stages = gpu_order.stages(["8x128", "1x128", "1x9"], systems, lambda name, point: name != "at 8" or point == "8x128")
+    assert [(stage.point, *stage.systems) for stage in stages] == [
         ("1x128", "cuda"), ("1x9", "cuda"), ("1x128", "cuda", "peer"), ("1x9", "cuda", "peer"), ("8x128", "cuda", "peer", "at 8"),
     ]  # fmt: skip
 
@@ -53,8 +53,8 @@ def test_a_failing_system_is_reported_and_started_again_at_the_next_point(gpu_or
     processes = gpu_order.Processes("model", makers, not_measured, time.monotonic() + 60)
     everyone, counts = tuple(makers), []
     for batch in (1, 8, 1):
-        found = processes.take_turns(gpu_order.Stage(batch=batch, context=128, systems=everyone), 2)
-        counts.append({system: len(cells) for system, cells in found.items()})
+        turns = processes.take_turns(gpu_order.Stage(batch=batch, context=128, systems=everyone), 2)
+        counts.append({system: len(cells) for system, cells in turns.items()})
     assert counts == [{"good": 2, "large": 2}, {"good": 2}, {"good": 2, "large": 2}]
     assert not_measured == {
         "model, broken, 1x128": "skipdecode.errors.TargetError: no provider",

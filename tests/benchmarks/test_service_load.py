@@ -1,7 +1,8 @@
-"""What the clients of service_load.py count."""
+"""What the clients of service_load.py count, and when its result holds."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib
 import sys
@@ -40,3 +41,24 @@ def test_pieces_after_the_minute_are_not_counted_but_their_answer_is(service_loa
     assert tally.tokens == 2
     assert tally.statuses == {"200": 1}
     assert tally.first_token_s == [20]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "waits", "holds"),
+    [
+        ({"200": 2, "429": 1}, [1.0, 3.0], True),
+        ({"429": 3}, [], False),
+        ({}, [], False),
+        ({"200": 1, "APIError": 1}, [1.0], False),
+    ],
+)
+def test_a_result_holds_only_with_an_answer_and_no_error(
+    service_load: Any, statuses: dict[str, int], waits: list[float], holds: bool
+) -> None:
+    tally = service_load.Tally()
+    tally.statuses.update(statuses)
+    tally.first_token_s += waits
+    result = service_load._result(argparse.Namespace(clients=1, seconds=60.0), tally, [10.0, 10.0], True, 0)
+    assert result["holds"] is holds
+    assert result["first_token_s"]["p50"] == (sum(waits) / len(waits) if waits else None)
+    assert result["answers"] == statuses

@@ -44,6 +44,14 @@ def test_decode_measures_every_system_that_is_installed() -> None:
     assert all(same == 6 for name, same in exact.items() if not name.endswith("2x")), exact
 
 
+def test_decode_refuses_points_that_leave_a_model_without_any() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "decode.py"), "--models", "opt,e2e", "--points", "1x512"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    error = "--points: none has room for 48 new tokens in the 256 of e2e; choose shorter prompts, or leave the model out"
+    assert done.stderr.splitlines()[-1] == f"decode.py: error: {error}"
+
+
 @pytest.mark.survey
 def test_hybrid_quality_trains_a_model_and_measures_it(tmp_path: Path) -> None:
     lines = (ROOT / "examples" / "e2e" / "sample.csv").read_text("utf-8").splitlines(keepends=True)[:3]
@@ -60,13 +68,13 @@ def test_hybrid_quality_trains_a_model_and_measures_it(tmp_path: Path) -> None:
 def test_cpp_measures_both_runtimes() -> None:
     if not (ROOT / "build" / "cpp" / "release" / "cpp_bench" / "skd_bench").exists():
         pytest.skip("the C++ benchmark is not built: make cpp")
-    found = json.loads(_run("cpp.py"))
-    assert found["cpp"]["full"]["token_ms"] > 0 and found["python"]["full"]["vs_python"] == 1
+    result = json.loads(_run("cpp.py"))
+    assert result["cpp"]["full"]["token_ms"] > 0 and result["python"]["full"]["vs_python"] == 1
 
 
 def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path) -> None:
-    out, kept = tmp_path / "out", tmp_path / "kept"
-    result = json.loads(_run("gpu.py", "--out", str(out), "--bundles", str(kept)).splitlines()[-1])
+    out, bundles = tmp_path / "out", tmp_path / "bundles"
+    result = json.loads(_run("gpu.py", "--out", str(out), "--bundles", str(bundles)).splitlines()[-1])
     (written,) = out.glob("*.json")
     assert json.loads(written.read_text()) == result and not result["not_measured"]
     one, two = result["models"]["opt"]["points"]
@@ -82,7 +90,7 @@ def test_gpu_measures_every_variant_on_the_engines_that_gpus_get(tmp_path: Path)
     compiled = rows["transformers static cache, torch.compile"]
     assert (compiled["graphs"], compiled["graph_breaks"]) == (1, 0), "the peer is not what it claims to be"
     assert compiled["skipdecode_full_depth_ms"] > 0
-    assert {path.parent.name for path in kept.glob("opt/*/bundle.json")} == {"cuda", "cuda-int4", "one-engine"}
+    assert {path.parent.name for path in bundles.glob("opt/*/bundle.json")} == {"cuda", "cuda-int4", "one-engine"}
 
 
 def test_gpu_reports_what_there_was_no_time_for() -> None:
@@ -100,8 +108,8 @@ def test_gpu_says_in_one_line_what_is_missing() -> None:
 
 
 def test_gpu_says_of_each_target_why_it_is_not_measured() -> None:
-    ask = "from gpu_systems import refused; print(*map(refused, ['cuda', 'tensorrt-rtx:sm90', 'tensorrt']), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
+    script = "from gpu_systems import refused; print(*map(refused, ['cuda', 'tensorrt-rtx:sm90', 'tensorrt']), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
     cuda, rtx, tensorrt = done.stdout.splitlines()
     assert "CUDAExecutionProvider" in cuda or "onnxruntime-gpu" in cuda
     assert "does not build for 'sm90'" in rtx and "needs the Python package tensorrt; docs/tensorrt.md" in tensorrt
