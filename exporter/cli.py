@@ -43,8 +43,8 @@ def _warnings(manifest: Manifest, request: ExportRequest) -> Iterator[str]:
     if sources and request.schedule.warmup_layers <= (last := max(sources)) == manifest.schedule.warmup_layers - 1:
         yield f"{last + 1} warm-up layers, since later layers read the keys and values of layer {last} and below"
     schedule, longest = manifest.schedule, manifest.limits.max_length
-    # the last position that a row feeds: its last token is not fed, and with anchor `generated` position 0 is the second token at
-    # the earliest
+    # the last position that a row reaches: its last token is never fed; with anchor `generated`, position 0 feeds the row's
+    # second token or a later one, because a prompt has at least one
     last_position = longest - (3 if schedule.anchor is Anchor.GENERATED else 2)
     if schedule.layers_at(max(0, last_position)) > schedule.layers[-1]:
         yield (

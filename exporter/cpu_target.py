@@ -72,6 +72,9 @@ def compile_cpu(job: Job, partial: Path, graphs: StandardGraphs, report: Report)
 
 
 def _lowering_passes(max_length: int) -> list[ir.passes.PassBase]:
+    # Of linear attention and mixtures, ScanChannelsPass and SplitExpertsPass take what they can as traced, and the next pass
+    # lowers the rest. FuseRouterPass needs the MoE of LowerExpertsPass; OrderQKVPass and PackQKVPass need GroupQueryAttention.
+    # ChooseAttentionKernelPass hides that operator in branches or scales its query, which PackQKVPass would not see through.
     return [
         LowerAttentionPass(max_length=max_length),
         ScanChannelsPass(),
@@ -86,6 +89,7 @@ def _lowering_passes(max_length: int) -> list[ir.passes.PassBase]:
 
 
 def _quantize_passes(quantization: Quantization | None) -> list[ir.passes.PassBase]:
+    # FuseSkipNormPass last, so that MatMulNBits takes the biases
     return [QuantizeWeightsPass(quantization), QuantizeExpertsPass(quantization), FuseSkipNormPass()] if quantization else []
 
 

@@ -72,6 +72,10 @@ def compile_cuda(job: Job, partial: Path, graphs: StandardGraphs, report: Report
 
 def _lowering_passes(max_length: int, quantization: Quantization | None) -> list[ir.passes.PassBase]:
     quantize_passes = [*_quantize_passes(quantization), QuantizeExpertsPass(quantization)] if quantization else []
+    # A rotary embedding moves into the attention only once fused. FuseRouterPass needs the MoE of LowerExpertsPass.
+    # WidenOperatorsPass follows the passes that would not recognise an operator between casts. OrderQKVPass and PackQKVPass need
+    # GroupQueryAttention, and join weights before they are quantised. FuseSkipNormPass takes biases that quantisation would
+    # otherwise move into MatMulNBits. SplitNormScalesPass handles norms that are left.
     return [
         FuseNarrowRotaryPass(),
         LowerAttentionPass(max_length=max_length),

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 def export(request: ExportRequest, report: Report = lambda what, done: None) -> manifest.Manifest:
     """Export a Hugging Face decoder to a bundle; `request.out` appears complete or not at all.
 
+    All errors are raised before anything is written, where that can be known.
+
     Args:
         report: called with what is being done and which fraction of the whole is done, 0 .. 1.
 
@@ -58,7 +60,6 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
         ScheduleError: the schedule does not fit the model.
         TargetError: a target does not take the model or the options, or its library is missing or rejects a graph.
         BundleError: `request.out` cannot be written, or its disk is too full.
-            All are raised before anything is written, where that can be known.
     """
     request = replace(request, out=real_out(request.out))
     targets = check_request(request)
@@ -82,7 +83,7 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
 
 
 def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: Report) -> Job:
-    """Decide and check all that can be before anything is written; downloads the checkpoint."""
+    """Decide and check everything that can be known before anything is written; downloads the checkpoint."""
     report(f"looking for {request.model}", 0.0)  # an unreachable hub is retried for half a minute
     config, folder = load_config(request.model)
     dtype = choose_dtype(request.dtype, targets, config)
@@ -102,7 +103,7 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
         skeleton=skeleton,
         limits=limits,
         schedule=schedule,
-        plan=plan_variants(schedule, max_layers_per_segment=max_layers, border=skeleton.first_layer_keeping_nothing),
+        plan=plan_variants(schedule, max_layers_per_segment=max_layers, prompt_border=skeleton.first_layer_keeping_nothing),
         quantization=_quantization(request, targets, skeleton.config),
     )
 

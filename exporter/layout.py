@@ -11,6 +11,7 @@ from onnx_ir.external_data import convert_tensors_to_external
 
 from skipdecode import bindings
 from skipdecode.graph_passes.mapped import release_pages
+from skipdecode.graph_passes.run_passes import run_passes
 from skipdecode.graph_passes.write_out_experts import READ_FRACTION
 
 _TIED = "tied.bin"  # in a target's folder: the weight that embedding and head share
@@ -36,9 +37,13 @@ def _bytes_read(weight: ir.Value) -> int:
 
 
 def lower_and_write(graph: ir.Model, passes: Iterable[ir.passes.PassBase], path: Path, write: Write) -> int:
-    """Lower a copy of a standard graph and `write` its engine; returns the engine's `weight_bytes`."""
+    """Lower a copy of a standard graph and `write` its engine; returns the engine's `weight_bytes`.
+
+    Raises:
+        ModelNotSupportedError: as `run_passes`.
+    """
     lowered = graph.clone()
-    ir.passes.Sequential(*passes)(lowered)
+    run_passes(lowered, passes)
     read_bytes = weight_bytes(lowered.graph)
     write(lowered, path)
     return read_bytes

@@ -97,7 +97,10 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "--schedule", default=_DEFAULTS.schedule.name, metavar="NAME", help=f"{', '.join(SCHEDULES)} (%(default)s)"
     )
     group.add_argument(
-        "--speedup", type=float, metavar="X", help="L / mean layer count over the span (2 without --max-layers and --min-layers)"
+        "--speedup",
+        type=float,
+        metavar="X",
+        help="the model's layer count / the mean layer count over the span (2 unless --max-layers or --min-layers is given)",
     )
     group.add_argument("--max-layers", type=int, metavar="N", help="layers at position 0")
     group.add_argument("--min-layers", type=int, metavar="N", help="layers from the end of the span on")
@@ -106,7 +109,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_DEFAULTS.schedule.warmup_layers,
         metavar="W",
-        help="how many of the first layers every position computes (%(default)s); L: early exit",
+        help="how many of the first layers every position computes (%(default)s); the model's layer count means early exit",
     )
     group.add_argument("--span", type=int, metavar="N", help=f"positions until --min-layers is reached ({DEFAULT_SPAN})")
     group.add_argument("--alpha", type=float, metavar="A", help="decay per position, --schedule power only")

@@ -31,6 +31,7 @@ from skipdecode.graph_passes.pack_products import PackProductsPass
 from skipdecode.graph_passes.quantization import Quantization
 from skipdecode.graph_passes.quantize_plan_experts import QuantizePlanExpertsPass
 from skipdecode.graph_passes.quantize_plan_weights import QuantizePlanWeightsPass
+from skipdecode.graph_passes.run_passes import run_passes
 from skipdecode.graph_passes.share_tied_weight import ShareTiedWeightPass
 from skipdecode.graph_passes.slice_gathers import SliceGathersPass
 from skipdecode.graph_passes.split_norm_scales import SplitNormScalesPass
@@ -249,7 +250,7 @@ def lower(graph: ir.Model, slots: int, tied: str | None, quantization: Quantizat
         scheme = quantization.outer if name == "head" else quantization
         passes += [SliceGathersPass(), PackProductsPass(), QuantizePlanWeightsPass(scheme), QuantizePlanExpertsPass(scheme)]
     passes += [WidenLogitsPass()] if name == "head" else []
-    ir.passes.Sequential(*passes)(lowered)
+    run_passes(lowered, passes)
     return lowered
 
 

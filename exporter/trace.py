@@ -1,8 +1,8 @@
 """Trace each part of a decoder, wrapped in a thin module, to one ONNX graph: embedding, layer, head.
 
-Graphs are standard ONNX (opset 24, with linear attention 27; IR 10) with dynamic batch B, new tokens S and KV slots C. Position
-`p` of a row is KV slot `p`. No row holds padding, so `position_ids` is all that says where keys are written and which slots a
-query may see.
+Graphs are standard ONNX (opset 24; 27 for layers that keep states; IR 10) with dynamic batch B, new tokens S and KV slots C.
+Position `p` of a row is KV slot `p`. No row holds padding, so `position_ids` is all that says where keys are written and which
+slots a query may see.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class _ComplexRotations:
 
 
 class _Layer(torch.nn.Module):  # type: ignore[misc]
-    """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D], past states [B,...] -> hidden, all present ones.
+    """hidden [B,S,H], position_ids [B,S], past_key and past_value [B,KVH,C,D], past states [B,...]
+    -> hidden and the present version of every past array.
 
     `present_key` and `present_value` are those of another layer, which this one reads. `layer_index` [1] int64 is the layer's
     number, given if it has per-layer inputs. Arrays that the layer neither keeps nor reads are None.
@@ -143,7 +144,8 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
 
     def _cache_argument(self, parameters: Mapping[str, object]) -> str:
         """The name of the layer's argument that takes its cache."""
-        if self.latent:  # a cache would be given the latent; this argument reaches `onnx_attention`, which has the expanded ones
+        if self.latent:
+            # a cache would get the latent; this argument reaches `onnx_attention`, which is given the expanded keys and values
             return "kv_buffer"
         return "layer_past" if "layer_past" in parameters else "cache"
 
@@ -173,7 +175,8 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
             body.forward = _pass_through
 
     def forward(self, hidden: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        index = last[:, None, None].expand(-1, 1, streams_width(self.model.config))  # leaves out the per-layer inputs behind
+        # drops the per-layer inputs that follow the hidden state
+        index = last[:, None, None].expand(-1, 1, streams_width(self.model.config))
         hidden = torch.gather(hidden, 1, index)
         for module in self.final:
             hidden = module(hidden)
@@ -237,7 +240,11 @@ def trace_layer(
 def trace_head(
     model: torch.nn.Module, owner: torch.nn.Module, final: Sequence[torch.nn.Module], hidden_size: int, dtype: torch.dtype
 ) -> ir.Model:
-    """The head's graph: final norms, projection to the vocabulary, and whatever the model does to its logits."""
+    """The head's graph: final norms, projection to the vocabulary, and whatever the model does to its logits.
+
+    `owner` is the module that holds the layers, `DecoderParts.owner`. Its `forward` and that of the base model are replaced for
+    good, so the caller's `model` cannot run its layers afterwards.
+    """
     hidden, last = torch.zeros(_BATCH, _TOKENS, hidden_size, dtype=dtype), torch.ones(_BATCH, dtype=torch.int64)
     shapes = {HIDDEN: {0: "B", 1: "S"}, LAST: {0: "B"}}
     return _export(_Head(model, owner, final), {HIDDEN: hidden, LAST: last}, shapes, [LOGITS])

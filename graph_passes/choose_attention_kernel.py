@@ -15,7 +15,8 @@ key head, not for the first.
 A decode step in int4 at batch 1, 16 layers of width 1024 with 16 query and 4 key heads of 64 in one segment, four pairs of
 bundles exported one after another, interleaved in one process (AMD EPYC with AVX-512, 2 cores): 1.14x to 1.19x as fast at 1900
 positions, 1.06x and 1.10x at 700, 0.99x to 1.06x at 400 and 500. The `If` costs 6 to 20 us a layer, so that at 32 and 100
-positions it is 0.95x to 0.98x. (Bundles of different age differ by up to a tenth: the pages of their files lie differently.)
+positions it is 0.95x to 0.98x. (Two exports of one model differ by up to a tenth, depending on
+how the page cache holds their files.)
 
 The operator by itself, 8 layers, interleaved (query/key heads x head size):
 
@@ -49,15 +50,16 @@ from skipdecode.graph_passes.conventions import (
 
 logger = logging.getLogger(__name__)
 _MIN_WIDTH_TIMES_POSITIONS = 262_144  # NH * D * positions from which the matrix kernel is the faster one in a decode step
-_MIN_LENGTH_FACTOR = 8  # at most 1/8 of the longest KV buffer's positions may lie below that
+_MIN_LENGTH_FACTOR = 8  # the pass applies only if max_length is at least 8 times the threshold
 _MIN_QUERIES_PER_KEY, _MAX_HEAD_SIZE = 4, 64  # query heads of a key head at least, D at most
 _SINKS_INPUT = 11  # index of the operator's input
 _UNIT_SCALE = {"scale": ir.AttrFloat32("scale", 1.0)}
 
 
 class ChooseAttentionKernelPass(ir.passes.InPlacePass):
-    """Declines where the KV buffer is short. The `If` is only for small key heads shared by many query heads, and never with a
-    window, because the matrix kernel reads the positions before the window too.
+    """Puts both kernels into an `If`, or moves the scale to the query where the matrix kernel runs in any case. Declines where
+    the KV buffer is short. The `If` is only for small key heads shared by many query heads, and never with a window, because
+    the matrix kernel reads the positions before the window too.
 
     Args:
         max_length: the most positions that the KV buffer can have.

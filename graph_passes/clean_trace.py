@@ -26,6 +26,7 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import FuseInterleavedRotar
 from skipdecode.graph_passes.fuse_rms_norm import FuseRMSNormPass
 from skipdecode.graph_passes.fuse_tokens_first_rotary import FuseTokensFirstRotaryPass
 from skipdecode.graph_passes.fuse_unit_norm import FuseUnitNormPass
+from skipdecode.graph_passes.run_passes import run_passes
 from skipdecode.graph_passes.turn_weight_first_products import TurnWeightFirstProductsPass
 from skipdecode.graph_passes.unflatten_rows import UnflattenRowsPass
 from skipdecode.graph_passes.widen_states import WidenStatesPass
@@ -40,9 +41,13 @@ _SIMPLIFYING_RULES = [
 ]
 
 
-def clean_trace(model: ir.Model) -> ir.passes.PassResult:
-    """Apply the passes for every traced graph, in place. Initializers with a dot in their names are parameters."""
-    return ir.passes.Sequential(
+def clean_trace(model: ir.Model) -> None:
+    """Apply the passes for every traced graph, in place. Initializers with a dot in their names are parameters.
+
+    Raises:
+        ModelNotSupportedError: as `run_passes`.
+    """
+    passes: list[ir.passes.PassBase] = [
         common.InlinePass(),
         ir.passes.PassManager(
             [
@@ -77,7 +82,8 @@ def clean_trace(model: ir.Model) -> ir.passes.PassResult:
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         common.RemoveUnusedOpsetsPass(),
         common.ClearMetadataAndDocStringPass(),
-    )(model)
+    ]
+    run_passes(model, passes)
 
 
 def _should_fold(node: ir.Node) -> bool | None:

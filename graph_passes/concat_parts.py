@@ -21,7 +21,10 @@ _SWAP_FIRST_AND_LAST = [3, 1, 2, 0]  # swaps the first and the last axis
 
 
 class ConcatPartsPass(ir.passes.InPlacePass):
-    """Joins on the last of four axes. Declines where a width is not static or the two parts do not fill the tensor."""
+    """Replaces the two writes by a Concat on the last of four axes.
+
+    Declines where a width is not static or the two parts do not fill the tensor.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [kind.rule(remove_nodes=False) for kind in (_TwoParts, _TwoNarrowParts)]  # constants have other readers

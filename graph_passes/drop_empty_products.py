@@ -15,7 +15,10 @@ from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_ov
 
 
 class DropEmptyProductsPass(ir.passes.InPlacePass):
-    """Declines where the other summand does not have the shape of the sum, as a bias does not."""
+    """Replaces a sum with an empty product by its other summand.
+
+    Declines where the other summand does not have the shape of the sum, as a bias does not.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 
 class DropUnusedInputsPass(ir.passes.InPlacePass):
-    """Keeps inputs that are also outputs of the graph."""
+    """Removes the inputs that nothing reads. Keeps inputs that are also outputs of the graph."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         unused = [value for value in model.graph.inputs if not value.uses() and not value.is_graph_output()]

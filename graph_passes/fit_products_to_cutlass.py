@@ -24,7 +24,10 @@ _WEIGHT, _ZERO_POINTS, _BIAS = 1, 3, 5  # the operator's inputs
 
 
 class FitProductsToCutlassPass(ir.passes.InPlacePass):
-    """Leaves products without a bias whose width is a multiple of 64 or which have zero points."""
+    """Moves biases out of quantised products, and gives zero points to those whose width is not a multiple of 64.
+
+    Leaves products without a bias whose width is a multiple of 64 or which have zero points.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "MatMulNBits" and not _needs_no_rewrite(node)]

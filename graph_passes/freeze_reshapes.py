@@ -18,7 +18,10 @@ from skipdecode.graph_passes.take_over import can_take_over, same_shape, take_ov
 
 
 class FreezeReshapesPass(ir.passes.InPlacePass):
-    """Declines where no graph input has the result's shape and two or more dimensions are neither static nor x's on that axis."""
+    """Makes target shapes constant, or takes them from a graph input.
+
+    Declines where no graph input has the result's shape and two or more dimensions are neither static nor x's on that axis.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         changed = False

@@ -13,7 +13,7 @@ _SLOTS_DIM = "C"  # the tracer's name for the dimension, see bindings
 
 
 class FreezeSlotsPass(ir.passes.InPlacePass):
-    """Leaves shapes without C as they are.
+    """Replaces C by the number of slots in every shape. Leaves shapes without C as they are.
 
     Args:
         slots: of each layer's KV buffer in this graph.

@@ -19,7 +19,10 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary
 
 
 class FuseBackwardRotaryPass(ir.passes.InPlacePass):
-    """Also matches tables that were cast. Declines where the head size or the number of heads is not static."""
+    """Fuses each rotary embedding that rotates backward, also with tables that were cast.
+
+    Declines where the head size or the number of heads is not static.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, _Backward.rule(), _NarrowBackward.rule())

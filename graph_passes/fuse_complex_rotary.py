@@ -19,7 +19,7 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import fuse_rotary, static_
 
 
 class FuseComplexRotaryPass(ir.passes.InPlacePass):
-    """Declines where the head size or the number of heads is not static."""
+    """Fuses each complex product with a rotary table. Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, _Product.rule(remove_nodes=False))  # query and key read the same table

@@ -20,7 +20,7 @@ from skipdecode.graph_passes.fuse_interleaved_rotary import even_and_odd, fuse_r
 
 
 class FuseHalvesRotaryPass(ir.passes.InPlacePass):
-    """Declines where the head size or the number of heads is not static."""
+    """Fuses each rotary embedding computed by halves. Declines where the head size or the number of heads is not static."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [kind.rule(remove_nodes=False) for kind in (_Halves, _Neighbours)]  # the tables have other readers

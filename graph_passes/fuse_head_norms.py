@@ -21,7 +21,10 @@ from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
 
 class FuseHeadNormsPass(ir.passes.InPlacePass):
-    """Declines where the norms have biases or differ in more than their weights, or where heads are joined in another order."""
+    """Fuses the norms of single heads into one norm of all heads.
+
+    Declines where the norms have biases or differ in more than their weights, or where heads are joined in another order.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [(join, norms) for join in model.graph if join.op_type == "Concat" and (norms := _norms_of_heads(join))]

@@ -21,7 +21,10 @@ from skipdecode.graph_passes.conventions import TO_THE_END, static_dim
 
 
 class FuseInterleavedRotaryPass(ir.passes.InPlacePass):
-    """Rotates whole heads, or the first part of each. Declines where the head size or the number of heads is not static."""
+    """Fuses each rotary embedding of neighbours, of whole heads or of the first part of each.
+
+    Declines where the head size or the number of heads is not static.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, _AnglesTwice.rule(), _TablesTwice.rule())

@@ -24,7 +24,10 @@ from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
 
 class FuseNarrowRotaryPass(ir.passes.InPlacePass):
-    """Rotates whole heads, or the first part of each. Declines where the head size or the number of heads is not static."""
+    """Fuses each rotary embedding with cast tables, of whole heads or of the first part of each.
+
+    Declines where the head size or the number of heads is not static.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (

@@ -19,7 +19,10 @@ from skipdecode.graph_passes.apply_rules import apply_rules
 
 
 class FuseRMSNormPass(ir.passes.InPlacePass):
-    """Declines where the scale is a single number or differs by token. It may differ by group or head (Falcon-H1)."""
+    """Fuses each root mean square norm with a scale.
+
+    Declines where the scale is a single number or differs by token. It may differ by group or head (Falcon-H1).
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rules = [_Norm.rule("RMSNorm", mul_order=order) for order in (True, False)]

@@ -27,7 +27,10 @@ _FUSED_OPERATORS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "Lay
 
 
 class FuseSkipNormPass(ir.passes.InPlacePass):
-    """Declines where the sum broadcasts or is not [B,S,H], or where the norm or its scale spans more than the last axis."""
+    """Fuses each residual sum with the norm that reads it.
+
+    Declines where the sum broadcasts or is not [B,S,H], or where the norm or its scale spans more than the last axis.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = 0

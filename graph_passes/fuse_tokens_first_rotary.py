@@ -20,7 +20,10 @@ from skipdecode.graph_passes.tokens_first import HEADS_FIRST
 
 
 class FuseTokensFirstRotaryPass(ir.passes.InPlacePass):
-    """Declines where the head size or the number of heads is not static."""
+    """Fuses each rotary embedding of heads transposed afterwards.
+
+    Declines where the head size or the number of heads is not static.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return fuse_rotary(model, TokensFirstFusion.rule())

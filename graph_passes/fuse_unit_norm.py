@@ -19,7 +19,10 @@ from skipdecode.graph_passes.conventions import static_dim
 
 
 class FuseUnitNormPass(ir.passes.InPlacePass):
-    """Declines where x is not fp32 or its last axis not static. Runs after FuseRMSNormPass, whose pattern contains this one."""
+    """Fuses each root mean square norm without weights.
+
+    Declines where x is not fp32 or its last axis not static. Runs after FuseRMSNormPass, whose pattern contains this one.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _UnitNorm.rule()))

@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class LowerAttentionPass(ir.passes.InPlacePass):
-    """Leaves a rotary embedding outside where query and key are not rotated alike, or not from constant frequencies.
+    """Lowers each Attention, with the TensorScatters before it, to one GroupQueryAttention.
 
-    The layer's KV inputs keep their names. The graph gets two more inputs (`bindings`): `total_sequence_length`, and `seqlens_k`
-    unless all its layers have biases.
+    Leaves a rotary embedding outside where query and key are not rotated alike, or not from constant frequencies. The layer's KV
+    inputs keep their names. The graph gets two more inputs (`bindings`): `total_sequence_length`, and `seqlens_k` unless all its
+    layers have biases.
 
     Args:
         max_length: positions in the rotary table.

@@ -31,7 +31,7 @@ _STEEP_ALPHA = 1e4  # x^2 Sigmoid(_STEEP_ALPHA x) differs from Relu(x)^2 by at m
 
 
 class LowerExpertsPass(ir.passes.InPlacePass):
-    """Matches what the exporter traces (`exporter.experts`). Leaves graphs without experts as they are."""
+    """Lowers each mixture, as the exporter traces it (`exporter.experts`). Leaves graphs without experts as they are."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (Experts, TurnedExperts, SquaredExperts, BiasedExperts, NarrowBiasedExperts)

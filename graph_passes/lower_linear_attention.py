@@ -14,7 +14,7 @@ from skipdecode.graph_passes.conventions import MS_DOMAIN, OPSET, WITH_STATES
 
 
 class LowerLinearAttentionPass(ir.passes.InPlacePass):
-    """Changes only the operators' domain and the graph's opset imports."""
+    """Moves the operators to ONNX Runtime's domain. Changes nothing else but the graph's opset imports."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.domain == "" and node.op_type in WITH_STATES]

@@ -25,7 +25,10 @@ _OPERATORS = (*NORMS, "RotaryEmbedding")
 
 
 class NarrowOperatorsPass(ir.passes.InPlacePass):
-    """Declines where the fp32 result has any reader but one Cast to the narrow type."""
+    """Removes the casts around norms and rotary embeddings in fp32.
+
+    Declines where the fp32 result has any reader but one Cast to the narrow type.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         count = sum(_remove_casts(model.graph, node) for node in list(model.graph) if node.op_type in _OPERATORS)

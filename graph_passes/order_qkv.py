@@ -23,7 +23,10 @@ _BATCH, _TOKENS = 2, 3
 
 
 class OrderQKVPass(ir.passes.InPlacePass):
-    """Declines where the three are not all columns of one product, or the product needs reordering and has several readers."""
+    """Feeds each attention the rows of one product, in packed order.
+
+    Declines where the three are not all columns of one product, or the product needs reordering and has several readers.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return feed_packed_rows(model, _ordered_rows)

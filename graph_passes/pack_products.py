@@ -20,9 +20,9 @@ _Product = tuple[ir.Node, ir.Value]  # the product and its parameter
 
 
 class PackProductsPass(ir.passes.InPlacePass):
-    """Declines products that share their rows with no other, and routers, which are not quantised.
+    """Merges the products that share their rows. Biases stay behind the split.
 
-    Biases stay behind the split.
+    Declines products that share their rows with no other, and routers, which are not quantised.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

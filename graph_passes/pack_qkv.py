@@ -19,7 +19,10 @@ from skipdecode.graph_passes.projection import Projection, find_projection, join
 
 
 class PackQKVPass(ir.passes.InPlacePass):
-    """Declines where the three do not read the same rows, or another operator lies between a projection and the attention."""
+    """Joins the three projections of each attention.
+
+    Declines where the three do not read the same rows, or another operator lies between a projection and the attention.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return feed_packed_rows(model, _packed_rows)

@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizeEmbeddingPass(ir.passes.InPlacePass):
-    """Declines tables whose width is not a multiple of the block size, and tables not indexed directly by `input_ids`."""
+    """Quantises the token embedding's table.
+
+    Declines tables whose width is not a multiple of the block size, and tables not indexed directly by `input_ids`.
+    """
 
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()

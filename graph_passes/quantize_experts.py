@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizeExpertsPass(ir.passes.InPlacePass):
-    """Applies to every mixture; widths must be multiples of the block size (`exporter.feasible` checks this)."""
+    """Quantises the matrices of every mixture. Widths must be multiples of the block size (`exporter.feasible` checks this)."""
 
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizePlanExpertsPass(ir.passes.InPlacePass):
-    """Applies to parameters [E,N,K] read by a Gather; in 4 bits declines those whose K is not a multiple of the block size."""
+    """Quantises parameters [E,N,K] read by a Gather. In 4 bits declines those whose K is not a multiple of the block size."""
 
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()

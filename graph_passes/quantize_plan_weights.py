@@ -40,7 +40,10 @@ _ROWS_AT_A_TIME = 1024
 
 
 class QuantizePlanWeightsPass(ir.passes.InPlacePass):
-    """Declines what `quantisable_products` leaves out; in 8 bits, with one scale per output, any number of inputs will do."""
+    """Quantises the weights of products.
+
+    Declines what `quantisable_products` leaves out; in 8 bits, with one scale per output, any number of inputs will do.
+    """
 
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()

@@ -30,7 +30,9 @@ _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "MoE", "Attention", "GroupQueryAtt
 
 
 class QuantizeWeightsPass(ir.passes.InPlacePass):
-    """Declines matrices that are not parameters or serve several products, widths not a multiple of the block size, and routers.
+    """Quantises the weights of products.
+
+    Declines matrices that are not parameters or serve several products, widths not a multiple of the block size, and routers.
 
     A mixture's router is a thousandth of its layer, and its error changes which experts compute.
     """

@@ -14,7 +14,7 @@ from skipdecode.graph_passes.conventions import int64_constant_node, optional_in
 
 
 class ReplaceMaximumPass(ir.passes.InPlacePass):
-    """Declines maxima over other axes."""
+    """Replaces ReduceMax and ArgMax over the last axis. Declines maxima over other axes."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type in ("ReduceMax", "ArgMax") and _is_over_last_axis(node)]

@@ -21,7 +21,7 @@ from skipdecode.graph_passes.conventions import int64_constant, static_dim
 
 
 class ScanChannelsPass(ir.passes.InPlacePass):
-    """Declines other linear attention, which `lower_linear_attention` handles."""
+    """Rewrites Mamba's linear attention as a Scan. Declines other linear attention, which `lower_linear_attention` handles."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _ScanChannels.rule()))

@@ -16,7 +16,10 @@ from skipdecode.graph_passes.conventions import add_constant
 
 
 class ShareTiedWeightPass(ir.passes.InPlacePass):
-    """Declines graphs without the parameter `name` [V,E]. A product with it must be of a single position."""
+    """Turns the parameter `name` [V,E] into a graph input. Declines graphs without it.
+
+    A product with it must be of a single position.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -14,7 +14,10 @@ from skipdecode.graph_passes.conventions import TO_THE_END, int64_constant_node,
 
 
 class SliceGathersPass(ir.passes.InPlacePass):
-    """Declines look-ups in initializers or graph inputs, and indices that are not a constant scalar."""
+    """Replaces each Gather of one constant index.
+
+    Declines look-ups in initializers or graph inputs, and indices that are not a constant scalar.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [(node, index) for node in model.graph if (index := _constant_index(node)) is not None]

@@ -17,7 +17,7 @@ from skipdecode.graph_passes.take_over import take_over
 
 
 class SliceUnevenSplitsPass(ir.passes.InPlacePass):
-    """Declines Splits into equal parts, for which the provider needs no table."""
+    """Replaces each Split into different sizes. Declines Splits into equal parts, for which the provider needs no table."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         uneven = [(node, sizes) for node in model.graph if (sizes := _uneven_sizes(node))]

@@ -30,7 +30,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SplitExpertsPass(ir.passes.InPlacePass):
-    """Applies to gated experts with a GELU; `lower_experts` handles other mixtures."""
+    """Splits mixtures of gated experts with a GELU. Declines other mixtures, which `lower_experts` handles."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _ByExpert.rule()))

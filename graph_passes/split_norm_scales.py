@@ -18,7 +18,10 @@ from skipdecode.graph_passes.conventions import NORMS, norm_with_unit_scale, req
 
 
 class SplitNormScalesPass(ir.passes.InPlacePass):
-    """Declines norms whose weights are [D]. Runs after the passes that fuse norms."""
+    """Moves weights that differ by group or head behind their norm. Declines norms whose weights are [D].
+
+    Runs after the passes that fuse norms.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type in NORMS and not scales_last_axis_only(node)]

@@ -16,7 +16,9 @@ from skipdecode.graph_passes.conventions import add_constant, int64_constant, re
 
 
 class SplitTablePass(ir.passes.InPlacePass):
-    """Declines tables of at most `max_elements` numbers, and initializers that are not looked up by rows.
+    """Splits each table with more than `max_elements` numbers.
+
+    Declines tables of at most `max_elements` numbers, and initializers that are not looked up by rows.
 
     Args:
         max_elements: the most numbers that a part may have.

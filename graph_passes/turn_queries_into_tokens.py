@@ -22,8 +22,10 @@ _MAX_SLOTS_PLUS_HEAD_SIZE = 24576
 
 
 class TurnQueriesIntoTokensPass(ir.passes.InPlacePass):
-    """Declines attention that the single-token kernel takes. Runs after WriteOutAttentionPass, because it does not recognise
-    attention that no kernel takes, whatever the slots (with a cap, say, or further outputs).
+    """Merges query heads that share keys where a step has too many slots. Declines attention that the single-token kernel takes.
+
+    Runs after WriteOutAttentionPass, because it does not recognise attention that no kernel takes, whatever the slots
+    (with a cap, say, or further outputs).
 
     Args:
         slots: number of slots of each layer's KV buffer in this graph.

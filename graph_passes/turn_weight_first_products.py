@@ -17,7 +17,7 @@ from skipdecode.graph_passes.conventions import is_parameter
 
 
 class TurnWeightFirstProductsPass(ir.passes.InPlacePass):
-    """Declines unless the weight is a parameter [N,K]."""
+    """Rewrites each product of a weight by transposed rows. Declines unless the weight is a parameter [N,K]."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         rule = _WeightFirst.rule(remove_nodes=False)  # other readers of the product keep it

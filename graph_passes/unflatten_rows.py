@@ -20,7 +20,10 @@ _ROWWISE_OPS = frozenset({"Add", "Mul", "Relu", "Gelu", "Sigmoid", "Tanh", "Erf"
 
 
 class UnflattenRowsPass(ir.passes.InPlacePass):
-    """Follows flat rows through operators that treat each row independently; declines where any other operator reads them."""
+    """Repeats operators that treat each row independently on unflattened rows.
+
+    Declines where any other operator reads flat rows.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph

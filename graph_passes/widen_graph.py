@@ -16,7 +16,10 @@ from skipdecode.graph_passes.mapped import release_pages
 
 
 class WidenGraphPass(ir.passes.InPlacePass):
-    """Declines graphs without narrow values. Weights convert exactly; products and sums are rounded less."""
+    """Turns a narrow graph into fp32. Declines graphs without narrow values.
+
+    Weights convert exactly; products and sums are rounded less.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         values = [*model.graph.inputs, *model.graph.initializers.values(), *(out for node in model.graph for out in node.outputs)]

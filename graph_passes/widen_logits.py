@@ -11,7 +11,7 @@ from skipdecode.graph_passes.conventions import NARROW, cast_node
 
 
 class WidenLogitsPass(ir.passes.InPlacePass):
-    """Applies to every graph output of a narrow float."""
+    """Casts every graph output of a narrow float to fp32."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         narrow = [value for value in model.graph.outputs if value.dtype in NARROW]

@@ -16,7 +16,7 @@ _WITHOUT_BF16 = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Log", "Pad
 
 
 class WidenOperatorsPass(ir.passes.InPlacePass):
-    """Declines operators whose first input is not bf16."""
+    """Puts casts around each operator without a bf16 kernel. Declines operators whose first input is not bf16."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type in _WITHOUT_BF16 and _is_bf16(node.inputs[0])]

@@ -19,7 +19,7 @@ _LAYOUT_OPS = ("Squeeze", "Transpose")  # bring a Mamba's state to its stored la
 
 
 class WidenStatesPass(ir.passes.InPlacePass):
-    """Applies to narrow graphs, and changes the type of their inputs and outputs that are states."""
+    """Computes what depends on states in fp32. In narrow graphs, this changes the type of inputs and outputs that are states."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         states = [node for node in model.graph if node.op_type in WITH_STATES and node.outputs[0].dtype in NARROW]

@@ -29,7 +29,7 @@ _SUPPORTED_ATTRIBUTES = {"scale", "softcap", "qk_matmul_output_mode"}
 
 
 class WriteOutAttentionPass(ir.passes.InPlacePass):
-    """Declines attention that has a kernel. Slots must be static.
+    """Writes out attention without a fused kernel. Declines attention that has a kernel. Slots must be static.
 
     Args:
         slots: number of slots of each layer's KV buffer in this graph.

@@ -17,7 +17,7 @@ _SILU = ("silu", "swish")  # two names of x * Sigmoid(x)
 
 
 class WriteOutConvolutionPass(ir.passes.InPlacePass):
-    """Applies to every CausalConvWithState, with activation SiLU or none."""
+    """Writes out every CausalConvWithState, with activation SiLU or none."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in model.graph if node.op_type == "CausalConvWithState"]

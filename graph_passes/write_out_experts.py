@@ -48,7 +48,7 @@ class _Weights:
 
 
 class WriteOutExpertsPass(ir.passes.InPlacePass):
-    """Applies to mixtures as the exporter traces them (`exporter.experts`)."""
+    """Writes out mixtures as the exporter traces them (`exporter.experts`)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         kinds = (_Experts, _GeluExperts, _TurnedExperts, _SquaredExperts, _BiasedExperts, _NarrowBiasedExperts)

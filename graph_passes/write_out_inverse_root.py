@@ -16,7 +16,7 @@ from skipdecode.graph_passes.apply_rules import apply_rules
 
 
 class WriteOutInverseRootPass(ir.passes.InPlacePass):
-    """Applies to every Pow with the constant exponent -1/2."""
+    """Rewrites every Pow with the constant exponent -1/2."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, apply_rules(model, _InverseRoot.rule()))

@@ -31,7 +31,7 @@ _RULES = ("gated", "gated_delta")
 
 
 class WriteOutLinearAttentionPass(ir.passes.InPlacePass):
-    """Applies to every LinearAttention with as many query as KV heads, by the rules `gated` and `gated_delta`.
+    """Writes out every LinearAttention with as many query as KV heads, by the rules `gated` and `gated_delta`.
 
     Args:
         max_tokens: the most tokens that a pass may have; a longer pass would give wrong results.

@@ -103,7 +103,7 @@ class Decoder:
         if not have_room(fixed, needed):
             raise CapacityError(
                 f"the plans' KV buffers have {', '.join(map(str, sorted({*fixed})))} slots, but this run needs {max(needed)}",
-                "ask for fewer tokens, or export the model with that schedule",
+                "ask for fewer tokens, or export the model with the schedule of this run",
             )
         return fixed_slots(needed, fixed)
 

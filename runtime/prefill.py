@@ -49,8 +49,8 @@ class Prefill:
         self._logits, self._last = bound[bindings.LOGITS], bound[bindings.LAST]
         self._memory = engines.memory
         self._chunk = min(chunk, engines.max_prompt_tokens or chunk)
-        stateful = (any(model.layer_group(layer).keeps_anything for layer in segment.layers) for segment in engines.segments)
-        self._first_stateless_segment = max((index + 1 for index, keeps in enumerate(stateful) if keeps), default=0)
+        keeping = (any(model.layer_group(layer).keeps_anything for layer in segment.layers) for segment in engines.segments)
+        self._first_segment_keeping_nothing = max((index + 1 for index, keeps in enumerate(keeping) if keeps), default=0)
         has_states = any(group.states for group in model.state_layers)
         self._max_padding = 0 if has_states else _MAX_PADDING  # a state would keep the padding
 
@@ -89,13 +89,13 @@ class Prefill:
             part = hidden[count * piece.tokens.start : count * piece.tokens.stop].reshape(count, -1, self._model.hidden_size)
             ids, _ = memory.twin(padded[:, piece.tokens])
             self._engines.embed.bind({bindings.INPUT_IDS: ids, bindings.POSITION_IDS: piece.positions}, {bindings.HIDDEN: part})()
-        for index in range(self._first_stateless_segment):
+        for index in range(self._first_segment_keeping_nothing):
             self._run_segment(index, rows, hidden, pieces)
         if count == 1:  # only its last token
             head_hidden, head_last = hidden[length - 1 :].reshape(1, 1, -1), self._last[:1]
         else:
             head_hidden, head_last = hidden.reshape(count, length, -1), memory.twin(last)[0]
-        if self._first_stateless_segment < len(self._engines.segments):
+        if self._first_segment_keeping_nothing < len(self._engines.segments):
             head_hidden, head_last = self._run_top(rows, head_hidden, last), self._last[:count]
         self._engines.head.bind({bindings.HIDDEN: head_hidden, bindings.LAST: head_last}, {bindings.LOGITS: self._logits[rows]})()
 
@@ -113,7 +113,7 @@ class Prefill:
         last_tokens = hidden if length == 1 else self._memory.gather_positions(hidden, last)
         longest = int(last[0]) + 1
         piece = self._make_piece(slice(longest - 1, longest), last[:, None], last)
-        for index in range(self._first_stateless_segment, len(self._engines.segments)):
+        for index in range(self._first_segment_keeping_nothing, len(self._engines.segments)):
             if self._num_computed(self._engines.segments[index].layers[0], longest) == longest:
                 self._run_engine(index, rows, last_tokens, piece, ())
         return last_tokens

@@ -206,7 +206,8 @@ void Service::ServeCompletion(const httplib::Request& request, const std::string
   auto active_request =
       std::make_shared<ActiveRequest>(ParseCompletion(body, model_, limits_, tokenizer_.get()), tokenizer_.get(), arrived,
                                       arrived + settings_.timeout, &active_requests_);
-  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");  // else Stop waits for it: it is counted
+  // a request that passes here is already counted, so Stop waits for it
+  if (stopping_) throw HttpError(503, "the server is stopping", "server_error");
   if (!batcher_->Submit(active_request->rows())) throw HttpError(429, "the queue is full, try again", "rate_limit_error");
   active_request->WaitForFirstNews(HttpServer::ClientGone);  // from then on, `send_next` checks the client
   const auto send_next = [active_request](size_t, httplib::DataSink& sink) {

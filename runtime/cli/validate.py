@@ -63,7 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     fast.add_argument("--baseline", type=Path, metavar="F", help="an earlier --json result to compare with")
     good = parser.add_argument_group("is it good enough")
     good.add_argument("--eval", type=Path, metavar="F", help='JSONL: {"prompt": "...", "references": ["...", "..."]}')
-    good.add_argument("--speedup", type=_speedups, action="extend", default=[], metavar="X,..", help="more speedups for --eval")
+    good.add_argument(
+        "--speedup",
+        type=_speedups,
+        action="extend",
+        default=[],
+        metavar="X,..",
+        help="more speedups for --eval, as close as the bundle's variants allow",
+    )
     parser.add_argument("--report", type=Path, metavar="F", help="write one self-contained HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     parser.add_argument("--quiet", action="store_true", help="print only what does not hold")

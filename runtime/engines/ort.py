@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "ORT_FPA_INTB_PROFILE_M": "1",
 }
 _MAX_REASON_CHARS, _REASON_START = 400, 100  # a node's name of any length, source file and function precede the reason itself
-# How its arena, C++, CUDA and cuBLAS report it.
+# How ONNX Runtime's arena, C++, CUDA and cuBLAS say that memory ran out.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
 
 logger = logging.getLogger(__name__)

@@ -149,3 +149,14 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_by_name(zoo: Zoo, tmp_path:
     _refused(zoo.checkpoint("llama"), odd / "bundle", BundleError, "bundle: is not UTF-8, .*; choose another --out")
     model = shutil.copytree(zoo.checkpoint("llama"), odd / "model")
     _refused(model, tmp_path / "outs" / "bundle", ModelNotSupportedError, "model: is not UTF-8, .*; rename the folder")
+
+
+def test_a_graph_that_a_pass_does_not_know_gives_one_line_and_leaves_nothing(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_pass: object, _model: object) -> None:
+        raise AssertionError("an unknown mask")
+
+    monkeypatch.setattr(cpu_target.LowerAttentionPass, "call", refuse)
+    says = r"^segment_000: LowerAttentionPass does not know this graph \(an unknown mask\); report"
+    _refused(zoo.checkpoint("llama"), tmp_path / "outs" / "bundle", ModelNotSupportedError, says)

@@ -33,6 +33,14 @@ def with_shapes(text: str) -> ir.Model:
     return model
 
 
+def replaced(text: str, *changes: tuple[str, str]) -> str:
+    """`text` with each `(old, new)` applied in order; each `old` must occur exactly once, lest another graph be tested."""
+    for old, new in changes:
+        assert text.count(old) == 1, f"{text.count(old)} times in the graph: {old!r}"
+        text = text.replace(old, new)
+    return text
+
+
 def with_parameters(text: str, arrays: dict[str, Array]) -> ir.Model:
     """The graph of `text`, whose inputs named in `arrays` become parameters `layer.NAME` (text cannot hold a dotted name)."""
     model = ir.from_onnx_text(text)

@@ -40,7 +40,7 @@ def test_a_segment_is_cut_only_where_variants_differ_or_where_it_is_full(schedul
 
 @given(schedules(), st.integers(0, 12), st.none() | st.integers(1, 5))
 def test_a_border_is_cut_and_no_other_cut_changes(schedule: Schedule, border: int, limit: int | None) -> None:
-    plan = plan_variants(schedule, max_layers_per_segment=limit, border=border)
+    plan = plan_variants(schedule, max_layers_per_segment=limit, prompt_border=border)
     firsts = {segment[0] for segment in plan.segments}
     assert border in firsts or border >= schedule.num_layers
     if limit is None:

@@ -19,7 +19,7 @@ SHAPES = st.sampled_from(["linear", "step", "power"])
 
 
 @pytest.mark.parametrize(("speedup", "top", "bottom"), [(2, 18, 6), (4, 9, 3), (1.2, 24, 16), (1, 24, 24)])
-def test_linear_on_24_layers_runs_as_the_blueprint_says(speedup: float, top: int, bottom: int) -> None:
+def test_linear_on_24_layers_runs_between_the_two_layer_counts_of_the_speedup(speedup: float, top: int, bottom: int) -> None:
     schedule = build_schedule(ScheduleRequest(speedup=speedup), 24)
     assert (schedule.layers[0], schedule.layers[-1]) == (top, bottom)
 

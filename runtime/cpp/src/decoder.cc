@@ -76,8 +76,10 @@ Decoder::Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_
   for (const SegmentEngine& segment : bundle_->segments) {
     least_counts_.push_back(schedule_.LeastCount(segment.layers.front()));
     most_totals_.push_back(static_cast<int32_t>(kv_.SlotsOf(segment.layers.front())));
-    const auto keeps_state = [this](int64_t layer) { return KeepsState(bundle_->manifest.model, layer); };
-    if (std::any_of(segment.layers.begin(), segment.layers.end(), keeps_state)) first_stateless_segment_ = least_counts_.size();
+    const auto keeps_anything = [this](int64_t layer) { return KeepsAnything(bundle_->manifest.model, layer); };
+    if (std::any_of(segment.layers.begin(), segment.layers.end(), keeps_anything)) {
+      first_segment_keeping_nothing_ = least_counts_.size();  // the segment after this one, so far
+    }
   }
 }
 
@@ -154,7 +156,7 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
     const SegmentEngine& segment = bundle_->segments[index];
     const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
     const std::optional<int64_t> cap = absolute ? schedule_.Cap(segment.layers.front()) : std::nullopt;
-    PrefillSegment(segment, row, index < first_stateless_segment_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
+    PrefillSegment(segment, row, index < first_segment_keeping_nothing_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
   }
   bundle_->head
       .Bind({memory.Floats(names::kHidden, Hidden(prompt_hidden_, length - 1), {1, 1, hidden_size_}),

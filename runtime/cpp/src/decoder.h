@@ -80,8 +80,8 @@ class Decoder {
   std::shared_ptr<const Bundle> bundle_;
   Schedule schedule_;
   int64_t hidden_size_, vocab_size_;
-  std::vector<int64_t> least_counts_;   // of each segment, the least layer count that includes it
-  size_t first_stateless_segment_ = 0;  // from this segment on, layers keep nothing: a prompt's last token is enough
+  std::vector<int64_t> least_counts_;         // of each segment, the least layer count that includes it
+  size_t first_segment_keeping_nothing_ = 0;  // and none after it keeps anything: a prompt's last token is enough
   KvBuffer kv_;
   std::vector<Position> positions_;
   Block hidden_, prompt_hidden_;         // [rows, H], [max_prompt, H]

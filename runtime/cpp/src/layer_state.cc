@@ -21,7 +21,7 @@ std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t sl
   return arrays;
 }
 
-bool KeepsState(const Model& model, int64_t layer) {
+bool KeepsAnything(const Model& model, int64_t layer) {
   const LayerGroup group = model.GroupOf(layer);
   return group.keys || !group.states.empty();
 }

@@ -23,7 +23,7 @@ struct StateArray {
 std::vector<StateArray> LayerState(const Model& model, int64_t layer, int64_t slots);
 
 // Whether `layer` keeps anything of a row.
-bool KeepsState(const Model& model, int64_t layer);
+bool KeepsAnything(const Model& model, int64_t layer);
 
 // The layers outside `layers` whose keys and values `layers` read.
 std::vector<int64_t> KeySources(const Model& model, const std::vector<int64_t>& layers);

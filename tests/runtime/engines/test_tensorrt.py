@@ -314,7 +314,7 @@ def test_a_schedule_that_needs_more_slots_than_the_plans_have_is_refused(
     generator = device.load(gpu_bundle(Anchor.ABSOLUTE), "tensorrt-rtx", None, monkeypatch)
     generator.engines = dataclasses.replace(generator.engines, slots=(12,) * LAYERS)
     with pytest.raises(
-        CapacityError, match=r"buffers have 12 slots, but this run needs 21; .* export the model with that schedule"
+        CapacityError, match=r"buffers have 12 slots, but this run needs 21; .* export the model with the schedule of this run"
     ):
         generator.generate(PROMPTS, max_new_tokens=NEW, schedule="full")
 

@@ -7,8 +7,8 @@
  * struct_size, which is a bug in the caller.
  *
  * After skd_session_add, _step or _cancel has failed with CAPACITY, the session is unchanged. After any other code
- * destroy the session, because its rows may be half a step ahead. That includes INTERNAL for a bad argument: the code
- * does not tell the two apart.
+ * destroy the session, because its rows may be half a step ahead. This includes INTERNAL for a bad argument, which the
+ * code cannot tell from a failed engine.
  *
  * Ownership: what a *_create, _load, _encode or _decode function returns belongs to the caller, who releases it with
  * the matching *_destroy or with skd_free. These accept NULL and may be called from any thread. Arguments have to stay
@@ -162,21 +162,23 @@ SKD_API void skd_session_destroy(skd_session* session);
 SKD_API skd_row_options skd_row_options_default(void);
 /* Run the prefill of a prompt, `length` token ids, as a new row that joins the next decode step, however far the other
  * rows are. *row is its id, unique in the session. The next skd_session_step delivers its first token.
- * Errors: CAPACITY (also if all max_rows are in use); if an engine fails INTERNAL, on a GPU TARGET. */
+ * Errors: CAPACITY (also if all max_rows are in use), INTERNAL if an engine fails on the CPU, TARGET if one fails on a GPU. */
 SKD_API skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
                                     uint64_t* row);
 /* Deliver the first tokens of rows that were added since the last call. If there are none, run one decode step of all
  * rows and deliver one token a row. `events` is the caller's array of `capacity` events, at least max_rows. *count of
  * them are filled; 0 means that the session has no rows left. A row leaves the session with the event whose `finish` is
  * not SKD_FINISH_NONE; its id is not used again.
- * Errors: CAPACITY (before the step began); if an engine fails INTERNAL, on a GPU or if it runs out of memory TARGET. */
+ * Errors: CAPACITY (the step did not begin), INTERNAL (an engine failed on the CPU), TARGET (an engine failed on a GPU,
+ * or memory ran out during the step). */
 SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count);
 /* End a row now and free its place.
  * Errors: CAPACITY (the session does not have this row, or no longer); on a GPU also TARGET. */
 SKD_API skd_status* skd_session_cancel(skd_session* session, uint64_t row);
 /* Get the logits, V values in float32, that a row's newest token was chosen from. *logits belongs to the session and is
  * valid until the session's next call. On a GPU, this call copies the logits to the host.
- * Errors: CAPACITY (the session does not have this row, or no longer); on a GPU also TARGET. */
+ * Errors: CAPACITY (the session does not have this row, or no longer); on a GPU also TARGET. The call only reads, so a
+ * failure leaves the session unchanged. After TARGET the GPU's work has failed, though: destroy the session. */
 SKD_API skd_status* skd_session_logits(const skd_session* session, uint64_t row, const float** logits);
 /* Fill *counters, whose struct_size the caller has set to sizeof(skd_counters). */
 SKD_API skd_status* skd_session_get_counters(const skd_session* session, skd_counters* counters);

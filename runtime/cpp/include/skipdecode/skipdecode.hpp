@@ -190,8 +190,8 @@ class Tokenizer {
 
 // Text of tokens that arrive one by one. Add returns the characters that are complete by now, possibly none; End returns what
 // is still waiting for more tokens. Decoding starts at the piece returned last, because a token's text depends on the token
-// before it. Once 32 tokens wait, not every Add decodes them again: their text may then come late, by up to a thirty-second
-// of their number of tokens. The tokenizer must outlive the stream and must not be moved meanwhile.
+// before it. Once 32 tokens wait, Add no longer decodes at every token, so text may come late by up to 1/32 of the number of
+// waiting tokens. The tokenizer must outlive the stream and must not be moved meanwhile.
 class TextStream {
  public:
   explicit TextStream(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
