@@ -177,7 +177,7 @@ def test_a_transformers_version_that_computes_states_differently_is_refused(monk
     build_skeleton(config)
     monkeypatch.delattr("transformers.models.nemotron_h.modeling_nemotron_h.mamba2_chunk_scan")
     with pytest.raises(
-        ModelNotSupportedError, match=r"NemotronHMamba2Mixer of transformers .* calls no mamba2_chunk_scan; install"
+        ModelNotSupportedError, match=r"NemotronHMamba2Mixer of transformers .* does not call mamba2_chunk_scan; install"
     ):
         build_skeleton(config)
 

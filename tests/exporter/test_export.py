@@ -299,7 +299,7 @@ def test_a_schedule_whose_end_no_row_reaches_is_warned_of(
 ) -> None:
     options = ["--schedule", "step", "--span", str(span), "--max-variants", str(span), "--max-layers", "6", "--min-layers", "2"]
     assert command.main([str(zoo.checkpoint("llama")), *options, "--max-length", "48", "--out", str(tmp_path / "bundle")]) == 0
-    assert ("none gets to 2 layers" in capsys.readouterr().err) is warned
+    assert ("none reaches 2 layers" in capsys.readouterr().err) is warned
 
 
 def test_warm_up_layers_below_0_are_refused(zoo: Zoo, tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def test_a_bundle_too_short_to_measure_its_variants_is_refused(
 def test_a_reference_of_another_shape_is_refused_at_once(trained: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained), "--reference", str(zoo.checkpoint("opt"))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--reference {zoo.checkpoint('opt')}: has num_layers 6, the bundle " in line
+    assert f"--reference {zoo.checkpoint('opt')}: has num_layers 6, but the bundle " in line
     assert line.endswith("name the model that was exported")
 
 
