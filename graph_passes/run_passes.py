@@ -21,7 +21,7 @@ def run_passes(model: ir.Model, passes: Iterable[ir.passes.PassBase]) -> None:
         try:
             ir.passes.Sequential(each)(model)
         except ir.passes.PassError as error:
-            cause = _innermost(error)
+            cause = _unwrapped(error)
             if isinstance(cause, (SkipDecodeError, OSError, MemoryError)):
                 raise cause from error
             raise ModelNotSupportedError(
@@ -30,8 +30,9 @@ def run_passes(model: ir.Model, passes: Iterable[ir.passes.PassBase]) -> None:
             ) from error  # fmt: skip
 
 
-def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
+def _unwrapped(error: BaseException) -> BaseException:
+    """What was raised inside a pass, without onnx-ir's errors around it."""
+    while isinstance(error, (ir.passes.PassError, ir.passes.InvariantError)) and error.__cause__ is not None:
         error = error.__cause__
     return error
 

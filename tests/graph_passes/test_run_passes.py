@@ -45,6 +45,25 @@ def test_what_a_pass_should_have_replaced_is_named() -> None:
         run_passes(with_shapes(UNKNOWN), [_LeavesAttention()])
 
 
+def test_an_error_that_has_a_cause_is_raised_and_not_its_cause() -> None:
+    class Refuses(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            raise ModelNotSupportedError("refused") from ValueError("a damaged tensor")
+
+    with pytest.raises(ModelNotSupportedError, match=r"^refused$"):
+        run_passes(with_shapes(UNKNOWN), [Refuses()])
+
+
+def test_of_passes_that_run_others_the_inner_pass_is_named() -> None:
+    class Cleans(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            run_passes(model, [_LeavesAttention()])
+            return ir.passes.PassResult(model, False)
+
+    with pytest.raises(ModelNotSupportedError, match=r"^layer_007: _LeavesAttention does not know"):
+        run_passes(with_shapes(UNKNOWN), [Cleans()])
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(), ModelNotSupportedError("refused")])
 def test_errors_with_a_meaning_of_their_own_are_raised_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
