@@ -47,7 +47,8 @@ ENVIRONMENT = {
     # number first comes, not for twelve numbers while loading (OPT-6.7B then loads in 1.7 s; without CUTLASS in 1.4).
     "ORT_FPA_INTB_PROFILE_M": "1",
 }
-_MAX_REASON_CHARS, _REASON_START = 400, 100  # a node's name of any length, source file and function precede the reason itself
+# of a long reason: a node's name of any length, source file and function precede the reason itself
+_FIRST_CHARS, _GAP, _LAST_CHARS = 100, "...", 297
 # How ONNX Runtime's arena, C++, CUDA and cuBLAS say that memory ran out.
 _NO_MEMORY = re.compile(r"Failed to allocate memory(?: for requested buffer of size (\d+))?|bad_alloc|out of memory|ALLOC_FAILED")
 
@@ -210,7 +211,9 @@ def _memory_error(message: str, remedy: str, where: str) -> CapacityError:
 def _reason(message: str) -> str:
     """The first line of ONNX Runtime's message; of a long one the start and the end, because the reason itself comes last."""
     line = message.partition("\n")[0].rstrip() or "no reason given"
-    return line if len(line) <= _MAX_REASON_CHARS else f"{line[:_REASON_START]}...{line[3 + _REASON_START - _MAX_REASON_CHARS :]}"
+    if len(line) <= _FIRST_CHARS + len(_GAP) + _LAST_CHARS:
+        return line
+    return line[:_FIRST_CHARS] + _GAP + line[-_LAST_CHARS:]
 
 
 def _binding_arguments(array: Array) -> tuple[str, int, Any, list[int], int]:
