@@ -41,7 +41,7 @@ HYBRIDS = {
 # models whose layers may differ in number and size of KV heads, or read the keys and values of other layers
 VARYING_KV = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 # models older than transformers' attention interface (see own_attention), or that rotate by a stored table (CodeGen, GPT-J)
-OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
+OWN_ATTENTION = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm")
 # models that apply their final norm, which has no weights, between embedding and layers too
 NORM_ON_BOTH_ENDS = ("nanochat",)
 # models whose attention sees only `index_topk` tokens that an indexer chooses -> a pattern of the indexer's parameters; no bundle
@@ -55,9 +55,10 @@ MXFP4_EXPERTS = ("gpt_oss",)
 _PARTS = {
     "opt": ("decoder", "layers", ("final_layer_norm", "project_out"), None),
     **dict.fromkeys(("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"), ("", "h", ("ln_f",), None)),
-    "biogpt": ("", "layers", ("layer_norm",), None),
+    **dict.fromkeys(("biogpt", "xglm"), ("", "layers", ("layer_norm",), None)),
     "falcon": ("", "h", ("ln_f",), "rotary_emb"),
     **dict.fromkeys(("bamba", "falcon_h1"), ("", "layers", ("final_layernorm",), "rotary_emb")),
+    "modernbert-decoder": ("", "layers", ("final_norm",), "rotary_emb"),
     "mpt": ("", "blocks", ("norm_f",), None),
     "persimmon": ("", "layers", ("final_layernorm",), "rotary_emb"),
     "gpt_neox": ("", "layers", ("final_layer_norm",), "rotary_emb"),
@@ -216,7 +217,9 @@ def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, its own included (transformers' `sliding_window`); None: no limit."""
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
-    window: int | None = declared_setting(config, "sliding_window")
+    # ModernBERT derives it from `local_attention`
+    derived = config.model_type == "modernbert-decoder"
+    window: int | None = config.sliding_window if derived else declared_setting(config, "sliding_window")
     # Qwen2 MoE writes 0 for no window
     if window is None or (window == 0 and declared_setting(config, "use_sliding_window") is False):
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from skipdecode.exporter.architectures import decoder_parts, freeze_rotary
 from skipdecode.exporter.config_json import blaming_config, config_origin
@@ -32,7 +33,8 @@ def check_runs(config: Any) -> None:
     config._attn_implementation = "eager"
     config._experts_implementation = "batched_mm"  # the default counts the tokens of each expert, which takes numbers
     with fake_tensor.FakeTensorMode(), torch.no_grad(), blaming_config(config_origin(config)):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with no_init_weights():  # ModernBERT's draws numbers until they lie in a range, which fake tensors cannot
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         rotary = decoder_parts(model).rotary
         if rotary is not None:
             freeze_rotary(rotary)

@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from skipdecode.exporter.altup import StreamMean
 from skipdecode.exporter.architectures import (
@@ -231,8 +232,10 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
     kinds_setting = config.attribute_map.get("layer_types", "layer_types")
     if kinds_setting in {field.name for field in fields(config)} and getattr(config, kinds_setting) is not None:
         setattr(config, kinds_setting, [])
-    with allowing_empty_weights():  # per-layer inputs of 0 layers
+    # per-layer inputs of 0 layers are empty; ModernBERT's random weights would depend on 1 / layers
+    with allowing_empty_weights(), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
+    model.tie_weights()
     parts = decoder_parts(model)
     if parts.rotary is not None:
         freeze_rotary(parts.rotary)
@@ -244,6 +247,7 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
     owner_path = _path_of(model, parts.owner)
     if input_size(config):
         widen_embedding(parts.owner, skeleton.config, skeleton.shapes)
+    replace_forwards(parts.owner)
     embed = trace_embed(parts, final)
     head = trace_head(model, parts.owner, final, skeleton.hidden_size, skeleton.dtype)
     for graph, title in ((embed, "embed"), (head, "head")):

@@ -3,11 +3,13 @@
 Most of these classes are older than that interface and multiply queries, keys and values by hand, each in its own way. GPT-J and
 CodeGen rotate by rows of a stored table of all positions. Llama 4 asks the cache for one length that holds for all rows. Each
 function here replaces the `forward` of one class while a layer is traced: its projections, its rotary embedding, the cache, then
-`onnx_attention`. `_FORWARDS` also replaces the `forward` of indexers, Llama 4's mixture, and Gemma 3n's MLP and whole layer.
+`onnx_attention`. `_FORWARDS` also replaces the `forward` of indexers, Llama 4's mixture, Gemma 3n's MLP and whole layer, and
+XGLM's embedding of positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -25,13 +27,13 @@ from skipdecode.exporter.experts import llama_4_mixture
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
 
-def replace_forwards(layer: torch.nn.Module) -> torch.nn.Module:
-    """Replace, in place, the `forward` of the layer's modules that `_FORWARDS` lists; returns the layer."""
-    for module in layer.modules():
+def replace_forwards(part: torch.nn.Module) -> torch.nn.Module:
+    """Replace, in place, the `forward` of the modules of a layer or an embedding that `_FORWARDS` lists; returns `part`."""
+    for module in part.modules():
         forward = _FORWARDS.get(type(module).__name__)
         if forward is not None:
             module.forward = MethodType(forward, module)
-    return layer
+    return part
 
 
 def _gpt_j(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
@@ -112,6 +114,24 @@ def _llama_4(
     return _attend_and_project(self, query, cache.update(key, value), attention_mask, self.o_proj, scaling=self.scaling)
 
 
+def _xglm(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, cache: Any, **_: Any) -> _Result:
+    query, key, value = (_split_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    return _attend_and_project(self, query, cache.update(key, value), attention_mask, self.out_proj, scaling=self.scaling)
+
+
+def _xglm_positions(self: Any, position_ids: torch.Tensor, _cache_length: int) -> torch.Tensor:
+    """Sinusoids [B,S,H] of positions [B,S], computed: no checkpoint holds transformers' table of them, 8 MB in XGLM 564M."""
+    half = self.embedding_dim // 2
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
+    rows = position_ids[:, :, None] + self.offset
+    angles = rows.float() * frequencies
+    padding = torch.zeros(*position_ids.shape, self.embedding_dim % 2)
+    sinusoids = torch.cat((angles.sin(), angles.cos(), padding), dim=-1)
+    if self.padding_idx is not None:  # transformers' table has zeros in this row
+        sinusoids = torch.where(rows == self.padding_idx, 0.0, sinusoids)
+    return sinusoids.to(self.weights.dtype)
+
+
 def _attend_to_all(self: Any, *_: Any, **__: Any) -> None:
     """Choose no tokens: `check_supported` allows no more tokens than the indexer would choose, so all are attended to."""
 
@@ -153,4 +173,6 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tens
     "Llama4TextAttention": _llama_4,
     "Llama4TextMoe": llama_4_mixture,
     "MptAttention": _mpt,
+    "XGLMAttention": _xglm,
+    "XGLMSinusoidalPositionalEmbedding": _xglm_positions,
 }

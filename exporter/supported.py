@@ -43,6 +43,7 @@ _STATE_SIZES = (
     "mamba_d_ssm", "mamba_expand", "mamba_dt_rank", "linear_num_heads", "linear_head_dim", "state_size", "expand",
     "time_step_rank",
 )  # fmt: skip
+_WINDOW_NAMES = {"gpt_neo": "window_size", "modernbert-decoder": "sliding_window (by default half of local_attention)"}
 _MAX_LAYERS = 4096  # the deepest published has 1000 (DeepNet, arXiv 2203.00555); a typo would build for hours
 
 
@@ -134,7 +135,7 @@ def _check_counts(config: Any) -> None:
         raise _bad_setting(config, "num_hidden_layers", config.num_hidden_layers, f"write {_MAX_LAYERS} or less")
     for window in (attention_window(config, layer) for layer in range(config.num_hidden_layers)):
         if window is not None and window < 1:
-            raise _bad_setting(config, "window_size" if config.model_type == "gpt_neo" else "sliding_window", window)
+            raise _bad_setting(config, _WINDOW_NAMES.get(config.model_type, "sliding_window"), window)
 
 
 def _check_per_layer_settings(config: Any) -> None:

@@ -3,7 +3,7 @@
     x * Cast(Cos(f)) + rotate_half(x) * Cast(Sin(f))
     -> RotaryEmbedding(x, Cast(Cos(f)), Cast(Sin(f)))
     Cast(Cast(x) * Cos(f) + Cast(rotate_half(x)) * Sin(f))      (OLMo rotates in fp32, whatever its dtype)
-    -> the same
+    -> the same (ModernBERT, too, in fp32 by tables that were cast)
 
 The same goes for pairs of neighbours (ERNIE and Cohere rotate them in fp32).
 
@@ -34,6 +34,7 @@ class FuseNarrowRotaryPass(ir.passes.InPlacePass):
             _NarrowRotaryFusion,
             _NarrowTokensFirst,
             _WideRotaryFusion,
+            _WideByNarrowTables,
             _NarrowTablesTwice,
             _WideTablesTwice,
             _WideAnglesTwice,
@@ -66,6 +67,17 @@ class _WideRotaryFusion(_NarrowRotaryFusion):
         cos, sin = op.Unsqueeze(op.Cos(angles), one1), op.Unsqueeze(op.Sin(angles), one2)
         half = op.Cast(_rotary_embedding._rotate_half_pattern(op, x, start1, end1, start2, end2))
         return op.Cast(op.Cast(x) * cos + half * sin)
+
+
+class _WideByNarrowTables(_NarrowRotaryFusion):
+    """ModernBERT: rotates in fp32, but by tables that were rounded to the narrow type."""
+
+    def pattern(self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any) -> Any:
+        angles = op.Concat(freqs, freqs, axis=-1)
+        tables = ((op.Cos(angles), one1), (op.Sin(angles), one2))
+        cos, sin = (op.Cast(op.Unsqueeze(op.Cast(table), axis)) for table, axis in tables)
+        wide = op.Cast(x)
+        return op.Cast(wide * cos + _rotary_embedding._rotate_half_pattern(op, wide, start1, end1, start2, end2) * sin)
 
 
 class _CastTablesFusion(InterleavedFusion):

@@ -297,6 +297,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_BY_POSITION, "partial_rotary_factor": 1 / 3},
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5, "intermediate_size": 128},
+    "modernbert-decoder": {"local_attention": 10},  # twice the window
     "mpt": {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.7}},
     "nanochat": {},
     "nemotron": {"head_dim": 32},
@@ -333,6 +334,7 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
     "vaultgemma": {**_CAPPED, "sliding_window": 5},
+    "xglm": {"pad_token_id": 4, "ffn_dim": 96},  # position 2 has no embedding
     "youtu": {**_LATENT, "rope_interleave": False},
 }
 RELATIVES: dict[str, Callable[[], Any]] = {
@@ -344,8 +346,8 @@ RELATIVES: dict[str, Callable[[], Any]] = {
 # `make survey` runs the others; some of those (Mixtral, LFM2, Falcon-H1, ..) also run for cuda and tensorrt-rtx by default.
 EVERY_PATH = (
     "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo",
-    "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "ministral3", "mpt", "nanochat",
-    "olmo_hybrid", "qwen3_5_text", "stablelm", "vaultgemma",
+    "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "ministral3", "modernbert-decoder",
+    "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "stablelm", "vaultgemma", "xglm",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the architectures above with other settings

@@ -37,7 +37,7 @@ NEW = 8
 # sizes and of other layers, three kinds of states, norms with a scale per group or head
 DENSE = (
     "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma3n_text", "reading_others", "mamba", "lfm2",
-    "qwen3_5_text", "falcon_h1", "cohere",
+    "qwen3_5_text", "falcon_h1", "cohere", "modernbert-decoder", "xglm",
 )  # fmt: skip
 # routers inside the operator and outside, with softmaxes, sigmoids, groups and biases; experts with a bias, without a gate
 MIXTURES = (

@@ -29,6 +29,7 @@ from tests.models import CONFIGS, LAYERS, MAX_LENGTH, RELATIVES
         ),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts is 5 .*; write 1 to 4"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends to later tokens"),
+        ("modernbert-decoder", {"local_attention": 0}, "half of local_attention.* is -1 .*; write a whole number, 1 or more"),
     ],
 )
 def test_layers_with_settings_of_their_own_and_sizes_that_nothing_can_compute_are_refused(

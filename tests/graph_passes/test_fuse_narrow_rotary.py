@@ -51,16 +51,24 @@ for _function, _name, _table in (("Cos", "cosine", "cos4"), ("Sin", "sine", "sin
         f"{_table} = Unsqueeze ({_name}, one)",
         f"{_name}16 = Cast <to = 10> ({_name})  {_table}16 = Unsqueeze ({_name}16, one)  {_table} = Cast <to = 1> ({_table}16)",
     )
+WIDE_BY_NARROW_TABLES = (
+    ROTARY.replace("(h,", "(h32,").replace("x1 =", "h32 = Cast <to = 1> (h)  x1 =").replace(_IN_PLACE[1], _SUM)
+)
+for _table in ("cos4", "sin4"):
+    WIDE_BY_NARROW_TABLES = WIDE_BY_NARROW_TABLES.replace(f", {_table})", f", {_table}_32)").replace(
+        "h32 = Cast", f"{_table}_32 = Cast <to = 1> ({_table})  h32 = Cast"
+    )
 FORMS = {
     "halves": ROTARY, "neighbours": NEIGHBOURS, "halves in fp32": WIDE_HALVES, "neighbours in fp32": WIDE_NEIGHBOURS,
-    "neighbours in fp32 by narrow tables": WIDE_ANGLES,
+    "halves in fp32 by narrow tables": WIDE_BY_NARROW_TABLES, "neighbours in fp32 by narrow tables": WIDE_ANGLES,
 }  # fmt: skip
 
 
 def _model(text: str) -> ir.Model:
     model = ir.from_onnx_text(text)
+    halves_type = ir.DataType.FLOAT if "Slice (h32" in text else ir.DataType.FLOAT16
     for value in (out for node in model.graph for out in node.outputs if out.name in ("x1", "x2")):
-        value.shape, value.type = ir.Shape(["B", 2, "S", 4]), ir.TensorType(ir.DataType.FLOAT16)
+        value.shape, value.type = ir.Shape(["B", 2, "S", 4]), ir.TensorType(halves_type)
     return model
 
 
@@ -85,7 +93,7 @@ def test_it_becomes_one_operator_behind_the_transpose_of_heads() -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3)
 
 
-@pytest.mark.parametrize("text", [ROTARY, WIDE_HALVES], ids=["narrow", "in fp32"])
+@pytest.mark.parametrize("text", [ROTARY, WIDE_HALVES, WIDE_BY_NARROW_TABLES], ids=["narrow", "in fp32", "by narrow tables"])
 @pytest.mark.parametrize(("old", "new"), [("minus, x1", "x1, minus"), ("four, most", "one, most")], ids=["other half", "uneven"])
 def test_it_declines_anything_but_a_rotation(text: str, old: str, new: str) -> None:
     assert not FuseNarrowRotaryPass()(_model(text.replace(old, new))).modified
