@@ -153,7 +153,7 @@ void Batcher::Join(const std::shared_ptr<Row>& row) {
     running_.emplace(session.Add(row->prompt, row->options), row);
   } catch (const skipdecode::Error& error) {
     const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
-    // skipdecode.h: a session is unchanged after CAPACITY, and after no other error
+    // skipdecode.h: a session is unchanged after CAPACITY (and ARGUMENT, which would be a bug here)
     if (!refuse(no_memory ? EndReason::kNoMemory : end, error, no_memory)) throw;
   } catch (const std::exception& error) {  // out of memory outside the library: the session may already have the row
     if (!refuse(EndReason::kNoMemory, error, /*session_intact=*/false)) throw;

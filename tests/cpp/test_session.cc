@@ -307,17 +307,17 @@ TEST_CASE("error lines are UTF-8, whatever bytes a path has") {
 TEST_CASE("mistakes at the C interface are statuses") {
   skd_session* session = nullptr;
   REQUIRE(CodeAndMessage(skd_session_create(nullptr, nullptr, &session)) ==
-          std::pair(SKD_ERROR_INTERNAL, std::string("bundle or session is NULL; see skipdecode.h")));
+          std::pair(SKD_ERROR_ARGUMENT, std::string("bundle or session is NULL; see skipdecode.h")));
   skd_session_options wrong = skd_session_options_default();
   wrong.struct_size = 4096;
   REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), &wrong, &session)).second ==
           "struct_size is wrong; see skipdecode.h");
   CHECK(CodeAndMessage(skd_bundle_get_info(Bundle().get(), nullptr)) ==
-        std::pair(SKD_ERROR_INTERNAL, std::string("bundle or info is NULL; see skipdecode.h")));
+        std::pair(SKD_ERROR_ARGUMENT, std::string("bundle or info is NULL; see skipdecode.h")));
   wrong.struct_size = sizeof wrong.struct_size + sizeof wrong.max_rows;  // as from a caller that knows fewer fields
   REQUIRE(skd_session_create(Bundle().get(), &wrong, &session) == nullptr);
   CHECK(CodeAndMessage(skd_session_get_counters(session, nullptr)) ==
-        std::pair(SKD_ERROR_INTERNAL, std::string("session or counters is NULL; see skipdecode.h")));
+        std::pair(SKD_ERROR_ARGUMENT, std::string("session or counters is NULL; see skipdecode.h")));
   skd_session_destroy(session);
   skd_session_destroy(nullptr);
   skd_bundle_destroy(nullptr);

@@ -189,6 +189,28 @@ TEST_CASE("options that are NULL are the defaults that the header documents") {
   skd_session_destroy(session);
 }
 
+TEST_CASE("a session goes on as before after a caller's mistakes") {
+  skd_session* session = nullptr;
+  const skd_session_options room = Room(2);
+  REQUIRE(CodeAndMessage(skd_session_create(Bundle().get(), &room, &session)).first == SKD_OK);
+  const skd_row_options options = Options(6);
+  skd_row_options wrong = options;
+  wrong.struct_size = 0;
+  uint64_t row = 0;
+  REQUIRE(CodeAndMessage(skd_session_add(session, kPrompts[0].data(), kPrompts[0].size(), &options, &row)).first == SKD_OK);
+  Tokens tokens;
+  skd_event events[2];
+  size_t count = 0;
+  while (CodeAndMessage(skd_session_step(session, events, 2, &count)).first == SKD_OK && count > 0) {
+    tokens.push_back(events[0].token);
+    CHECK(CodeAndMessage(skd_session_step(session, events, 1, &count)).first == SKD_ERROR_ARGUMENT);
+    CHECK(CodeAndMessage(skd_session_add(session, nullptr, 1, &options, &row)).first == SKD_ERROR_ARGUMENT);
+    CHECK(CodeAndMessage(skd_session_add(session, kPrompts[1].data(), 2, &wrong, &row)).first == SKD_ERROR_ARGUMENT);
+  }
+  CHECK(tokens == TokensAlone(Bundle(), kPrompts[0], options));
+  skd_session_destroy(session);
+}
+
 TEST_CASE("a step without room for all rows is refused before it runs") {
   skd_session* session = nullptr;
   const skd_session_options room = Room(2);
@@ -196,9 +218,9 @@ TEST_CASE("a step without room for all rows is refused before it runs") {
   skd_event events[2];
   size_t count = 9;
   CHECK(CodeAndMessage(skd_session_step(session, events, 1, &count)) ==
-        std::pair(SKD_ERROR_INTERNAL, std::string("events has room for fewer than max_rows; see skipdecode.h")));
-  CHECK(CodeAndMessage(skd_session_step(session, nullptr, 2, &count)).first == SKD_ERROR_INTERNAL);
-  CHECK(CodeAndMessage(skd_session_step(session, events, 2, nullptr)).first == SKD_ERROR_INTERNAL);
+        std::pair(SKD_ERROR_ARGUMENT, std::string("events has room for fewer than max_rows; see skipdecode.h")));
+  CHECK(CodeAndMessage(skd_session_step(session, nullptr, 2, &count)).first == SKD_ERROR_ARGUMENT);
+  CHECK(CodeAndMessage(skd_session_step(session, events, 2, nullptr)).first == SKD_ERROR_ARGUMENT);
   CHECK(count == 9);
   CHECK(CodeAndMessage(skd_session_step(session, events, 2, &count)).first == SKD_OK);
   CHECK(count == 0);

@@ -67,7 +67,7 @@ skd_status* Guarded(Body body) {
 }
 
 void Require(bool holds, const char* what) {
-  if (!holds) throw skd::Error(SKD_ERROR_INTERNAL, what, "see skipdecode.h");
+  if (!holds) throw skd::Error(SKD_ERROR_ARGUMENT, what, "see skipdecode.h");
 }
 
 // The caller's options. The struct is shorter if the caller was compiled with an older header; defaults complete it.

@@ -3,12 +3,11 @@
  * Errors: every function that can fail returns a skd_status*. NULL means success. Otherwise the status holds a code and
  * a one-line message (what, where, what to do), and the caller releases it with skd_status_destroy. A function that
  * fails leaves its outputs untouched. Below, "Errors:" lists the codes that a function may return, without the prefix
- * SKD_ERROR_. Each of these functions also returns INTERNAL for an argument that is NULL, too small, or has a wrong
+ * SKD_ERROR_. Each of these functions also returns ARGUMENT for an argument that is NULL, too small, or has a wrong
  * struct_size, which is a bug in the caller.
  *
- * After skd_session_add, _step or _cancel has failed with CAPACITY, the session is unchanged. After any other code
- * destroy the session, because its rows may be half a step ahead. This includes INTERNAL for a bad argument, which the
- * code cannot tell from a failed engine.
+ * After skd_session_add, _step or _cancel has failed with CAPACITY or ARGUMENT, the session is unchanged. After any
+ * other code destroy the session, because its rows may be half a step ahead.
  *
  * Ownership: what a *_create, _load, _encode or _decode function returns belongs to the caller, who releases it with
  * the matching *_destroy or with skd_free. These accept NULL and may be called from any thread. Arguments have to stay
@@ -46,12 +45,13 @@ typedef struct skd_tokenizer skd_tokenizer; /* text to token ids and back */
 
 typedef enum skd_code {
   SKD_OK = 0,
-  SKD_ERROR_BUNDLE = 1,   /* the bundle is missing, damaged, edited or of another format version */
-  SKD_ERROR_TARGET = 2,   /* a library that is missing or of a wrong version, an unsuitable CPU, a missing or failing GPU */
-  SKD_ERROR_CAPACITY = 3, /* no room for so many rows or tokens, out of memory, an id or value out of range */
-  SKD_ERROR_SCHEDULE = 4, /* an invalid schedule; one in bundle.json is SKD_ERROR_BUNDLE */
-  SKD_ERROR_INTERNAL = 5, /* a bug in the caller or in this library, or an engine that failed on the CPU */
-  SKD_ERROR_TOKENIZER = 6 /* the bundle has no tokenizer, or none that this library can use: pass token ids */
+  SKD_ERROR_BUNDLE = 1,    /* the bundle is missing, damaged, edited or of another format version */
+  SKD_ERROR_TARGET = 2,    /* a library that is missing or of a wrong version, an unsuitable CPU, a missing or failing GPU */
+  SKD_ERROR_CAPACITY = 3,  /* no room for so many rows or tokens, out of memory, an id or value out of range */
+  SKD_ERROR_SCHEDULE = 4,  /* an invalid schedule; one in bundle.json is SKD_ERROR_BUNDLE */
+  SKD_ERROR_INTERNAL = 5,  /* an engine that failed on the CPU, or a bug in this library */
+  SKD_ERROR_TOKENIZER = 6, /* the bundle has no tokenizer, or none that this library can use: pass token ids */
+  SKD_ERROR_ARGUMENT = 7   /* a bug in the caller: an argument that is NULL, too small, or has a wrong struct_size */
 } skd_code;
 
 typedef enum skd_finish {
