@@ -201,7 +201,7 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError, KeyError, AttributeError) as error:
         raise ModelNotSupportedError(
-            f"cannot be read as plain tensors ({first_line(error).split('. ')[0][:120]})",
+            f"cannot be read as plain tensors ({first_line(error).split('. ')[0]})",
             "download it again, or, if you trust it, `AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)`",
             where=str(file),
         ) from error

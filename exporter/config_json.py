@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skipdecode.errors import ModelNotSupportedError
+from skipdecode.errors import ModelNotSupportedError, shortened
 
 
 @contextmanager
@@ -88,9 +88,9 @@ def config_origin(config: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or the error's type if the message is empty."""
+    """The first line of an error's message, shortened, or the error's type if the message is empty."""
     message = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError quotes the message
-    return (str(message).strip() or type(error).__name__).splitlines()[0]
+    return shortened((str(message).strip() or type(error).__name__).splitlines()[0], 200)
 
 
 def reason(error: Exception) -> str:
@@ -99,10 +99,10 @@ def reason(error: Exception) -> str:
 
     line = first_line(error)
     if isinstance(error, StrictDataclassError):  # which ends in "<exception>: <what is wrong>"
-        line = str(error).rstrip().rpartition("\n")[2].partition(": ")[2]
+        line = shortened(str(error).rstrip().rpartition("\n")[2].partition(": ")[2], 200)
     elif isinstance(error, KeyError) and " " not in line:
         line = f"'{line}' is not found"
-    return line[:160] + _failing_line(error)
+    return line + _failing_line(error)
 
 
 def _failing_line(error: Exception) -> str:
@@ -111,4 +111,4 @@ def _failing_line(error: Exception) -> str:
         return ""
     first, last = frames[-1].lineno or 0, frames[-1].end_lineno or 0  # a call may span several lines
     line = " ".join(linecache.getline(frames[-1].filename, number).strip() for number in range(first, last + 1))
-    return "" if not line or line.startswith("raise ") else f", in `{line[:120]}`"
+    return "" if not line or line.startswith("raise ") else f", in `{shortened(line, 120)}`"

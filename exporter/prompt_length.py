@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from skipdecode.errors import ScheduleError
+from skipdecode.errors import ScheduleError, shortened
 
 PromptLength: TypeAlias = int | Sequence[int] | torch.Tensor | Literal["labels"]
 _IGNORED_LABEL = -100  # transformers' label for tokens that the loss ignores, such as a prompt's
@@ -85,5 +85,5 @@ def _as_counts(prompt_length: Any) -> torch.Tensor:
         counts = torch.empty(0)
     if counts.dtype not in (torch.int64, torch.int32) or counts.ndim > 1 or not counts.numel() or counts.min() < 0:
         remedy = 'give a count of tokens, one per row, or "labels"'
-        raise ScheduleError(f"prompt_length={prompt_length!r}"[:100], remedy, where="skip_schedule")
+        raise ScheduleError(shortened(f"prompt_length={prompt_length!r}", 100), remedy, where="skip_schedule")
     return counts

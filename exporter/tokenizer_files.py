@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from skipdecode.errors import ModelNotSupportedError
+from skipdecode.errors import ModelNotSupportedError, shortened
 from skipdecode.exporter.config_json import first_line, read_bytes, read_settings
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _convert(folder: Path, path: Path) -> None:
                 "its tokenizer cannot be converted", "`pip install sentencepiece protobuf`", where=str(folder)
             ) from error
         raise ModelNotSupportedError(
-            f"its tokenizer cannot be converted ({first_line(error)[:160]})",
+            f"its tokenizer cannot be converted ({first_line(error)})",
             "put a tokenizer.json there", where=str(folder),
         ) from error  # fmt: skip
 
@@ -98,7 +98,7 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
     except Exception as error:  # as above; tokenizer.json is enough by itself, also with a class that transformers does not know
         logger.warning(
             "%s: used without tokens from the files next to it, which transformers cannot read (%s)",
-            path.name, first_line(error)[:160],
+            path.name, first_line(error),
         )  # fmt: skip
         return None
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -111,7 +111,9 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
         return hf_tokenizer
     names = ", ".join(map(repr, missing))
     logger.warning(
-        "%s: tokens found only in the files next to it are left out, since their ids would change (%s)", path.name, names[:160]
+        "%s: tokens found only in the files next to it are left out, since their ids would change (%s)",
+        path.name,
+        shortened(names, 200),
     )
     return None
 

@@ -28,7 +28,7 @@ from typing import Any
 from skipdecode.bindings import PAST_KEY, PAST_VALUE
 from skipdecode.child_process import command_of, end_with
 from skipdecode.engines import tensorrt
-from skipdecode.errors import TargetError
+from skipdecode.errors import TargetError, shortened
 
 Range = tuple[int, int, int]  # least, most likely, most
 _REFUSED, _NOT_WRITTEN = 2, 3  # exit statuses of a builder process; its last line is the TargetError, or the OSError's errno
@@ -95,7 +95,7 @@ def build_plan(request: PlanRequest) -> None:
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(request.source):
         raise TargetError(
-            f"{request.target}'s parser refused it: {parser.get_error(0).desc()[:300]}", _USE_CUDA_INSTEAD, where=where
+            f"{request.target}'s parser refused it: {shortened(parser.get_error(0).desc(), 300)}", _USE_CUDA_INSTEAD, where=where
         )
     _check_network(network, trt, where)
     polygraphy, exceptions = (tensorrt.polygraphy(request.target, name) for name in ("backend.trt", "exception"))
@@ -107,7 +107,7 @@ def build_plan(request: PlanRequest) -> None:
         raise TargetError(f"{request.target} could not build it ({reason})", _remedy(reason), where=where) from error
     ignored = [message for message in log.warnings if "unused input" in message.lower()]
     if ignored:
-        raise TargetError(f"{request.target} ignored an input ({ignored[0][:200]})", _USE_CUDA_INSTEAD, where=where)
+        raise TargetError(f"{request.target} ignored an input ({shortened(ignored[0], 300)})", _USE_CUDA_INSTEAD, where=where)
     Path(request.plan).write_bytes(plan)
 
 
@@ -155,7 +155,7 @@ def build_in_process(request: PlanRequest, stop: threading.Event) -> None:
         raise TargetError(line)  # already complete: what, where, what to do
     if process.returncode == _NOT_WRITTEN:
         raise OSError(int(line), os.strerror(int(line)), request.plan)
-    reason, remedy = f"failed ({line[:300]})", _USE_CUDA_INSTEAD
+    reason, remedy = f"failed ({shortened(line, 300)})", _USE_CUDA_INSTEAD
     if stood_still:  # TensorRT-RTX 1.7.1's threads wait for one another after one of them ran out of memory
         reason, remedy = f"made no progress for {_STANDSTILL_S} s, probably for lack of memory", "free some"
     elif process.returncode == -signal.SIGKILL:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def shortened(text: str, most: int) -> str:
+    """A text from outside this project, for a line; where it has more than `most` characters, it is cut and ends in "..."."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class SkipDecodeError(Exception):
     """Base of every error a user can cause; the command line prints it and exits 2.
 

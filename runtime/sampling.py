@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode.errors import CapacityError
+from skipdecode.errors import CapacityError, shortened
 from skipdecode.memory import FloatArray, IntArray
 
 _MASK = (1 << 64) - 1
@@ -51,9 +51,9 @@ _RANGES: tuple[tuple[str, type[float], Callable[[float], bool], str], ...] = (
 
 
 def _short_text(value: Any) -> str:
-    """The given value as text, cut to 40 characters."""
+    """The given value as text of at most 40 characters."""
     try:
-        return str(value)[:40]
+        return shortened(str(value), 40)
     except ValueError:  # Python converts at most 4300 digits to text
         return f"a number of {value.bit_length()} bits"
 

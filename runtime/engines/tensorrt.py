@@ -13,7 +13,7 @@ from typing import Any
 from skipdecode import bindings
 from skipdecode.device import ALIGNMENT, Block, Call, Device
 from skipdecode.engines.kernel_cache import KernelCache
-from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError
+from skipdecode.errors import BundleError, CapacityError, SkipDecodeError, TargetError, shortened
 from skipdecode.memory import Array, DeviceArray
 from skipdecode.trace import Trace, traced
 
@@ -78,9 +78,9 @@ def make_log(trt: Any, *, warnings: bool = False) -> Any:
             # without a GPU every error is followed by one from the driver, which is not the reason; if memory ran out, it is
             memory = [message for message in self.errors if NO_MEMORY.search(message)]
             reasons = [message for message in self.errors if "Cuda Runtime" not in message]
-            first = [*memory, *reasons, *self.errors, "no reason given"][0][:300]
+            first = [*memory, *reasons, *self.errors, "no reason given"][0]
             self.errors.clear()
-            return first
+            return shortened(first, 300)
 
     return Log()
 
