@@ -101,9 +101,9 @@ class CudaDevice:
         """As `Device.mark`: an event."""
         driver = self._driver
         events = self._objects.events
-        event = events.pop() if events else self._call(driver.cuEventCreate, self._event_flags)
-        self._call(driver.cuEventRecord, event, self._stream)
-        return _Mark(self, event)
+        mark = _Mark(self, events.pop() if events else self._call(driver.cuEventCreate, self._event_flags))
+        self._call(driver.cuEventRecord, mark.event, self._stream)  # if this fails, the mark releases its event
+        return mark
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """As `Device.copy`."""
@@ -199,9 +199,10 @@ class CudaDevice:
     def turn_around(self) -> TurnAround:
         """The turn-around's kernel, from the PTX that comes with this package; the driver compiles it for the GPU."""
         driver, objects = self._driver, self._objects
+        if objects.module is None:
+            objects.module = self._call(driver.cuModuleLoadData, ptx() + b"\0")
         if objects.turn_around is None:
-            module = self._call(driver.cuModuleLoadData, ptx() + b"\0")  # stays loaded, even when its handle is dropped
-            objects.turn_around = self._call(driver.cuModuleGetFunction, module, KERNEL.encode())
+            objects.turn_around = self._call(driver.cuModuleGetFunction, objects.module, KERNEL.encode())
         kernel = objects.turn_around
 
         def run(state: SkdTurnaround) -> None:
@@ -278,7 +279,8 @@ class _DriverObjects:
 
     stream: Any
     events: list[Any] = field(default_factory=list)  # those that nobody waits for; each is created once and reused
-    turn_around: Any = None  # the kernel, once it is loaded
+    module: Any = None  # with the turn-around's kernel, once it is loaded
+    turn_around: Any = None  # the kernel, once it has been looked up, for which there may be no memory
 
 
 class _FinalizerTarget:
@@ -290,16 +292,16 @@ class _FinalizerTarget:
 class _Mark:
     """Waits for an event, and releases it for reuse once nothing refers to the mark any more."""
 
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_device", "event")
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
-        self._device, self._event = device, event
+        self._device, self.event = device, event
 
     def __call__(self) -> None:
-        self._device._call(self._device._driver.cuEventSynchronize, self._event)
+        self._device._call(self._device._driver.cuEventSynchronize, self.event)
 
     def __del__(self) -> None:
-        self._device._objects.events.append(self._event)
+        self._device._objects.events.append(self.event)
 
 
 def _free(driver: Any, context: Any, function: Callable[..., Any], handle: Any) -> None:

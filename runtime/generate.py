@@ -145,6 +145,8 @@ class Generator:
     ) -> Iterator[Step]:
         """Yield the prefill's tokens, then each decode step's; they are also appended to `rows`, whose `text` is not set.
 
+        A stream that has not ended keeps its memory until its `close()` is called or nothing refers to it any more.
+
         Args:
             rows: new ones with their prompts. Set a row's `finish_reason` between two steps to end it.
             max_new_tokens, schedule, ignore_eos: as in `generate`.

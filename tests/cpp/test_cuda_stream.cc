@@ -114,10 +114,12 @@ TEST_CASE("with graphs, another context has run a kernel, once") {
 }
 
 TEST_CASE("a run that calls the host stays a call") {
+  const std::string before = Alive();
   CHECK(GraphLaunchesInFiveRuns([] {
           const auto nothing = [](void*) {};
           Driver<int(void*, void (*)(void*), void*)>("cuLaunchHostFunc")(skd::cuda_stream::Handle(), nothing, nullptr);
         }) == 0);
+  CHECK(Alive() == before);
 }
 
 TEST_CASE("a run that reads memory of the host stays a call") {
@@ -140,6 +142,7 @@ TEST_CASE("a run that cannot become a graph stays a call") {
 }
 
 TEST_CASE("an exception while a run is recorded is thrown by the call that follows") {
+  const std::string before = Alive();
   skd::Replay replay(true);
   Counter done{0};
   replay.Run([&] { Enqueue(&done); });
@@ -147,6 +150,7 @@ TEST_CASE("an exception while a run is recorded is thrown by the call that follo
   CHECK_FALSE(replay.Run([&] { Enqueue(&done); }));
   WaitForWork();
   CHECK(done == 2);
+  CHECK(Alive() == before);
 }
 
 TEST_CASE("a driver older than the kernel's language is reported as such") {

@@ -89,13 +89,15 @@ def test_the_services_own_tests_pass(build: str) -> None:
 @pytest.mark.parametrize("build", ["release", "address", "thread"])
 def test_the_gpu_tests_pass_on_a_stand_in_for_the_driver(build: str, libcuda: Path, gpu_bundles: list[Path]) -> None:
     bundles = " ".join(map(str, gpu_bundles))
-    done = subprocess.run(
-        [BUILD / build / "tests" / "skd_cuda_tests"],
-        env=environment(LD_LIBRARY_PATH=f"{libcuda}:{LIBRARIES}", SKD_TEST_DEVICE_BUNDLES=bundles),
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "All tests passed" in done.stdout
+    # the last needs a process in which nothing has used the driver yet; failures say nothing of threads, and take half a minute
+    for which in (["~[each_failure]~[first_use]"] if build == "thread" else [], ["[first_use]"]):
+        done = subprocess.run(
+            [BUILD / build / "tests" / "skd_cuda_tests", *which],
+            env=environment(LD_LIBRARY_PATH=f"{libcuda}:{LIBRARIES}", SKD_TEST_DEVICE_BUNDLES=bundles),
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        assert "All tests passed" in done.stdout
 
 
 def test_on_the_real_cuda_provider_engine_runs_become_graphs_whichever_kernel_multiplies_int8(zoo: Zoo, tmp_path: Path) -> None:

@@ -172,6 +172,26 @@ def test_bundles_loaded_one_after_another_use_the_same_stream_events_and_kernel(
     assert answers["objects"] == [once["objects"][0]] * len(requests)
 
 
+def test_whichever_driver_call_fails_the_error_is_a_documented_one_and_nothing_is_left(
+    libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
+) -> None:
+    """Without memory a call may fail once, after which the same can be asked for again; for another reason, all fail."""
+    command = [sys.executable, "-m", "tests.standin.failures", str(gpu_bundle(Anchor.GENERATED))]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libcuda)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    left = "memory 0, pinned 0, contexts 0, streams {}, events {}, modules {}, graphs 0, launchables 0"
+    assert found["first_loads"] == [left.format(0, 0, 0), left.format(1, 0, 0), left.format(1, 0, 1), left.format(1, 0, 1)]
+    assert found["before"] in [left.format(1, events, 1) for events in range(1, STEPS_AHEAD + 3)]
+    once, always = found["lives"].values()
+    assert {after for _, _, after in once + always} == {found["before"]}
+    assert {(*errors,) for errors, _, _ in once} == {(), ("load: CapacityError",), ("generate: CapacityError",)}
+    assert all(right for _, right, _ in once)
+    assert {error for errors, _, _ in always for error in errors} == {"load: TargetError", "generate: TargetError"}
+    assert all(errors for errors, _, _ in always)
+
+
 def test_a_driver_older_than_the_kernels_language_is_reported_in_one_line(
     libcuda: Path, gpu_bundle: Callable[[Anchor], Path]
 ) -> None:

@@ -218,3 +218,37 @@ def test_a_stream_ends_with_an_error_when_another_has_taken_its_buffers(load: Lo
     with pytest.raises(CapacityError, match="another generation has started on the same buffers; finish one before the next"):
         next(first)
     assert len(list(second)) == NEW - 1
+
+
+@pytest.mark.parametrize("anchor", [Anchor.GENERATED], indirect=True)
+@pytest.mark.parametrize("close", [False, True])
+def test_an_abandoned_stream_keeps_its_buffers_until_it_is_closed_or_forgotten(
+    close: bool, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it can go on beside a generation of other rows."""
+    expected, generator = _ids(load(False).generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)), load(True)
+    generator._cuda_graphs = False  # a graph of `HostDevice` refers to the loop, so only the garbage collector would free both
+
+    def begin() -> tuple[list[Row], Any, weakref.ref[Any]]:
+        rows = [Row(prompt_ids=prompt) for prompt in PROMPTS]
+        stream = generator.stream(rows, max_new_tokens=NEW, sampling=Sampling(), ignore_eos=True)
+        next(stream)
+        return rows, stream, weakref.ref(generator._kept_loop)
+
+    rows, stream, _ = begin()
+    generator.generate(PROMPTS[:2], max_new_tokens=NEW)
+    assert len(list(stream)) == NEW - 1 and [row.token_ids for row in rows] == expected
+    _, stream, loop = begin()
+    if close:
+        stream.close()
+    else:
+        del stream
+    make, left = generator.device_loop, []
+
+    def made(*given: Any) -> DeviceLoop:
+        left.append(loop())
+        return make(*given)
+
+    monkeypatch.setattr(generator, "device_loop", made)
+    generator.generate(PROMPTS[:2], max_new_tokens=NEW)
+    assert left == [None], "its memory is free before more is taken"

@@ -46,6 +46,12 @@ struct CUevent_st {
   std::atomic<uint64_t> after{0};  // complete when this much work is done
 };
 
+// For tests: calls that take memory, or put work on a stream, and still work before they fail; below 0: all work. How many then
+// fail before they work again, and with which CUresult. Calls that wait or release never fail: without them all would be lost.
+extern "C" {
+int standin_calls_left = -1, standin_failures_left = 0, standin_failure = CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 namespace {
 
 constexpr size_t kMemoryBytes = size_t{1} << 30;      // bytes of GPU memory
@@ -58,6 +64,11 @@ struct Block {
 std::map<uintptr_t, Block> blocks;
 std::mutex blocks_mutex;  // several threads load engines
 std::atomic<size_t> taken_bytes{0};
+struct Alive {
+  std::atomic<int> contexts{0}, streams{0}, events{0}, modules{0}, graphs{0}, launchables{0};
+};
+Alive alive;  // objects that were created and not destroyed; modules: those with the turn-around
+std::mutex failing_mutex;
 int num_launches = 0;
 int num_events = 0;            // that were created
 int num_other_objects = 0;     // streams and modules with the turn-around that were created
@@ -93,6 +104,14 @@ void WaitFor(uint64_t count) {
   }
 }
 
+// What a call that takes memory, or puts work on a stream, returns at once unless it is CUDA_SUCCESS.
+CUresult Failure() {
+  const std::lock_guard<std::mutex> lock(failing_mutex);
+  if (standin_calls_left != 0) return standin_calls_left -= standin_calls_left > 0 ? 1 : 0, CUDA_SUCCESS;
+  if (standin_failures_left == 0) return CUDA_SUCCESS;
+  return --standin_failures_left, static_cast<CUresult>(standin_failure);
+}
+
 CUresult Enqueue(CUstream stream, CUgraphNode_st node) {
   if (!context_is_current) return CUDA_ERROR_INVALID_CONTEXT;
   if (stream->capture != nullptr)
@@ -123,6 +142,7 @@ bool HasMemoryType(const void* pointer, CUmemorytype type) {
 CUresult Allocate(uintptr_t* pointer, size_t bytes, CUmemorytype type) {
   if (!context_is_current) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (const CUresult failed = Failure()) return failed;
   const std::lock_guard<std::mutex> lock(blocks_mutex);
   if (bytes > kMemoryBytes - taken_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
@@ -164,6 +184,20 @@ int standin_old = 0;                 // 1: the driver is older than CUDA 13
 int standin_kernels_of_nothing = 0;  // launched so far, in another context
 int standin_copies_left = -1;        // copies within the GPU that still work before they fail; below 0: all work
 
+// For tests: how many objects of each kind exist.
+const char* standin_alive() {
+  static std::string text;
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
+  const auto count = [](CUmemorytype type) {
+    return std::count_if(blocks.begin(), blocks.end(), [type](const auto& each) { return each.second.type == type; });
+  };
+  text = "memory " + std::to_string(count(CU_MEMORYTYPE_DEVICE)) + ", pinned " + std::to_string(count(CU_MEMORYTYPE_HOST));
+  text += ", contexts " + std::to_string(alive.contexts) + ", streams " + std::to_string(alive.streams);
+  text += ", events " + std::to_string(alive.events) + ", modules " + std::to_string(alive.modules);
+  text += ", graphs " + std::to_string(alive.graphs) + ", launchables " + std::to_string(alive.launchables);
+  return text.c_str();
+}
+
 // For tests: the nodes of the last graph that was created, one per line: a kernel's name, or "no kernel".
 const char* standin_captured() { return last_graph_nodes.c_str(); }
 
@@ -200,14 +234,15 @@ CUresult cuCtxSetCurrent(CUcontext) { return context_is_current = true, CUDA_SUC
 // A second context, for one kernel. When it is destroyed, no context is current on this thread, not the first one either.
 CUresult cuCtxCreate(CUcontext* context, CUctxCreateParams*, unsigned, CUdevice) {
   if (standin_without_contexts) return CUDA_ERROR_OUT_OF_MEMORY;
-  return context_is_current = true, *context = reinterpret_cast<CUcontext>(2), CUDA_SUCCESS;
+  if (const CUresult failed = Failure()) return failed;
+  return ++alive.contexts, context_is_current = true, *context = reinterpret_cast<CUcontext>(2), CUDA_SUCCESS;
 }
 #undef cuCtxCreate
 CUresult cuCtxCreate_v2(CUcontext* context, unsigned flags, CUdevice device) {
   return cuCtxCreate_v4(context, nullptr, flags, device);
 }
 CUresult cuCtxSynchronize() { return CUDA_SUCCESS; }
-CUresult cuCtxDestroy(CUcontext) { return context_is_current = false, CUDA_SUCCESS; }
+CUresult cuCtxDestroy(CUcontext) { return --alive.contexts, context_is_current = false, CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the driver would put it", CUDA_SUCCESS; }
 
 CUresult cuMemAlloc(CUdeviceptr* pointer, size_t bytes) {
@@ -223,15 +258,18 @@ CUresult cuMemGetInfo(size_t* free, size_t* total) {
   return *free = kMemoryBytes - taken_bytes, *total = kMemoryBytes, CUDA_SUCCESS;
 }
 CUresult cuMemsetD8Async(CUdeviceptr pointer, unsigned char value, size_t bytes, CUstream stream) {
+  if (const CUresult failed = Failure()) return failed;
   const Work work = [=] { std::memset(reinterpret_cast<void*>(pointer), value, bytes); };
   return Enqueue(stream, {work, CU_GRAPH_NODE_TYPE_MEMSET});
 }
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute name, CUdeviceptr pointer) {
+  if (const CUresult failed = Failure()) return failed;
   const auto block = BlockOf(pointer);
   if (!block || name != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_INVALID_VALUE;
   return *static_cast<unsigned*>(value) = block->type, CUDA_SUCCESS;
 }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  if (const CUresult failed = Failure()) return failed;
   ++num_sent;
   if (BlockOf(reinterpret_cast<uintptr_t>(from))) return Copy(to, reinterpret_cast<uintptr_t>(from), bytes, stream);
   if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -243,23 +281,32 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstr
   return Enqueue(stream, {[=] { std::memcpy(reinterpret_cast<void*>(to), copied.data(), bytes); }, CU_GRAPH_NODE_TYPE_MEMCPY});
 }
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  if (const CUresult failed = Failure()) return failed;
   const CUresult result = Copy(reinterpret_cast<uintptr_t>(to), from, bytes, stream);
   if (!BlockOf(reinterpret_cast<uintptr_t>(to))) WaitFor(NumQueued());  // pageable memory is written before the call returns
   return result;
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
   if (standin_copies_left == 0) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (const CUresult failed = Failure()) return failed;
   standin_copies_left -= standin_copies_left > 0 ? 1 : 0;
   return Copy(to, from, bytes, stream);
 }
 
-CUresult cuStreamCreate(CUstream* stream, unsigned) { return ++num_other_objects, *stream = new CUstream_st, CUDA_SUCCESS; }
+CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  if (const CUresult failed = Failure()) return failed;
+  return ++num_other_objects, ++alive.streams, *stream = new CUstream_st, CUDA_SUCCESS;
+}
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn call, void* data) {
   return Enqueue(stream, {[=] { call(data); }, CU_GRAPH_NODE_TYPE_HOST});
 }
-CUresult cuEventCreate(CUevent* event, unsigned) { return ++num_events, *event = new CUevent_st, CUDA_SUCCESS; }
-CUresult cuEventDestroy(CUevent event) { return delete event, CUDA_SUCCESS; }
+CUresult cuEventCreate(CUevent* event, unsigned) {
+  if (const CUresult failed = Failure()) return failed;
+  return ++num_events, ++alive.events, *event = new CUevent_st, CUDA_SUCCESS;
+}
+CUresult cuEventDestroy(CUevent event) { return --alive.events, delete event, CUDA_SUCCESS; }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
+  if (const CUresult failed = Failure()) return failed;
   if (stream->capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   return event->after = NumQueued(), CUDA_SUCCESS;
 }
@@ -268,22 +315,34 @@ CUresult cuEventSynchronize(CUevent event) {
   return WaitFor(event->after), CUDA_SUCCESS;
 }
 
+CUresult cuGraphDestroy(CUgraph graph) {
+  if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  return --alive.graphs, delete graph, CUDA_SUCCESS;
+}
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
-  return stream->capture = new CUgraph_st, context_is_current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+  if (!context_is_current) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult failed = Failure()) return failed;
+  return ++alive.graphs, stream->capture = new CUgraph_st, CUDA_SUCCESS;
 }
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
-  *graph = stream->capture;
-  stream->capture = nullptr;
-  return CUDA_SUCCESS;
+  CUgraph captured = stream->capture;
+  *graph = stream->capture = nullptr;  // the capture ends even if this fails, without a graph then
+  if (const CUresult failed = Failure()) return cuGraphDestroy(captured), failed;
+  return *graph = captured, CUDA_SUCCESS;
 }
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
+  if (const CUresult failed = Failure()) return failed;
   if (nodes == nullptr) return *count = graph->nodes.size(), CUDA_SUCCESS;
   *count = std::min(*count, graph->nodes.size());
   for (size_t index = 0; index < *count; ++index) nodes[index] = &graph->nodes[index];
   return CUDA_SUCCESS;
 }
-CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) { return *type = node->type, CUDA_SUCCESS; }
+CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) {
+  if (const CUresult failed = Failure()) return failed;
+  return *type = node->type, CUDA_SUCCESS;
+}
 CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
+  if (const CUresult failed = Failure()) return failed;
   if (node->type != CU_GRAPH_NODE_TYPE_MEMCPY) return CUDA_ERROR_INVALID_VALUE;
   *copy = {};
   copy->srcMemoryType = CU_MEMORYTYPE_DEVICE;  // also for pinned memory, as unified addressing allows: the harder case
@@ -293,18 +352,21 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode node, CUDA_MEMCPY3D* copy) {
 }
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long) {
   if (standin_without_graphs) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (const CUresult failed = Failure()) return failed;
+  ++alive.launchables;
   taken_bytes += graph->nodes.size();
   last_graph_nodes.clear();
   for (const CUgraphNode_st& node : graph->nodes)
     last_graph_nodes += (node.type == CU_GRAPH_NODE_TYPE_KERNEL ? node.name : "no kernel") + "\n";
   return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
 }
-CUresult cuGraphDestroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec executable) {
+  --alive.launchables;
   taken_bytes -= executable->nodes.size();
   return delete executable, CUDA_SUCCESS;
 }
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+  if (const CUresult failed = Failure()) return failed;
   ++num_launches;
   for (const CUgraphNode_st& node : executable->nodes)
     if (const CUresult code = Enqueue(stream, node)) return code;
@@ -313,18 +375,21 @@ CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   const auto* text = static_cast<const char*>(image);
+  if (const CUresult failed = Failure()) return failed;
   if (std::strstr(text, ".visible .entry nothing(") != nullptr) return *module = kNothing, CUDA_SUCCESS;
   if (std::strstr(text, ".visible .entry skd_turnaround_kernel(") == nullptr) return CUDA_ERROR_INVALID_PTX;
   if (standin_old) return CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
-  return ++num_other_objects, *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
+  return ++num_other_objects, ++alive.modules, *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+  if (const CUresult failed = Failure()) return failed;
   if (module == kNothing) return *function = reinterpret_cast<CUfunction>(kNothing), CUDA_SUCCESS;
   if (std::strcmp(name, "skd_turnaround_kernel") != 0) return CUDA_ERROR_NOT_FOUND;
   return *function = reinterpret_cast<CUfunction>(1), CUDA_SUCCESS;
 }
 CUresult cuLaunchKernel(CUfunction kernel, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
                         CUstream stream, void** parameters, void**) {
+  if (const CUresult failed = Failure()) return failed;
   if (kernel == reinterpret_cast<CUfunction>(kNothing)) return ++standin_kernels_of_nothing, CUDA_SUCCESS;
   if (standin_without_kernels) return CUDA_ERROR_OUT_OF_MEMORY;
   const SkdTurnaround state = *static_cast<const SkdTurnaround*>(parameters[0]);  // copied now, as the driver does

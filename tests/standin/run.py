@@ -41,7 +41,7 @@ _driver = ctypes.CDLL("libcuda.so.1")
 _kept: list[Any] = []  # what a stream or a graph may still call
 
 
-def _enqueue(stream: int, work: Callable[[], None]) -> None:
+def enqueue(stream: int, work: Callable[[], None]) -> None:
     call, nothing, on = _CALL(lambda _: work()), _CALL(lambda _: None), ctypes.c_void_p(stream)
     _kept.extend((call, nothing))
     assert _driver.standin_launch(on, call, None) == 0
@@ -60,7 +60,7 @@ def main() -> None:
     ctypes.c_int.in_dll(_driver, "standin_old").value = "old" in sys.argv
     ctypes.c_int.in_dll(_driver, "standin_reads_host_pages").value = "host_pages" in sys.argv
     target = next(each.name for each in manifests.read(bundle).targets if each.name in tensorrt.LIBRARIES)
-    stands_in = library(bundle, _enqueue, target)
+    stands_in = library(bundle, enqueue, target)
     tensorrt.library = lambda target: stands_in
     load = partial(skipdecode.load, bundle, target=target, cuda_graphs="plain" not in sys.argv)
     generator = load()
