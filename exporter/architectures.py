@@ -35,6 +35,7 @@ HYBRIDS = {
     **dict.fromkeys(("bamba", "granitemoehybrid"), ("linear_attention",)),  # Mamba-2, as in Nemotron-H and Falcon-H1 below
     **dict.fromkeys(("jamba", *STATE_ONLY), ("linear_attention",)),  # Mamba; mamba2 has Mamba-2
     "nemotron_h": ("linear_attention", "mlp", "moe"),  # a layer is one of these or attention
+    "recurrent_gemma": ("linear_attention",),  # Griffin's recurrent block
     "falcon_h1": ("hybrid",),  # Mamba-2 and attention in parallel
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("conv",)),
 }
@@ -76,6 +77,7 @@ _PARTS = {
     "gemma3n_text": ("", "layers", ("altup_unembed_projections", "norm"), "rotary_emb"),
     "jamba": ("", "layers", ("final_layernorm",), None),
     "kimi_linear": ("", "layers", ("norm",), None),
+    "recurrent_gemma": ("", "layers", ("final_norm",), None),
     **dict.fromkeys(("nemotron_h", *STATE_ONLY), ("", "layers", ("norm_f",), None)),
     **dict.fromkeys(("lfm2", "lfm3"), ("", "layers", ("embedding_norm",), "rotary_emb")),
     "lfm2_moe": ("", "layers", ("embedding_norm",), "pos_emb"),
@@ -217,9 +219,9 @@ def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, its own included (transformers' `sliding_window`); None: no limit."""
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
-    # ModernBERT derives it from `local_attention`
-    derived = config.model_type == "modernbert-decoder"
-    window: int | None = config.sliding_window if derived else declared_setting(config, "sliding_window")
+    # ModernBERT derives it from `local_attention`, RecurrentGemma has `attention_window_size`
+    renamed = config.model_type in ("modernbert-decoder", "recurrent_gemma")
+    window: int | None = config.sliding_window if renamed else declared_setting(config, "sliding_window")
     # Qwen2 MoE writes 0 for no window
     if window is None or (window == 0 and declared_setting(config, "use_sliding_window") is False):
         return None

@@ -15,7 +15,7 @@ _POSITIVE = (  # they divide frequencies and logits, multiply scores and embeddi
     "rope_theta", "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "attention_factor",
     "original_max_position_embeddings", "partial_rotary_factor", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "softmax_scale", "attention_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale",
-    "scale_emb", "dim_model_base", "swiglu_limit", "floor_scale",
+    "scale_emb", "dim_model_base", "swiglu_limit", "floor_scale", "logits_soft_cap",
 )  # fmt: skip
 # numbers under roots, clamps (0: none), a rotary base (0: no rotation), and factors of experts' weights: an engine chooses the
 # experts with the largest weights, so a negative factor would choose others

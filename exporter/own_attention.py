@@ -23,6 +23,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from skipdecode.exporter.altup import gemma_3n_layer, gemma_3n_mlp
 from skipdecode.exporter.attention import ScatterCache, emit_operator, onnx_attention
 from skipdecode.exporter.experts import llama_4_mixture
+from skipdecode.exporter.griffin import griffin_block
 
 _Result = tuple[torch.Tensor, None]  # rows [B,S,H]; no attention weights
 
@@ -173,6 +174,7 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tens
     "Llama4TextAttention": _llama_4,
     "Llama4TextMoe": llama_4_mixture,
     "MptAttention": _mpt,
+    "RecurrentGemmaRecurrentBlock": griffin_block,
     "XGLMAttention": _xglm,
     "XGLMSinusoidalPositionalEmbedding": _xglm_positions,
 }

@@ -35,7 +35,7 @@ from skipdecode.exporter.conversions import whole_model_has_conversion_rules
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
-from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, is_mamba, state_layers
+from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, find_griffin, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
 from skipdecode.model import layer_group
 from skipdecode.schedule import Schedule
@@ -146,6 +146,8 @@ def _states(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]
     layers = decoder_layers(model)
     groups = state_layers(model.config, layers)
     cache = _cache(model.config, any(group.states for group in groups), len(prompt) + len(tokens))
+    for layer in layers:
+        _clear_states(layer)
     with skip_schedule(model, schedule, prompt_length=len(prompt)):
         model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=True, cache=cache)
     arrays: dict[str, torch.Tensor] = {}
@@ -173,16 +175,30 @@ def _cache(config: Any, with_states: bool, max_positions: int) -> Any:
     return cache
 
 
+def _clear_states(layer: torch.nn.Module) -> None:
+    """Zero the states that transformers keeps in Griffin's modules; its own would be as wide as the hidden state."""
+    block = find_griffin(layer)
+    if block is not None:
+        block.conv1d_state = torch.zeros(1, block.lru_width, block.conv1d_width - 1)
+        block.rg_lru.recurrent_states = torch.zeros(1, block.lru_width)
+
+
+def _conv_state(layer: torch.nn.Module, cached: Any) -> torch.Tensor:
+    """The first row's state, [channels, K - 1] for a kernel of K."""
+    block = find_griffin(layer)
+    state: torch.Tensor = cached.conv_states[0][0, :, 1:] if block is None else block.conv1d_state[0]  # K inputs, and K - 1
+    return state
+
+
 def _recurrent_state(layer: torch.nn.Module, cached: Any) -> torch.Tensor:
-    """The first row's state, [heads, key size, value size]."""
-    state: torch.Tensor = cached.recurrent_states[0][0]
+    """The first row's state, [heads, key size, value size]; for Mamba [key size, channels]."""
+    block = find_griffin(layer)
+    states = cached.recurrent_states[0] if block is None else block.rg_lru.recurrent_states[:, :, None, None]
+    state: torch.Tensor = states[0]
     return state.mT if is_mamba(layer) else state
 
 
-_STATES = {
-    CONV_STATE: lambda _, kept: kept.conv_states[0][0, :, 1:],  # it keeps K inputs for a kernel of K; K - 1 are needed
-    RECURRENT_STATE: _recurrent_state,
-}
+_STATES = {CONV_STATE: _conv_state, RECURRENT_STATE: _recurrent_state}
 
 
 def _keys_and_values(layer: torch.nn.Module, cached: Any, heads: int) -> dict[str, torch.Tensor]:

@@ -2,8 +2,8 @@
 
 Linear attention (Gated DeltaNet, arXiv 2412.06464; Kimi Delta Attention, arXiv 2510.26692; Mamba-2, arXiv 2405.21060) keeps one
 matrix per head, which sums up keys and values, and the last inputs of a causal convolution. A short convolution (LFM2) keeps
-only its last inputs. In Mamba (arXiv 2312.00752) each channel is a head, whose value is one number. Both operators in a trace,
-LinearAttention and CausalConvWithState, are standard since opset 27.
+only its last inputs. In Mamba (arXiv 2312.00752) each channel is a head, whose value is one number; in Griffin (arXiv 2402.19427)
+so is its key. Both operators in a trace, LinearAttention and CausalConvWithState, are standard since opset 27.
 """
 
 from __future__ import annotations
@@ -51,8 +51,18 @@ def is_mamba(layer: torch.nn.Module) -> bool:
 
 
 def forgets_by_channel(module: torch.nn.Module) -> bool:
-    """Whether each number of a key has its own decay (Kimi Delta Attention, Mamba), where others have one decay per head."""
-    return hasattr(module, "forget_gate") or _scans_channels(module)
+    """Whether each channel has its own decay (Kimi Delta Attention, Mamba, Griffin), where others have one decay per head."""
+    return hasattr(module, "forget_gate") or _scans_channels(module) or _is_griffin(module)
+
+
+def find_griffin(layer: torch.nn.Module) -> Any:
+    """Griffin's recurrent block, in which transformers keeps its states, not in a cache; None: the layer has none."""
+    mixer = _find_mixer(layer)
+    return mixer if _is_griffin(mixer) else None
+
+
+def _is_griffin(module: torch.nn.Module | None) -> bool:
+    return hasattr(module, "rg_lru")
 
 
 def _scans_channels(module: torch.nn.Module) -> bool:
@@ -65,9 +75,12 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
     if mixer is None:
         return
     conv = _find_convolution(mixer)
-    _check_calls(mixer, _CONVOLUTION)
+    if not _is_griffin(mixer):
+        _check_calls(mixer, _CONVOLUTION)
     yield State(name=CONV_STATE, shape=(conv.in_channels, conv.kernel_size[0] - 1))
-    if _scans_channels(mixer):
+    if _is_griffin(mixer):
+        yield State(name=RECURRENT_STATE, shape=(mixer.lru_width, 1, 1))
+    elif _scans_channels(mixer):
         _check_calls(mixer, _CHANNEL_SCAN)
         yield State(name=RECURRENT_STATE, shape=(mixer.ssm_state_size, mixer.intermediate_size))
     elif is_mamba(layer):
@@ -135,7 +148,7 @@ def emitting_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[No
     conv = _find_convolution(mixer)
 
     def convolution(inputs: torch.Tensor, *_: Any, activation: str = "none", **__: Any) -> torch.Tensor:
-        out, cache.states[CONV_STATE] = _causal_conv(inputs, conv.weight, conv.bias, cache.states[CONV_STATE], activation)
+        out, cache.states[CONV_STATE] = causal_conv(inputs, conv.weight, conv.bias, cache.states[CONV_STATE], activation)
         return out
 
     def storing(recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -160,7 +173,7 @@ def emitting_operators(layer: torch.nn.Module, cache: StateCache) -> Iterator[No
         namespace.update(replaced)
 
 
-def _causal_conv(
+def causal_conv(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CausalConvWithState-27: inputs [B,C,S], weight [C,1,K], state [B,C,K-1] -> [B,C,S] and the new state."""
@@ -197,12 +210,10 @@ def _channel_scan(
     section 3).
     """
     rows, channels = inputs.mT, inputs.shape[1]
-    dt = _softplus(dt.mT + delta_bias.to(dt.dtype))
+    dt = softplus(dt.mT + delta_bias.to(dt.dtype))
     query, key = (each.mT[:, :, None].expand(-1, -1, channels, -1).flatten(2) for each in (C, B))
     decays = (dt[..., None] * A).flatten(2)
-    out, present = _emit_linear_attention(
-        (query, key, rows * dt), initial_states.mT[..., None], (decays,), channels, "gated", 1.0
-    )
+    out, present = emit_linear_attention((query, key, rows * dt), initial_states.mT[..., None], (decays,), channels, "gated", 1.0)
     return (out + D * rows).mT * torch.nn.functional.silu(z), present.squeeze(-1).mT
 
 
@@ -215,14 +226,14 @@ def _head_scan(
     h_t = exp(A dt_t) h_(t-1) + B_t (x) dt_t x_t and y_t = C_t h_t + D x_t: linear attention whose query is C, whose key is B and
     whose value is dt x (arXiv 2405.21060, section 7).
     """
-    dt = _softplus(dt + dt_bias)
+    dt = softplus(dt + dt_bias)
     if tuple(dt_limit) != (0.0, float("inf")):  # the default range, which softplus never leaves
         dt = torch.clamp(dt, *dt_limit)
     out, present = _linear_attention((C, B, inputs * dt[..., None]), initial_states, (A * dt,), "gated", 1.0)
     return out + D[:, None] * inputs, present
 
 
-def _softplus(rows: torch.Tensor) -> torch.Tensor:
+def softplus(rows: torch.Tensor) -> torch.Tensor:
     """Softplus as one operator; torch's own has a threshold."""
     return emit_operator("Softplus", rows)
 
@@ -237,11 +248,11 @@ def _linear_attention(
     query, key, value = qkv
     heads = value.shape[2]
     query, key = (each[:, :, :, None].expand(-1, -1, -1, heads // each.shape[2], -1).flatten(2) for each in (query, key))
-    out, present = _emit_linear_attention((query, key, value.flatten(2)), state, gates, heads, rule, scale)
+    out, present = emit_linear_attention((query, key, value.flatten(2)), state, gates, heads, rule, scale)
     return out.unflatten(-1, (heads, -1)), present
 
 
-def _emit_linear_attention(
+def emit_linear_attention(
     qkv: tuple[torch.Tensor, ...], state: torch.Tensor, gates: tuple[torch.Tensor, ...], heads: int, rule: str, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator itself: query, key, value and gates [B,S,heads * size]."""

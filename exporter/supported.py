@@ -32,11 +32,12 @@ _COUNTS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "vocab_size", "max_position_embeddings", "max_seq_len",
 )  # fmt: skip
-# settings of layers that keep states: kernels of convolutions; heads with the groups that share queries and keys; other sizes
-_KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache")
+# settings of layers that keep states: kernels of convolutions; heads with the groups that share queries and keys, or channels
+# with the number of their blocks; other sizes
+_KERNELS = ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache", "conv1d_width")
 _HEADS_AND_GROUPS = (
     ("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups"),
-    ("num_heads", "n_groups"),
+    ("num_heads", "n_groups"), ("lru_width", "num_attention_heads"),
 )  # fmt: skip
 _STATE_SIZES = (
     "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size",

@@ -122,14 +122,17 @@ class _Layer(torch.nn.Module):  # type: ignore[misc]
         if past_key is not None and past_value is not None:
             attention = ScatterCache(past_key, past_value, position_ids)
         key = past_key if past_key is not None else present_key
+        parameters = inspect.signature(self.layer.forward).parameters
         if key is not None:
             arguments |= self._attention_arguments(hidden, position_ids, key.shape[2])
+        else:  # RecurrentGemma's layers ask for both
+            others = {"attention_mask": None, "position_ids": position_ids}
+            arguments |= {name: value for name, value in others.items() if name in parameters}
         layer_inputs = None
         if layer_index is not None:
             hidden, layer_inputs = hidden.split((self.width, hidden.shape[2] - self.width), dim=-1)
             arguments["per_layer_input"] = per_layer_inputs.input_of_layer(layer_inputs, self.input_size, layer_index)
         cache = StateCache(states, attention) if states else attention
-        parameters = inspect.signature(self.layer.forward).parameters
         arguments |= {name: None for name in ("alibi", "position_bias") if name in parameters}  # made in `own_attention`
         if "shared_kv_states" in parameters:
             arguments["shared_kv_states"] = {self.layer_type: (present_key, present_value)}

@@ -321,6 +321,8 @@ _RELATIVES: dict[str, dict[str, Any]] = {
     "phi": {"qk_layernorm": True},
     "phimoe": {"num_local_experts": 5},
     "olmo_hybrid": {**_DELTA_NET, "linear_allow_neg_eigval": True},
+    # more channels than the hidden state has numbers; a window and a cap low enough to matter
+    "recurrent_gemma": {"lru_width": 96, "attention_window_size": 5, "logits_soft_cap": 3.0, "w_init_variance_scale": 0.1},
     "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
     "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, **_SHARED, "rope_parameters": _THREE_POSITIONS},
     "qwen3_5_text": {**_DELTA_NET, "head_dim": 16, "rope_parameters": _THREE_POSITIONS},
@@ -347,7 +349,7 @@ RELATIVES: dict[str, Callable[[], Any]] = {
 EVERY_PATH = (
     "bloom", "codegen", "deepseek_v2", "falcon", "flex_olmo", "gemma3n_text", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo",
     "gpt_oss", "gptj", "kimi_linear", "laguna", "lara_mini", "llama4_text", "mamba", "ministral3", "modernbert-decoder",
-    "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "stablelm", "vaultgemma", "xglm",
+    "mpt", "nanochat", "olmo_hybrid", "qwen3_5_text", "recurrent_gemma", "stablelm", "vaultgemma", "xglm",
 )  # fmt: skip
 EACH_RELATIVE = [pytest.param(name, marks=() if name in EVERY_PATH else pytest.mark.survey) for name in RELATIVES]
 # models of the architectures above with other settings

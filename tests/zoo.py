@@ -39,7 +39,7 @@ class Zoo:
             with torch.no_grad():
                 for parameter, tensor in model.state_dict().items():
                     # biases and norms' scales (also of heads) differ from 0 and 1, so that mixing them up shows
-                    if tensor.ndim == 1 or parameter.endswith(("_proj_bias", "_norm.weight")):
+                    if tensor.ndim == 1 or parameter.endswith(("_proj_bias", "_gate_bias", "_norm.weight")):
                         tensor.add_(torch.randn_like(tensor) * 0.1)
             model.save_pretrained(path)
         return path

@@ -19,5 +19,7 @@ def test_both_runtimes_give_the_same_results(
     assert_agrees_with_python(driver, hybrid_bundles[anchor], LENGTHS[lengths])
 
 
-def test_both_runtimes_give_the_same_results_without_attention(zoo: Zoo, driver: Driver) -> None:
-    assert_agrees_with_python(driver, zoo.bundle("mamba"), LENGTHS["ragged"])
+@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma"])
+def test_both_runtimes_give_the_same_results_where_channels_are_heads(name: str, zoo: Zoo, driver: Driver) -> None:
+    """The first without attention."""
+    assert_agrees_with_python(driver, zoo.bundle(name), LENGTHS["ragged"])

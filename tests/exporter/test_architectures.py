@@ -212,6 +212,12 @@ def test_falcon_h1_may_have_no_norm_in_its_mamba(tmp_path: Path) -> None:
     _assert_agrees(RELATIVES["falcon_h1"](mamba_rms_norm=False), tmp_path)
 
 
+def test_recurrent_gemmas_embedding_has_a_factor_in_bf16(tmp_path: Path) -> None:
+    """The root of 72, as wide as its channels are in published models."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]}
+    _assert_agrees(RELATIVES["recurrent_gemma"](hidden_size=72, lru_width=None, **heads), tmp_path)
+
+
 def test_layers_of_one_segment_share_their_linear_biases(zoo: Zoo, tmp_path: Path) -> None:
     bundle = _assert_one_segment_agrees(zoo, "bloom", tmp_path)
     graph = onnx.load(bundle / "targets/cpu/segment_000.onnx", load_external_data=False).graph

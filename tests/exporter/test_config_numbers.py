@@ -50,6 +50,7 @@ def _changed(name: str, path: str, value: Any) -> Any:
         ("starcoder2", "norm_epsilon", (-1e-5,)),
         ("gemma2", "attn_logit_softcapping", (0.0, -50.0, NAN)),
         ("gemma2", "final_logit_softcapping", (0.0, -30.0, NAN)),
+        ("recurrent_gemma", "logits_soft_cap", (0.0, -30.0, NAN)),
         ("gemma2", "query_pre_attn_scalar", (0, -256)),
         ("granite", "logits_scaling", (0.0, -8.0)),
         ("granite_swa", "layer_rope_theta", ([-1.0, 0.0], [NAN])),

@@ -56,7 +56,7 @@ def test_each_layer_computes_exactly_its_positions_and_the_model_is_restored_aft
     "name",
     [
         "opt", "gpt2", "llama", "gemma3", "bloom", "gptj", "mpt", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_5_text",
-        "mamba",
+        "mamba", "recurrent_gemma",
     ],
 )  # fmt: skip
 def test_generating_with_a_cache_is_refused_and_without_one_gives_the_greedy_tokens(name: str, zoo: Zoo) -> None:

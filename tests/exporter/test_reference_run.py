@@ -19,7 +19,11 @@ from tests.zoo import Zoo, edit_config
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("bamba", {"attn_layer_indices": None}), ("lfm2", {"layer_types": ["conv", "conv"]})],
+    [
+        ("bamba", {"attn_layer_indices": None}),
+        ("lfm2", {"layer_types": ["conv", "conv"]}),
+        ("recurrent_gemma", {"block_types": ["recurrent"]}),
+    ],
 )
 def test_a_model_may_have_no_attention_at_all(name: str, settings: dict[str, object]) -> None:
     """transformers takes a run's length from a layer with attention."""

@@ -77,6 +77,9 @@ def test_falcons_linear_biases_and_lengths_beyond_mpts_own_are_refused() -> None
         ("bamba", {"mamba_d_state": 0}, "mamba_d_state is 0 .*; write a whole number, 1 or more"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "has experts with silu, but ONNX Runtime's have relu2"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1 .*; write a whole number, 2 or more"),
+        ("recurrent_gemma", {"conv1d_width": 1}, "conv1d_width is 1 .*; write a whole number, 2 or more"),
+        ("recurrent_gemma", {"lru_width": 42}, "lru_width is 42 .*; write a multiple of 4, the value of num_attention_heads"),
+        ("recurrent_gemma", {"attention_window_size": 0}, "attention_window_size is 0 .*; write a whole number, 1 or more"),
         (
             "llama4_text",
             {"attention_chunk_size": 47},

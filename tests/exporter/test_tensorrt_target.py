@@ -260,9 +260,9 @@ def test_a_weight_larger_than_a_tensor_may_be_is_refused_and_a_table_that_can_be
     tensorrt_target.check_tensorrt(skeleton, limits, full_depth(6))
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "jamba"])
-def test_linear_attention_with_a_decay_per_number_is_refused(name: str) -> None:
-    with pytest.raises(TargetError, match=rf"--target: {name}'s linear attention has a decay per number .*; choose cpu or cuda"):
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid", "jamba", "recurrent_gemma"])
+def test_linear_attention_with_a_decay_per_channel_is_refused(name: str) -> None:
+    with pytest.raises(TargetError, match=rf"--target: {name}'s linear attention has a decay per channel.*; choose cpu or cuda"):
         _check_tensorrt(RELATIVES[name]())
     _check_tensorrt(RELATIVES["qwen3_5_text"]())
 

@@ -207,6 +207,14 @@ def test_a_graph_without_experts_stays_as_it_is() -> None:
     assert not LowerExpertsPass()(model).modified
 
 
+def test_products_of_all_tokens_by_blocks_of_one_matrix_are_no_experts() -> None:
+    """Griffin's gates."""
+    text = """<ir_version: 10, opset_import: ["" : 24]>
+    g (float[4,T,8] x, float[4,8,8] blocks) => (float[4,T,8] y) { y = MatMul (x, blocks) }"""
+    model = with_parameters(text, {"blocks": np.ones((4, 8, 8), dtype=np.float32)})
+    assert not LowerExpertsPass()(model).modified
+
+
 @pytest.mark.parametrize(
     ("text", "old", "new"),
     [

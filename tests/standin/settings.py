@@ -95,6 +95,7 @@ def _model(kind: str, settings: dict[str, Any], seed: int = 0) -> Any:
     """A model with large random weights, each seeded by its name: what a setting adds leaves the others as they are."""
     config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(settings))
     register_language_model(config)
+    torch.manual_seed(seed)  # RecurrentGemma's decays are drawn before noise is added
     with allowing_empty_weights(), torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, tensor in model.state_dict().items():

@@ -160,8 +160,10 @@ def test_a_malformed_length_is_named(tmp_path: Path, line: str) -> None:
 
 # minicpm3 keeps expanded what torch caches as a latent; qwen3_5_text has states in place of keys and values, falcon_h1 alongside
 # them, nemotron_h layers that keep nothing; lfm3 has states in one layer and all keys where torch caches a window of them in
-# another; mamba has only states, which torch keeps transposed
-@pytest.mark.parametrize("name", [*CONFIGS, "minicpm3", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm3", "mamba"])
+# another; mamba has only states, which torch keeps transposed; recurrent_gemma's torch keeps in its modules
+@pytest.mark.parametrize(
+    "name", [*CONFIGS, "minicpm3", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm3", "mamba", "recurrent_gemma"]
+)
 def test_every_variant_agrees_with_the_reference_down_to_the_kv_buffer(
     name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
