@@ -5,11 +5,12 @@
 Request: `parent` (the waiting process's id), `model`, `dtype` (the bundle's), `dimensions` (the bundle manifest's, which the
 model must have), and `runs`. The last maps each run's name to `layers` and `warmup_layers` of a schedule anchored at the
 generated tokens, `prompts` (token ids), and `new`, the number of tokens to generate. With `"check": true` only the dimensions
-are compared.
+are compared. `rounding`, if the bundle is quantised: the arguments of `round_weights`.
 
 OUT is a safetensors file. For run r, prompt p and layer l it holds `{r}.{p}.tokens` [new] int64, `{r}.{p}.logits` [new,V], and
 what the layer keeps, named as its engine's inputs are (see skipdecode.bindings): `{r}.{p}.past_key.{l}` and
-`{r}.{p}.past_value.{l}` [KVH, positions, D] float32, and past states.
+`{r}.{p}.past_value.{l}` [KVH, positions, D] float32, and past states. With `rounding` also `{r}.{p}.rounded` [new,V], the logits
+of the rounded model for the same tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from skipdecode.exporter.conversions import whole_model_has_conversion_rules
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
+from skipdecode.exporter.round_weights import round_weights
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, find_griffin, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
 from skipdecode.model import layer_group
@@ -68,18 +70,34 @@ def answer(request: dict[str, Any], out: Path) -> int:
         return 0
     model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
     arrays: dict[str, torch.Tensor] = {}
-    for name, run in request["runs"].items():
-        schedule = Schedule(
+    schedules = {
+        name: Schedule(
             name="table", num_layers=config.num_hidden_layers, warmup_layers=run["warmup_layers"], layers=tuple(run["layers"])
         )
-        for index, prompt in enumerate(run["prompts"]):
-            tokens, logits = greedy_tokens(model, schedule, prompt, run["new"])
-            arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
-            arrays[f"{name}.{index}.logits"] = logits
-            for state, array in _states(model, schedule, prompt, tokens).items():
-                arrays[f"{name}.{index}.{state}"] = array
+        for name, run in request["runs"].items()
+    }
+    prompts = [(name, index, prompt) for name, run in request["runs"].items() for index, prompt in enumerate(run["prompts"])]
+    for name, index, prompt in prompts:
+        tokens, logits = greedy_tokens(model, schedules[name], prompt, request["runs"][name]["new"])
+        arrays[f"{name}.{index}.tokens"] = torch.tensor(tokens)
+        arrays[f"{name}.{index}.logits"] = logits
+        for state, array in _states(model, schedules[name], prompt, tokens).items():
+            arrays[f"{name}.{index}.{state}"] = array
+    if request.get("rounding"):
+        round_weights(model, **request["rounding"])
+        for name, index, prompt in prompts:
+            tokens = arrays[f"{name}.{index}.tokens"].tolist()
+            arrays[f"{name}.{index}.rounded"] = _logits_of(model, schedules[name], prompt, tokens)
     save_file({name: array.contiguous() for name, array in arrays.items()}, out)
     return 0
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _logits_of(model: Any, schedule: Schedule, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """The logits [new,V] that each of the new tokens is chosen from, in one pass."""
+    with skip_schedule(model, schedule, prompt_length=len(prompt)):
+        logits: torch.Tensor = model(torch.tensor([[*prompt, *tokens[:-1]]]), use_cache=False).logits
+    return logits[0, len(prompt) - 1 :]
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:

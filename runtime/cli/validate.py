@@ -162,7 +162,7 @@ def _fault(variant: dict[str, Any]) -> str:
         return "gives logits that are NaN or infinite"
     if not math.isfinite(error):  # see parity's `median_error`
         return "gives all tokens the same logit"
-    return f"differs from the reference by {error:.2g} of {variant['bound_of']} (at most {variant['bound']:g})"
+    return f"differs from the reference by {error:.2g} of {variant['bound_of']} (at most {variant['bound']:.3g})"
 
 
 def _require(module: str, option: str | None) -> None:

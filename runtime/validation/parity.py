@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from skipdecode.bindings import PAST
 from skipdecode.child_process import command_of
 from skipdecode.decoder import Decoder
+from skipdecode.engines.tensorrt import LIBRARIES
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.generate import Generator
 from skipdecode.manifest import Manifest
@@ -34,13 +35,16 @@ PROMPT_LENGTHS = (23, 7, 1)  # a ragged batch, longest first as Decoder requires
 LONG_PROMPT_LENGTHS = (600, 1)
 LONG_NEW_TOKENS = 3
 TOLERANCE = 1e-3  # relative to the largest logit, for engines with exact weights
-# Bounds for all other weights, on the median step of the worst row. Not on the largest error: rounding can make a mixture choose
-# another expert, so that single logits of a good bundle are off by half of the largest. The bounds are wide because random
+# Upper bounds for all other weights, on the median step of the worst row. Not on the largest error: rounding can make a mixture
+# choose another expert, so that single logits of a good bundle are off by half of the largest. The bounds are wide because random
 # weights, which tests use, suffer more than trained ones. Measured with prompts of up to 600 tokens: a trained OPT in int8 0.01,
 # int4 0.08 .. 0.13; random Llama and Mixtral in int4 0.6; random Qwen3.5, OLMo Hybrid and Jamba, whose states accumulate errors,
 # in int8 0.2, in int4 1.2; on a GPU (largest error over largest logit) fp16 up to 0.02, bf16 0.15. A different model of the same
 # shape gives 1.3 .. 1.6, mostly 1.4, as independent logits do.
 MEDIAN_TOLERANCES = {"fp16": 0.2, "bf16": 0.4, "int8": 0.4, "int4": 1.25}
+# What rounding alone changes differs from model to model, so the reference is also run with rounded weights. A quantised bundle
+# may be so many times as far off: it is rounded in other blocks, and engines for a CPU round activations to 8 bits, too.
+ROUNDING_FACTORS = {"int8": 6, "int4": 2}
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -71,7 +75,8 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
     The runtime is fed the reference's tokens, so that one early difference does not hide the rest. Errors of logits and of keys
     and values are absolute. `relative_error` is the largest logit error over the largest logit. `median_error` is the norm of a
     step's errors over the norm of its logits, as the median of a row's steps, for the worst row. `holds` says whether the error
-    named by `judged_by` is at most `bound`, which is relative to what `bound_of` says.
+    named by `judged_by` is at most `bound`, which is relative to what `bound_of` says. `rounding_error` is, for a quantised
+    target, the `median_error` of the reference itself once its weights are rounded.
     """
     manifest = generator.manifest
     with tempfile.TemporaryDirectory() as folder:
@@ -86,13 +91,14 @@ def measure_parity(generator: Generator, model: str) -> list[dict[str, Any]]:
                 for run in runs
             },
         }  # fmt: skip
+        if generator.target.weights in ROUNDING_FACTORS:
+            bits = int(generator.target.weights.removeprefix("int"))
+            request["rounding"] = {"bits": bits, "whole_rows": bits == 8 and generator.target.name in LIBRARIES}
         _run_reference(request, out)
         reference = load_file(out)
-    rows = []
-    for run in runs:
-        row = _compare(generator, run, reference)
-        rows.append({"name": run.name, **_verdict(generator.target.weights, row), **row})
-    return rows
+    rows = [{"name": run.name, **_compare(generator, run, reference)} for run in runs]
+    bound = _bound(generator.target.weights, rows)
+    return [row | _verdict(generator.target.weights, bound, row) for row in rows]
 
 
 def _runs(generator: Generator) -> list[_Run]:
@@ -108,11 +114,21 @@ def _runs(generator: Generator) -> list[_Run]:
     return runs
 
 
-def _verdict(weights: str, errors: dict[str, Any]) -> dict[str, Any]:
+def _bound(weights: str, rows: list[dict[str, Any]]) -> float:
+    """The largest error that holds, for all runs alike: in which of them a mixture chooses other experts is up to chance."""
     if weights == "fp32":
-        by, bound, of = "relative_error", TOLERANCE, "the largest logit"
+        return TOLERANCE
+    if weights not in ROUNDING_FACTORS:
+        return MEDIAN_TOLERANCES[weights]
+    rounding = ROUNDING_FACTORS[weights] * max(row["rounding_error"] for row in rows)
+    return float(min(MEDIAN_TOLERANCES[weights], max(TOLERANCE, rounding)))  # nothing may have been rounded
+
+
+def _verdict(weights: str, bound: float, errors: dict[str, Any]) -> dict[str, Any]:
+    if weights == "fp32":
+        by, of = "relative_error", "the largest logit"
     else:
-        by, bound, of = "median_error", MEDIAN_TOLERANCES[weights], "the median step's logits"
+        by, of = "median_error", "the median step's logits"
     holds = bool(errors[by] <= bound) and math.isfinite(errors["relative_error"])
     return {"holds": holds, "judged_by": by, "bound": bound, "bound_of": of}
 
@@ -129,18 +145,25 @@ def _compare(generator: Generator, run: _Run, reference: Arrays) -> dict[str, An
             decoder.decode_step(tokens[:, step - 1])
         logits[:, step] = decoder.logits
     errors = np.abs(logits - expected)
-    step_errors = np.linalg.norm(errors, axis=-1) / np.linalg.norm(expected, axis=-1)  # [B, new]
-    # one logit for all tokens says nothing, but zeros would be off by only 1
-    step_errors[np.ptp(logits, axis=-1) == 0] = math.inf
+    rounded = [reference[key] for row in range(len(prompts)) if (key := f"{name}.{row}.rounded") in reference]
     differs = np.flatnonzero((logits.argmax(-1) != tokens).any(axis=0))
     return {
         "max_logit_error": float(errors.max()),
         "mean_logit_error": float(errors.mean()),
         "relative_error": float(errors.max() / np.abs(expected).max()),
-        "median_error": float(np.median(step_errors, axis=1).max()),
+        "median_error": _median_error(logits, expected),
+        "rounding_error": _median_error(np.stack(rounded), expected) if rounded else None,
         "first_token_that_differs": int(differs[0]) if len(differs) else None,
         "kv": [_compare_kv(decoder, layer, len(prompts), reference, name) for layer in run.schedule.active(0)],
     }
+
+
+def _median_error(logits: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    """The median step's error of the worst row; logits [B,new,V]."""
+    step_errors = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [B, new]
+    # one logit for all tokens says nothing, but zeros would be off by only 1
+    step_errors[np.ptp(logits, axis=-1) == 0] = math.inf
+    return float(np.median(step_errors, axis=1).max())
 
 
 def _compare_kv(decoder: Decoder, layer: int, rows: int, reference: Arrays, name: str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _parity(target: dict[str, Any]) -> Table:
         first = row["first_token_that_differs"]
         table.add_row(
             row["name"], f"{row['max_logit_error']:.2e}", f"{row['mean_logit_error']:.2e}", f"{row['relative_error']:.1e}",
-            f"{row['median_error']:.1e}", f"{row['bound']:g} of {row['bound_of']}", "none" if first is None else str(first),
+            f"{row['median_error']:.1e}", f"{row['bound']:.3g} of {row['bound_of']}", "none" if first is None else str(first),
             f"{max(errors, default=0.0):.1e}", "holds" if row["holds"] else "DOES NOT HOLD",
         )  # fmt: skip
     return table

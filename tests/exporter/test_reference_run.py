@@ -11,8 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.reference_run import _load, _states
-from skipdecode.schedule import full_depth
+from skipdecode.exporter.reference import skip_schedule
+from skipdecode.exporter.reference_run import _load, _states, answer
+from skipdecode.exporter.round_weights import round_weights
+from skipdecode.schedule import Schedule, full_depth
 from tests.models import LAYERS, RELATIVES
 from tests.zoo import Zoo, edit_config
 
@@ -48,6 +50,22 @@ def test_the_reference_computes_in_fp32_with_weights_rounded_as_in_the_bundle(zo
     assert any((given[name] != weight).any() for name, weight in taken.items())
     for name, weight in taken.items():
         torch.testing.assert_close(weight, given[name].half().float(), rtol=0, atol=0)
+
+
+def test_the_rounded_model_is_given_the_tokens_of_the_exact_one(zoo: Zoo, tmp_path: Path) -> None:
+    prompt = [5, 6, 7]
+    request = {
+        "model": str(zoo.checkpoint("opt")), "dtype": "float32", "dimensions": {}, "rounding": {"bits": 4, "whole_rows": False},
+        "runs": {"v2": {"layers": [2], "warmup_layers": 1, "prompts": [prompt], "new": 4}},
+    }  # fmt: skip
+    answer(request, tmp_path / "out.safetensors")
+    found, model = load_file(tmp_path / "out.safetensors"), zoo.model("opt")
+    round_weights(model, 4, whole_rows=False)
+    schedule = Schedule(name="table", num_layers=LAYERS, warmup_layers=1, layers=(2,))
+    with torch.no_grad(), skip_schedule(model, schedule, prompt_length=len(prompt)):
+        logits = model(torch.tensor([[*prompt, *found["v2.0.tokens"][:-1]]]), use_cache=False).logits
+    torch.testing.assert_close(found["v2.0.rounded"], logits[0, len(prompt) - 1 :])
+    assert (found["v2.0.rounded"] - found["v2.0.logits"]).abs().max() > 0.01
 
 
 def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) -> None:

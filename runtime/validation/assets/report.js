@@ -212,7 +212,7 @@ function parity(target) {
   const worst = (row) => d3.max(row.kv.flatMap(({layer, ...errors}) => Object.values(errors))) ?? 0;  // 0: the variant's layers keep nothing
   return table(["variant", "largest logit error", "mean", "of the largest logit", "median step", "at most", "first token that differs", "largest KV error", ""],
     target.parity.map((row) => [row.name, exponential(row.max_logit_error), exponential(row.mean_logit_error),
-      exponential(row.relative_error), exponential(row.median_error), `${row.bound} of ${row.bound_of}`,
+      exponential(row.relative_error), exponential(row.median_error), `${Number(row.bound.toPrecision(3))} of ${row.bound_of}`,
       row.first_token_that_differs ?? "none", exponential(worst(row)), verdict(row.holds)]));
 }
 

@@ -22,31 +22,38 @@ from tests.zoo import Zoo, edit_config
 
 
 @pytest.mark.parametrize(
-    ("weights", "relative", "median", "holds"),
+    ("weights", "relative", "median", "rounding", "holds"),
     [
-        ("fp32", 0.9e-3, 1.0, True),
-        ("fp32", 1.1e-3, 1.0, False),
-        ("fp32", math.nan, math.nan, False),
-        ("fp16", 1.0, 0.19, True),
-        ("fp16", 1.0, 0.21, False),
-        ("bf16", 1.0, 0.39, True),
-        ("bf16", 1.0, 0.41, False),
-        ("int8", 1.0, 0.39, True),
-        ("int8", 1.0, 0.41, False),
-        ("int4", 1.0, 1.24, True),
-        ("int4", 1.0, 1.26, False),
-        ("int4", math.nan, 0.1, False),
-        ("int4", math.inf, 0.1, False),
+        ("fp32", 0.9e-3, 1.0, None, True),
+        ("fp32", 1.1e-3, 1.0, None, False),
+        ("fp32", math.nan, math.nan, None, False),
+        ("fp16", 1.0, 0.19, None, True),
+        ("fp16", 1.0, 0.21, None, False),
+        ("bf16", 1.0, 0.39, None, True),
+        ("bf16", 1.0, 0.41, None, False),
+        ("int8", 1.0, 0.059, 0.01, True),
+        ("int8", 1.0, 0.061, 0.01, False),
+        ("int8", 1.0, 0.39, 1.0, True),
+        ("int8", 1.0, 0.41, 1.0, False),
+        ("int8", 1.0, 0.41, math.inf, False),
+        ("int4", 1.0, 0.19, 0.1, True),
+        ("int4", 1.0, 0.21, 0.1, False),
+        ("int4", 1.0, 1.24, 1.0, True),
+        ("int4", 1.0, 1.26, 1.0, False),
+        ("int4", 1.0, 0.9e-3, 0.0, True),
+        ("int4", 1.0, 1.1e-3, 0.0, False),
+        ("int4", math.nan, 0.1, 1.0, False),
+        ("int4", math.inf, 0.1, 1.0, False),
     ],
 )
 def test_exact_weights_are_held_to_a_thousandth_and_others_to_a_bound_on_the_median_step(
-    weights: str, relative: float, median: float, holds: bool, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    weights: str, relative: float, median: float, rounding: float | None, holds: bool, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors = {"relative_error": relative, "median_error": median}
+    errors = {"relative_error": relative, "median_error": median, "rounding_error": rounding}
     for name, fake in (("_run_reference", None), ("load_file", {}), ("_compare", errors)):
         monkeypatch.setattr(parity, name, lambda *_, fake=fake: fake)
     manifest = manifests.read(zoo.bundle("opt"))
-    target, engines = SimpleNamespace(weights=weights), SimpleNamespace(slots=None)
+    target, engines = SimpleNamespace(name="cpu", weights=weights), SimpleNamespace(slots=None)
     generator: Any = SimpleNamespace(manifest=manifest, target=target, engines=engines)
     rows = parity.measure_parity(generator, "")
     assert [row["name"] for row in rows] == [*(variant.name for variant in manifest.variants), f"v{LAYERS}, 45 tokens"]
@@ -112,6 +119,24 @@ def test_a_quantised_bundle_agrees_with_its_own_model_and_not_with_another(
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path / "other")
     assert not any(row["holds"] for row in parity.measure_parity(generator, str(tmp_path / "other")))
+
+
+def test_two_layers_that_were_exchanged_are_found_in_an_int8_bundle(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, out = zoo.checkpoint("llama"), tmp_path / "bundle"
+    full = ScheduleRequest(name="full")
+    export(ExportRequest(model=str(checkpoint), out=out, schedule=full, quantize="int8", max_batch=4, max_length=48))
+    model = zoo.model("llama")
+    first, second = (model.model.layers[index] for index in (1, 2))
+    kept = {name: weight.clone() for name, weight in first.state_dict().items()}
+    first.load_state_dict(second.state_dict())
+    second.load_state_dict(kept)
+    model.save_pretrained(tmp_path / "exchanged")
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
+    generator = skipdecode.load(out)
+    assert all(row["holds"] for row in parity.measure_parity(generator, str(checkpoint)))
+    assert not any(row["holds"] for row in parity.measure_parity(generator, str(tmp_path / "exchanged")))
 
 
 def test_logits_that_are_the_same_for_all_tokens_are_infinitely_far_off(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
