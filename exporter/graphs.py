@@ -179,7 +179,7 @@ def layer_graphs(skeleton: Skeleton, weights: WeightFile) -> list[ir.Model]:
         base = rotary_base(skeleton.config, index)
         key = (kind, base, _structure(layer))
         if key not in templates:
-            materialised = replace_forwards(_materialise(layer, skeleton.config, index).to(skeleton.dtype))
+            materialised = replace_forwards(_in_dtype(_materialise(layer, skeleton.config, index), skeleton.dtype))
             window = attention_window(skeleton.config, index)
             rotary = rotary_for_base(skeleton.config, skeleton.parts.rotary, base)
             templates[key] = trace_layer(materialised, rotary, kind, window, _layer_arrays(skeleton, group), skeleton.dtype)
@@ -208,6 +208,16 @@ def _materialise(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Mo
     return materialised
 
 
+def _in_dtype(layer: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The layer with its weights in `dtype`; the frequencies of a rotary embedding inside it stay fp32, as in transformers."""
+    found = [(module, name, each) for module in layer.modules() for name, each in module.named_buffers(recurse=False)]
+    layer.to(dtype)
+    for module, name, frequencies in found:
+        if name.endswith("inv_freq"):
+            module.register_buffer(name, frequencies, persistent=False)
+    return layer
+
+
 def _structure(layer: torch.nn.Module) -> tuple[Any, ...]:
     """What a layer's graph depends on, apart from its weights: shapes, and the numbers and switches that its modules keep.
 
@@ -232,7 +242,7 @@ def outer_graphs(skeleton: Skeleton, weights: WeightFile) -> tuple[ir.Model, ir.
     kinds_setting = config.attribute_map.get("layer_types", "layer_types")
     if kinds_setting in {field.name for field in fields(config)} and getattr(config, kinds_setting) is not None:
         setattr(config, kinds_setting, [])
-    # per-layer inputs of 0 layers are empty; ModernBERT's random weights would depend on 1 / layers
+    # per-layer inputs of 0 layers are empty; ModernBERT divides by the number of layers when it draws random weights
     with allowing_empty_weights(), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=skeleton.dtype)
     model.tie_weights()

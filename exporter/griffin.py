@@ -36,8 +36,8 @@ def griffin_block(
     )
     rows = rows.mT
     query = self.act_fn(self.linear_y(input_states))
-    # the rows' shape. Torch would join B, S and I; of the rows, which are transposed, ONNX Runtime would gather them: CUDA's
-    # provider leaves both to the CPU
+    # The shape of `rows`, asked of `query`, which has the same. Torch would make it from B, S and I, and of `rows` ONNX Runtime
+    # would take it from the shape before the transpose; CUDA's provider leaves either to the CPU.
     shape = torch.onnx.ops.symbolic("Shape", (query,), dtype=torch.int64, shape=(3,), version=OPSET)
     value = rows * _gate(rows, shape, lru.input_gate_weight, lru.input_gate_bias)
     # in fp32, since a is close to 1

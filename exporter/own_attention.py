@@ -3,8 +3,8 @@
 Most of these classes are older than that interface and multiply queries, keys and values by hand, each in its own way. GPT-J and
 CodeGen rotate by rows of a stored table of all positions. Llama 4 asks the cache for one length that holds for all rows. Each
 function here replaces the `forward` of one class while a layer is traced: its projections, its rotary embedding, the cache, then
-`onnx_attention`. `_FORWARDS` also replaces the `forward` of indexers, Llama 4's mixture, Gemma 3n's MLP and whole layer, and
-XGLM's embedding of positions.
+`onnx_attention`. `_FORWARDS` also replaces the `forward` of modules of other kinds: indexers, Llama 4's mixture, Griffin's
+recurrent block, Gemma 3n's MLP and whole layer, and XGLM's embedding of positions.
 """
 
 from __future__ import annotations

@@ -202,9 +202,9 @@ def _clear_states(layer: torch.nn.Module) -> None:
 
 
 def _conv_state(layer: torch.nn.Module, cached: Any) -> torch.Tensor:
-    """The first row's state, [channels, K - 1] for a kernel of K."""
+    """The first row's state, [channels, K - 1] for a kernel of K; transformers' cache keeps K inputs, Griffin's block K - 1."""
     block = find_griffin(layer)
-    state: torch.Tensor = cached.conv_states[0][0, :, 1:] if block is None else block.conv1d_state[0]  # K inputs, and K - 1
+    state: torch.Tensor = cached.conv_states[0][0, :, 1:] if block is None else block.conv1d_state[0]
     return state
 
 

@@ -280,7 +280,7 @@ class _DriverObjects:
     stream: Any
     events: list[Any] = field(default_factory=list)  # those that nobody waits for; each is created once and reused
     module: Any = None  # with the turn-around's kernel, once it is loaded
-    turn_around: Any = None  # the kernel, once it has been looked up, for which there may be no memory
+    turn_around: Any = None  # the kernel, once it has been looked up; where that fails, the module is kept for the next attempt
 
 
 class _FinalizerTarget:

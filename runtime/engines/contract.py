@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skipdecode import bindings
 from skipdecode.engines.ort import OrtEngine, Tensor
-from skipdecode.errors import BundleError
+from skipdecode.errors import BundleError, shortened
 from skipdecode.kv_buffer import key_shapes, keys_read, state_shapes
 from skipdecode.model import Model
 
@@ -41,7 +41,9 @@ class Contract:
             for name, tensor in tensors.items():
                 if name not in wanted or not _matches(tensor, wanted[name]):
                     calls_for = f"calls for {_text(*wanted[name])}" if name in wanted else "calls for none of that name"
-                    raise _contract_error(f"its {kind} {name[:80]!r} is {_text(*tensor)}, bundle.json {calls_for}", path)
+                    raise _contract_error(
+                        f"its {kind} {shortened(name, 80)!r} is {_text(*tensor)}, bundle.json {calls_for}", path
+                    )
         missing = [name for name in self.outputs if name not in engine.outputs]
         if missing:
             raise _contract_error(f"has no output {missing[0]!r}", path)

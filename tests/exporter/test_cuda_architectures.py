@@ -34,7 +34,7 @@ from tests.zoo import Zoo
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 8
 # among them: heads turned in part, norms of heads, softcaps, linear biases, sinks, rotary bases, latents, streams, keys of two
-# sizes and of other layers, four kinds of states, norms with a scale per group or head
+# sizes and of other layers, five kinds of states, norms with a scale per group or head
 DENSE = (
     "gpt_neox", "qwen3", "gemma2", "bloom", "granite_swa", "minicpm3", "gemma3n_text", "reading_others", "mamba", "lfm2",
     "qwen3_5_text", "falcon_h1", "cohere", "modernbert-decoder", "recurrent_gemma", "xglm",

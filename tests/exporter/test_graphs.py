@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from skipdecode.exporter.graphs import _structure, build_skeleton
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+
+from skipdecode.exporter.checkpoint import CheckpointSource
+from skipdecode.exporter.graphs import _structure, build_skeleton, layer_graphs
+from skipdecode.exporter.weights import write_weights
 from tests.models import CONFIGS, RELATIVES
+from tests.zoo import Zoo
 
 
 @pytest.mark.parametrize(("name", "structures"), [("llama", 1), ("mixtral", 1), ("gpt_neo", 2), ("gemma3", 2), ("lfm3", 3)])
@@ -13,3 +21,14 @@ def test_layers_of_one_structure_are_traced_once_whatever_their_layer_index(name
     """Nearly all of an export is tracing."""
     layers = build_skeleton((CONFIGS | RELATIVES)[name]()).parts.layers
     assert len({_structure(layer) for layer in layers}) == structures < len(layers)
+
+
+def test_frequencies_of_a_rotary_embedding_inside_a_layer_stay_fp32(zoo: Zoo, tmp_path: Path) -> None:
+    """Rounded, the angles of RecurrentGemma 2B would be off by 2.5 at position 2047."""
+    checkpoint = zoo.checkpoint("recurrent_gemma")
+    skeleton = build_skeleton(transformers.AutoConfig.from_pretrained(checkpoint), torch.bfloat16)
+    source = CheckpointSource(checkpoint, skeleton)
+    weights = write_weights(tmp_path, skeleton.shapes, torch.bfloat16, source, lambda count: None)
+    initializers = [value for graph in layer_graphs(skeleton, weights) for value in graph.graph.initializers.values()]
+    assert {value.dtype for value in initializers if "inv_freq" in str(value.name)} == {ir.DataType.FLOAT}
+    assert {value.dtype for value in initializers if str(value.name).endswith("q_proj.weight")} == {ir.DataType.BFLOAT16}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from skipdecode.exporter.round_weights import round_weights
 from skipdecode.graph_passes.quantization import Quantization
 from tests.graph_passes.running import quantised
+from tests.zoo import Zoo
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -29,6 +33,37 @@ def test_a_row_may_have_one_step_and_a_row_of_zeros_stays() -> None:
     round_weights(model, 4, whole_rows=True)
     assert model.weight[0].unique().tolist() == [step / 8 for step in range(-8, 8)]
     assert not model.weight[1].any()
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_inputs_share_a_scale_also_where_a_matrix_is_stored_the_other_way_round(whole_rows: bool) -> None:
+    """As GPT-2's and the experts of gpt-oss are."""
+    torch.manual_seed(0)
+    linear, turned = torch.nn.Linear(96, 64, bias=False), Conv1D(64, 96)
+    with torch.no_grad():
+        linear.weight[:, 5] *= 40
+        turned.weight.copy_(linear.weight.T)
+    for module in (linear, turned):
+        round_weights(module, 8, whole_rows=whole_rows)
+    assert torch.equal(turned.weight.T, linear.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("gpt2", r"wpe|bias|ln_"),
+        ("opt", "embed_positions|bias|layer_norm"),
+        ("gpt_oss", "bias|norm|sinks|router"),
+        ("recurrent_gemma", "_gate_|conv_1d|norm|bias|recurrent_param"),
+        ("mamba", r"A_log|conv1d|norm|bias|\.D"),
+    ],
+)
+def test_positions_biases_convolutions_and_routers_that_are_no_linear_modules_stay(name: str, kept: str, zoo: Zoo) -> None:
+    model = zoo.model(name)
+    before = {path: weight.clone() for path, weight in model.named_parameters()}
+    round_weights(model, 4, whole_rows=True)
+    changed = {path for path, weight in model.named_parameters() if not torch.equal(weight, before[path])}
+    assert changed == {path for path in before if not re.search(kept, path)}
 
 
 def test_matrices_that_no_block_divides_stay_as_they_are() -> None:
