@@ -8,6 +8,7 @@ import functools
 import gc
 import hashlib
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ from skipdecode.exporter import dry_run, graphs
 from skipdecode.plugins import turnaround
 from tests.standin import driver
 from tests.zoo import Zoo
+
+
+def pytest_configure() -> None:
+    """Let processes that tests interrupt see Ctrl-C, also where a shell has started pytest in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _model(config: Any) -> dict[str, Any]:
