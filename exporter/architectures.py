@@ -219,9 +219,9 @@ def attention_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of `layer` attends to, its own included (transformers' `sliding_window`); None: no limit."""
     if config.model_type == "gpt_neo":
         return config.window_size if config.attention_layers[layer] == "local" else None
-    # ModernBERT derives it from `local_attention`, RecurrentGemma has `attention_window_size`
-    renamed = config.model_type in ("modernbert-decoder", "recurrent_gemma")
-    window: int | None = config.sliding_window if renamed else declared_setting(config, "sliding_window")
+    # ModernBERT derives it from `local_attention`
+    derived = config.model_type == "modernbert-decoder"
+    window: int | None = config.sliding_window if derived else declared_setting(config, "sliding_window")
     # Qwen2 MoE writes 0 for no window
     if window is None or (window == 0 and declared_setting(config, "use_sliding_window") is False):
         return None
@@ -263,8 +263,12 @@ def layer_kind(config: Any, layer: int) -> str | None:
 
 
 def declared_setting(config: Any, name: str) -> Any:
-    """A setting that this type of model declares, else None: config.json may hold others that the model's code never reads."""
-    return getattr(config, name) if name in {field.name for field in fields(config)} else None
+    """A setting that this type of model declares, be it by another name (`attribute_map`), else None.
+
+    config.json may hold others that the model's code never reads.
+    """
+    declared = {field.name for field in fields(config)}
+    return getattr(config, name) if config.attribute_map.get(name, name) in declared else None
 
 
 def rotary_base(config: Any, layer: int) -> float | None:

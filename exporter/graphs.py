@@ -210,11 +210,11 @@ def _materialise(layer: torch.nn.Module, config: Any, index: int) -> torch.nn.Mo
 
 def _in_dtype(layer: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """The layer with its weights in `dtype`; the frequencies of a rotary embedding inside it stay fp32, as in transformers."""
-    found = [(module, name, each) for module in layer.modules() for name, each in module.named_buffers(recurse=False)]
+    buffers = ((module, *buffer) for module in layer.modules() for buffer in module.named_buffers(recurse=False))
+    wide = [(module, name, frequencies) for module, name, frequencies in buffers if name.endswith("inv_freq")]
     layer.to(dtype)
-    for module, name, frequencies in found:
-        if name.endswith("inv_freq"):
-            module.register_buffer(name, frequencies, persistent=False)
+    for module, name, frequencies in wide:
+        module.register_buffer(name, frequencies, persistent=False)
     return layer
 
 

@@ -38,8 +38,7 @@ def replace_forwards(part: torch.nn.Module) -> torch.nn.Module:
 
 
 def _gpt_j(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
-    rows = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
-    return _attend_interleaved(self, *(_split_heads(self, each) for each in rows), **others)
+    return _attend_interleaved(self, *_project(self, hidden_states), **others)
 
 
 def _codegen(self: Any, hidden_states: torch.Tensor, **others: Any) -> _Result:
@@ -65,7 +64,7 @@ def _attend_interleaved(
 
 
 def _gpt_neo(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, layer_past: Any, **_: Any) -> _Result:
-    query, key, value = (_split_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = _project(self, hidden_states)
     return _attend_and_project(self, query, layer_past.update(key, value), attention_mask, self.out_proj, scaling=1.0)
 
 
@@ -105,7 +104,7 @@ def _llama_4(
     self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: torch.Tensor, cache: Any, **_: Any
 ) -> _Result:
     """Layers with rotary embeddings rotate queries and keys, then may normalise them; others may scale queries by position."""
-    query, key, value = (_split_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = _project(self, hidden_states)
     if self.use_rope:
         query, key = apply_rotary_emb(query, key, position_embeddings)
         query, key = (self.qk_norm(each) if hasattr(self, "qk_norm") else each for each in (query, key))
@@ -116,7 +115,7 @@ def _llama_4(
 
 
 def _xglm(self: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor, cache: Any, **_: Any) -> _Result:
-    query, key, value = (_split_heads(self, projection(hidden_states)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = _project(self, hidden_states)
     return _attend_and_project(self, query, cache.update(key, value), attention_mask, self.out_proj, scaling=self.scaling)
 
 
@@ -126,15 +125,19 @@ def _xglm_positions(self: Any, position_ids: torch.Tensor, _cache_length: int) -
     frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
     rows = position_ids[:, :, None] + self.offset
     angles = rows.float() * frequencies
-    padding = torch.zeros(*position_ids.shape, self.embedding_dim % 2)
-    sinusoids = torch.cat((angles.sin(), angles.cos(), padding), dim=-1)
-    if self.padding_idx is not None:  # transformers' table has zeros in this row
+    sinusoids = torch.cat((angles.sin(), angles.cos()), dim=-1)  # H is even, since heads have a multiple of 8
+    if self.padding_idx is not None and self.padding_idx >= self.offset:  # transformers' table has zeros in this row
         sinusoids = torch.where(rows == self.padding_idx, 0.0, sinusoids)
     return sinusoids.to(self.weights.dtype)
 
 
 def _attend_to_all(self: Any, *_: Any, **__: Any) -> None:
     """Choose no tokens: `check_supported` allows no more tokens than the indexer would choose, so all are attended to."""
+
+
+def _project(self: Any, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query, key and value [B,N,S,D] of rows [B,S,H]."""
+    return tuple(_split_heads(self, projection(rows)) for projection in (self.q_proj, self.k_proj, self.v_proj))
 
 
 def _split_heads(self: Any, rows: torch.Tensor) -> torch.Tensor:

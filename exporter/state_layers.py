@@ -75,12 +75,12 @@ def _states(layer: torch.nn.Module) -> Iterator[State]:
     if mixer is None:
         return
     conv = _find_convolution(mixer)
-    if not _is_griffin(mixer):
-        _check_calls(mixer, _CONVOLUTION)
     yield State(name=CONV_STATE, shape=(conv.in_channels, conv.kernel_size[0] - 1))
-    if _is_griffin(mixer):
+    if _is_griffin(mixer):  # it calls no functions to replace: `griffin_block` replaces it as a whole
         yield State(name=RECURRENT_STATE, shape=(mixer.lru_width, 1, 1))
-    elif _scans_channels(mixer):
+        return
+    _check_calls(mixer, _CONVOLUTION)
+    if _scans_channels(mixer):
         _check_calls(mixer, _CHANNEL_SCAN)
         yield State(name=RECURRENT_STATE, shape=(mixer.ssm_state_size, mixer.intermediate_size))
     elif is_mamba(layer):

@@ -43,20 +43,19 @@ WIDE_NEIGHBOURS = interleaved.FORMS["tables twice"].replace("float[B,2,S,8]", "f
 WIDE_NEIGHBOURS = WIDE_NEIGHBOURS.replace(_IN_PLACE[0], _WIDE).replace(_IN_PLACE[1], _SUM)
 WIDE_ANGLES = interleaved.FORMS["angles twice"].replace("float[B,2,S,8]", "float16[B,2,S,8]").replace("(h,", "(h32,")
 WIDE_ANGLES = WIDE_ANGLES.replace("apart =", "h32 = Cast <to = 1> (h)  apart =").replace(_IN_PLACE[1], _SUM)
+WIDE_BY_NARROW_TABLES = ROTARY.replace("(h,", "(h32,").replace("x1 =", "h32 = Cast <to = 1> (h)  x1 =")
+WIDE_BY_NARROW_TABLES = WIDE_BY_NARROW_TABLES.replace(_IN_PLACE[1], _SUM)
 for _function, _name, _table in (("Cos", "cosine", "cos4"), ("Sin", "sine", "sin4")):
     WIDE_HALVES = WIDE_HALVES.replace(f"{_name}16 = Cast <to = 10> ({_name})  ", "").replace(
         f"({_name}16, one)", f"({_name}, one)"
     )
+    WIDE_BY_NARROW_TABLES = WIDE_BY_NARROW_TABLES.replace(
+        f"{_table} = Unsqueeze ({_name}16, one)",
+        f"{_table}16 = Unsqueeze ({_name}16, one)  {_table} = Cast <to = 1> ({_table}16)",
+    )
     WIDE_ANGLES = WIDE_ANGLES.replace(
         f"{_table} = Unsqueeze ({_name}, one)",
         f"{_name}16 = Cast <to = 10> ({_name})  {_table}16 = Unsqueeze ({_name}16, one)  {_table} = Cast <to = 1> ({_table}16)",
-    )
-WIDE_BY_NARROW_TABLES = (
-    ROTARY.replace("(h,", "(h32,").replace("x1 =", "h32 = Cast <to = 1> (h)  x1 =").replace(_IN_PLACE[1], _SUM)
-)
-for _table in ("cos4", "sin4"):
-    WIDE_BY_NARROW_TABLES = WIDE_BY_NARROW_TABLES.replace(f", {_table})", f", {_table}_32)").replace(
-        "h32 = Cast", f"{_table}_32 = Cast <to = 1> ({_table})  h32 = Cast"
     )
 FORMS = {
     "halves": ROTARY, "neighbours": NEIGHBOURS, "halves in fp32": WIDE_HALVES, "neighbours in fp32": WIDE_NEIGHBOURS,
