@@ -27,7 +27,7 @@ def check_request(request: ExportRequest) -> tuple[TargetRequest, ...]:
         BundleError: `out` has a name that libraries do not take, may not be replaced, or holds the checkpoint or the table.
         ScheduleError: the schedule is unknown, its table is missing, or one of its numbers is out of range.
         TargetError: an option is out of range, a target is unknown, or a target's package is missing.
-        ModelNotSupportedError: `model` is an adapter, or neither a hub id, an OPT size nor a folder with a readable config.json.
+        ModelNotSupportedError: `model` is neither a hub id, an OPT size nor a folder with a readable config.json.
     """
     if not is_utf8(request.out):
         raise BundleError(

@@ -29,6 +29,14 @@ from skipdecode.exporter.weights import IR_TYPES
 
 logger = logging.getLogger(__name__)
 
+# for models that also see: names of the text part's weights, as transformers 4 and 5 write them -> names in the text model;
+# the last line is for Idefics and SmolVLM, and for models that also speak (`_possible_names`)
+TEXT_PART_NAMES = {
+    "^model.language_model.model": "model", "^model.language_model.lm_head": "lm_head",
+    "^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head",
+    "^model.text_model": "model", "^thinker.": "",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Format:

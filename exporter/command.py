@@ -54,19 +54,14 @@ def _run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
 
 def _check_hub(model: str, report: Callable[[str, float], None]) -> None:
     """Refuse a hub id that the hub does not serve; short OPT names need no hub until their weights are downloaded."""
-    from skipdecode.exporter.checkpoint_folder import checkpoint_folder
-    from skipdecode.exporter.opt_sizes import opt_hub_id
-
-    if checkpoint_folder(model) is not None or opt_hub_id(model) is not None:
-        return
-    report(f"looking for {model}", 0.0)  # an unreachable hub is retried for half a minute
+    report(f"looking for {model}", 0.0)
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    from skipdecode.exporter.hub_config import fetch_config
+    from skipdecode.exporter.adapter_config import base_model
 
     logging.set_verbosity_error()  # it logs every retry
     disable_progress_bars()
-    fetch_config(model)
+    base_model(model)
 
 
 @contextmanager

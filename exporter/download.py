@@ -77,8 +77,9 @@ def _main() -> int:
 
 def _fetch(name: str) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class()))
-    if not any(folder.glob("model*.safetensors")):
-        snapshot_download(name, allow_patterns=["pytorch_model*.bin"], ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
+    if not any(any(folder.glob(pattern)) for pattern in ("model*.safetensors", "adapter_model.safetensors")):
+        other = ["pytorch_model*.bin", "adapter_model.bin"]
+        snapshot_download(name, allow_patterns=other, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
     return folder
 
 

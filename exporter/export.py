@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -24,14 +25,15 @@ from skipdecode.exporter.generation_config import end_ids, warn_of_unapplied
 from skipdecode.exporter.graphs import StandardGraphs, build_skeleton, layer_graphs, outer_graphs
 from skipdecode.exporter.job import Job
 from skipdecode.exporter.layout import Report
-from skipdecode.exporter.model_names import fetch_checkpoint, load_config
-from skipdecode.exporter.output_folder import fresh_folder, real_out
+from skipdecode.exporter.merge_adapter import AdaptedSource
+from skipdecode.exporter.model_names import checkpoint_config, fetch_checkpoint, load_config
+from skipdecode.exporter.output_folder import check_outside, fresh_folder, real_out
 from skipdecode.exporter.quantization_config import has_at_most_4_bits
 from skipdecode.exporter.request import QUANTIZED_BITS, ExportRequest
 from skipdecode.exporter.supported import check_supported
 from skipdecode.exporter.targets import TargetRequest, choose_dtype
 from skipdecode.exporter.tensorrt_target import compile_tensorrt
-from skipdecode.exporter.tokenizer_files import copy_tokenizer
+from skipdecode.exporter.tokenizer_files import copy_settings, copy_tokenizer
 from skipdecode.exporter.weights import WeightFile, random_source, write_weights
 from skipdecode.graph_passes.plan import plan_variants
 from skipdecode.graph_passes.quantization import Quantization
@@ -65,11 +67,13 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
     targets = check_request(request)
     job = _decide(request, targets, report)
     config = job.skeleton.config
-    # -1 in some models means none
-    eos_ids = tuple(id_ for id_ in end_ids(job.checkpoint, config) if 0 <= id_ < config.vocab_size)
-    warn_of_unapplied(job.checkpoint)
+    folder = None if job.checkpoint is None else job.checkpoint.folder
+    eos_ids = tuple(id_ for id_ in end_ids(folder, config) if 0 <= id_ < config.vocab_size)  # -1 in some models means none
+    warn_of_unapplied(folder)
     with fresh_folder(request.out, request.force) as partial:
-        copy_tokenizer(job.checkpoint, partial, config, job.limits.max_length)
+        copy_settings(folder, partial, config)
+        if job.checkpoint is not None:
+            copy_tokenizer(job.checkpoint.tokenizer_folder, partial, config, job.limits.max_length)
         weights = _store_weights(job, partial, report)
         graphs, variants = _write_graphs(job, partial, weights, report)
         compiled_targets = []
@@ -84,8 +88,10 @@ def export(request: ExportRequest, report: Report = lambda what, done: None) -> 
 
 def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: Report) -> Job:
     """Decide and check everything that can be known before anything is written; downloads the checkpoint."""
-    report(f"looking for {request.model}", 0.0)  # an unreachable hub is retried for half a minute
-    config, folder = load_config(request.model)
+    report(f"looking for {request.model}", 0.0)
+    config, checkpoint = load_config(request.model)
+    if checkpoint is not None:
+        check_outside(request.out, checkpoint.folder, "the checkpoint")
     dtype = choose_dtype(request.dtype, targets, config)
     limits = manifest.Limits(max_length=choose_max_length(request, config), max_batch=request.max_batch)
     check_supported(config, limits.max_length)
@@ -93,13 +99,13 @@ def _decide(request: ExportRequest, targets: tuple[TargetRequest, ...], report: 
     skeleton = build_skeleton(config, dtype)
     check_runs(config)
     check_feasible(request, targets, skeleton, limits, schedule)
-    if folder is None and not request.random_weights:
-        folder = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
-        skeleton = build_skeleton(load_config(str(folder))[0], dtype)  # rebuilt: only the checkpoint shows what is tied
+    if checkpoint is None and not request.random_weights:
+        checkpoint = fetch_checkpoint(request.model, lambda what: report(what, 0.0))
+        skeleton = build_skeleton(checkpoint_config(checkpoint), dtype)  # rebuilt: only weights show what is tied
     max_layers = max_layers_per_segment(request, targets, skeleton)
     return Job(
         request=request,
-        checkpoint=folder,
+        checkpoint=checkpoint,
         skeleton=skeleton,
         limits=limits,
         schedule=schedule,
@@ -141,8 +147,7 @@ def _scaled_report(report: Report, start: float, share: float) -> Report:
 
 def _store_weights(job: Job, partial: Path, report: Report) -> WeightFile:
     report("reading weights", 0.0)
-    skeleton, folder = job.skeleton, job.checkpoint
-    source = random_source() if job.request.random_weights or folder is None else CheckpointSource(folder, skeleton)
+    skeleton, checkpoint = job.skeleton, job.checkpoint
     done = 0
 
     def advance(count: int) -> None:
@@ -151,9 +156,13 @@ def _store_weights(job: Job, partial: Path, report: Report) -> WeightFile:
         report("writing weights", 0.4 * done / (skeleton.dtype.itemsize * skeleton.num_parameters))
 
     (partial / manifest.GRAPHS).mkdir()
-    weights = write_weights(partial / manifest.GRAPHS, skeleton.shapes, skeleton.dtype, source, advance, where=str(folder))
-    if isinstance(source, CheckpointSource):
-        source.warn_of_unread()
+    write = functools.partial(write_weights, partial / manifest.GRAPHS, skeleton.shapes, skeleton.dtype, advance=advance)
+    if job.request.random_weights or checkpoint is None:
+        return write(random_source())
+    stored = CheckpointSource(checkpoint.folder, skeleton)
+    source = stored if checkpoint.adapter is None else AdaptedSource(stored, checkpoint.adapter, skeleton)
+    weights = write(source, where=str(checkpoint.folder))
+    stored.warn_of_unread()
     return weights
 
 

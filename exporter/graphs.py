@@ -119,8 +119,20 @@ def segment_graphs(graphs: StandardGraphs, plan: Plan, target: str, report: Repo
         yield name, stitch([graphs.layers[layer] for layer in layers], name=name)
 
 
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """transformers' model on the meta device: all of it but memory.
+
+    Raises:
+        ModelNotSupportedError: transformers cannot build a model of this configuration.
+    """
+    with torch.device("meta"), blaming_config(config_origin(config)):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
 def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
-    """Build the model on the meta device: names, shapes and ties, without memory.
+    """A model's names, shapes and ties.
 
     Raises:
         ModelNotSupportedError: transformers cannot build a model of this configuration.
@@ -131,9 +143,7 @@ def build_skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Skeleton:
         config.residual_in_fp32 = False  # hidden states between engines have the engines' dtype
     if config.model_type == "glm_moe_dsa":
         config.indexer_types = ["full"] * config.num_hidden_layers  # "shared" layers would reuse the tokens chosen by one below
-    with torch.device("meta"), blaming_config(config_origin(config)):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
+    model = meta_model(config, dtype)
     first_names: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     empty = [re.escape(name) for name, p in parameters.items() if not p.numel()]  # which not all checkpoints hold

@@ -1,42 +1,32 @@
-"""Fetch a hub id's config.json without torch or transformers, so that a refusal is reported before they are imported."""
+"""Fetch a hub id's settings without torch or transformers, so that a refusal is reported before they are imported."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub import snapshot_download
 
 from skipdecode.errors import ModelNotSupportedError
-from skipdecode.exporter.checkpoint_folder import adapter_error, missing_config_error
+from skipdecode.exporter.checkpoint_folder import ADAPTER_CONFIG, CONFIG, missing_config_error
 from skipdecode.exporter.hub_errors import explain
 
 
-@functools.cache  # when the hub is unreachable, each call retries for half a minute before it falls back to an earlier download
-def fetch_config(model: str) -> None:
-    """Download a hub id's config.json into huggingface_hub's cache.
+@functools.cache
+def fetch_config(model: str) -> Path:
+    """Download a hub id's config.json and, if it is an adapter, adapter_config.json into huggingface_hub's cache.
+
+    Returns:
+        The folder that holds them.
 
     Raises:
-        ModelNotSupportedError: the hub cannot be reached or has no such model, or the model has no config.json.
+        ModelNotSupportedError: the hub cannot be reached or has no such model, or the model has neither file.
     """
     try:
-        hf_hub_download(model, "config.json")
-    except LocalEntryNotFoundError as error:  # the hub was not reached; a subclass of EntryNotFoundError
-        raise _fetch_error(model, error) from error
-    except EntryNotFoundError as error:
-        raise (adapter_error(model) if _has_adapter(model) else missing_config_error(model)) from error
+        folder = Path(snapshot_download(model, allow_patterns=[CONFIG, ADAPTER_CONFIG]))
     except (OSError, ValueError) as error:
-        raise _fetch_error(model, error) from error
-
-
-def _fetch_error(model: str, error: Exception) -> ModelNotSupportedError:
-    what, remedy = explain(error)
-    return ModelNotSupportedError(what, remedy, where=model)
-
-
-def _has_adapter(model: str) -> bool:
-    try:
-        hf_hub_download(model, "adapter_config.json")
-    except EntryNotFoundError:
-        return False
-    return True
+        what, remedy = explain(error)
+        raise ModelNotSupportedError(what, remedy, where=model) from error
+    if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
+        raise missing_config_error(model)
+    return folder

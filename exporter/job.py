@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from skipdecode import manifest
+from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.graphs import Skeleton
 from skipdecode.exporter.request import ExportRequest
 from skipdecode.graph_passes.plan import Plan
@@ -18,7 +18,7 @@ class Job:
     """A request, and everything that follows from it and from the model."""
 
     request: ExportRequest
-    checkpoint: Path | None  # None: there are no weights, only the model's configuration
+    checkpoint: Checkpoint | None  # None: there are no weights, only the model's configuration
     skeleton: Skeleton
     limits: manifest.Limits
     schedule: Schedule

@@ -9,12 +9,13 @@ from typing import Any
 from rich.filesize import decimal
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.adapter_config import base_model
 from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.checkpoint import lacks_head
-from skipdecode.exporter.checkpoint_folder import checkpoint_folder
+from skipdecode.exporter.checkpoint_folder import Checkpoint, checkpoint_folder
 from skipdecode.exporter.config_json import blaming_config, reason
 from skipdecode.exporter.download import download
-from skipdecode.exporter.hub_config import fetch_config
+from skipdecode.exporter.load_adapter import load_adapter
 from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
 from skipdecode.exporter.quantization_config import check_quantised, normalised_settings
 from skipdecode.exporter.supported import check_single_stack
@@ -34,25 +35,41 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load_config(model: str) -> tuple[Any, Path | None]:
+def load_config(model: str) -> tuple[Any, Checkpoint | None]:
     """Read a model's configuration: its config.json, or `opt_sizes`' for an OPT model that is not a folder.
 
     Returns:
-        The configuration, and the folder if MODEL is one. In a folder, the checkpoint's tensor names also decide whether
-        embedding and head are tied.
+        The configuration, of an adapter that of its base model, and the files if all are on this machine. In a folder, the
+        checkpoint's tensor names also decide whether embedding and head are tied.
 
     Raises:
         ModelNotSupportedError: there is no such folder or hub id; the path is not UTF-8; the config.json cannot be read, needs
-            remote code, or describes an encoder-decoder or weights quantised in a way that `dequantize` does not read; or the
-            checkpoint is an adapter.
+            remote code, or describes an encoder-decoder or weights quantised in a way that `dequantize` does not read; or it is
+            an adapter that `base_model` refuses.
     """
-    folder = checkpoint_folder(model)
-    if folder is None:
-        opt_id = opt_hub_id(model)
-        if opt_id is not None:
-            return opt_config(opt_id), None
-        fetch_config(model)
-    return _read_config(model), folder
+    base, folder = base_model(model), checkpoint_folder(model)
+    if base is not None:
+        config, checkpoint = load_config(base)
+        if checkpoint is None or folder is None:
+            return config, None
+        checkpoint = Checkpoint(checkpoint.folder, adapter=folder)
+        return checkpoint_config(checkpoint), checkpoint
+    opt_id = opt_hub_id(model) if folder is None else None
+    if opt_id is not None:
+        return opt_config(opt_id), None
+    return _read_config(model), None if folder is None else Checkpoint(folder)
+
+
+def checkpoint_config(checkpoint: Checkpoint) -> Any:
+    """The configuration of a model whose files are on this machine. An adapter may have added tokens to its vocabulary.
+
+    Raises:
+        ModelNotSupportedError: as `load_config`, or the adapter cannot be read.
+    """
+    config = _read_config(str(checkpoint.folder))
+    if checkpoint.adapter is not None:
+        config.vocab_size = load_adapter(checkpoint.adapter).vocabulary(config.vocab_size)
+    return config
 
 
 def _read_config(model: str) -> Any:
@@ -110,8 +127,8 @@ def _as_decoder(text: Any) -> Any:
     return decoder_config
 
 
-def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: None) -> Path:
-    """Download a hub id's config, tokenizer and weights, and return the folder that huggingface_hub keeps them in.
+def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: None) -> Checkpoint:
+    """Download a hub id's config, tokenizer and weights to huggingface_hub's cache; of an adapter, also its base model's.
 
     Args:
         report: called with the progress so far; an exception from it ends the download.
@@ -119,10 +136,20 @@ def fetch_checkpoint(model: str, report: Callable[[str], None] = lambda what: No
     Raises:
         ModelNotSupportedError: the hub cannot be reached or has no such model.
     """
+    folder = _fetch_folder(model, report)
+    base = base_model(str(folder))
+    return Checkpoint(folder) if base is None else Checkpoint(_fetch_folder(base, report), adapter=folder)
+
+
+def _fetch_folder(model: str, report: Callable[[str], None]) -> Path:
+    """The folder of a model or adapter, which is downloaded if it is not on this machine."""
 
     def report_bytes(done: int, total: int) -> None:
         report(f"downloading {model}, {decimal(done)} of {decimal(total)}")
 
+    folder = checkpoint_folder(model)
+    if folder is not None:
+        return folder
     report(f"downloading {model}")
     opt_id = opt_hub_id(model)
     try:

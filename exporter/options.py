@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Turn a Hugging Face decoder into a bundle of precompiled engines that skip layers by position.",
         epilog=__doc__,
     )
-    parser.add_argument("model", metavar="MODEL", help="a local checkpoint folder, a hub id, or opt-SIZE (opt-6.7b)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="the folder of a checkpoint or peft adapter, a hub id, or opt-SIZE (opt-6.7b)"
+    )
     parser.add_argument("--out", type=folder, required=True, metavar="DIR", help="the bundle's folder, to be created")
     _add_schedule(parser)
     parser.add_argument("--max-batch", type=int, default=_DEFAULTS.max_batch, metavar="N", help="most rows at once (%(default)s)")

@@ -31,24 +31,19 @@ from skipdecode.cli import guarded
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import INDEXED, decoder_layers, expands_latents, layer_keys, num_heads
 from skipdecode.exporter.attention import pad_to_head_size
-from skipdecode.exporter.checkpoint import CheckpointSource, weight_files
+from skipdecode.exporter.checkpoint import TEXT_PART_NAMES, CheckpointSource, weight_files
+from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.conversions import whole_model_has_conversion_rules
 from skipdecode.exporter.graphs import build_skeleton
-from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.merge_adapter import AdaptedSource
+from skipdecode.exporter.model_names import checkpoint_config, fetch_checkpoint, load_config
 from skipdecode.exporter.reference import greedy_tokens, skip_schedule
 from skipdecode.exporter.round_weights import round_weights
 from skipdecode.exporter.state_layers import CONV_STATE, RECURRENT_STATE, find_griffin, is_mamba, state_layers
 from skipdecode.exporter.supported import check_supported
+from skipdecode.exporter.weights import TensorSource
 from skipdecode.model import layer_group
 from skipdecode.schedule import Schedule
-
-# for models that also see: names of the text part's weights, as transformers 4 and 5 write them -> names in the text model;
-# the last line is for Idefics and SmolVLM, and for models that also speak (`checkpoint._possible_names`)
-_TEXT_PART_NAMES = {
-    "^model.language_model.model": "model", "^model.language_model.lm_head": "lm_head",
-    "^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head",
-    "^model.text_model": "model", "^thinker.": "",
-}  # fmt: skip
 
 
 def main() -> int:
@@ -60,15 +55,15 @@ def main() -> int:
 
 def answer(request: dict[str, Any], out: Path) -> int:
     """Compare the dimensions, run every schedule on its prompts, write OUT; returns the exit status, 0."""
-    config, folder = load_config(request["model"])
+    config, checkpoint = load_config(request["model"])
     _check_dimensions(config, request["dimensions"], request["model"])
-    if folder is not None:
-        file_format, files = weight_files(folder)
+    if checkpoint is not None:
+        file_format, files = weight_files(checkpoint.folder)
         for file in files:
             file_format.names(file)  # raises where it is damaged
     if request.get("check"):
         return 0
-    model = _load(folder or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
+    model = _load(checkpoint or fetch_checkpoint(request["model"]), getattr(torch, request["dtype"]))
     arrays: dict[str, torch.Tensor] = {}
     schedules = {
         name: Schedule(
@@ -100,40 +95,43 @@ def _logits_of(model: Any, schedule: Schedule, prompt: list[int], tokens: list[i
     return logits[0, len(prompt) - 1 :]
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def _load(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The model in fp32, its weights rounded to what the bundle stores."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()  # it would list the vision part's weights as unexpected
-    config, _ = load_config(str(folder))
+    config = checkpoint_config(checkpoint)
     if config._attn_implementation not in (None, "eager", "sdpa"):  # others may need a package, or a GPU
         config._attn_implementation = "eager"
-    if getattr(config, "quantization_config", None) or whole_model_has_conversion_rules(config):
-        model = _load_as_exported(folder, config)
+    if checkpoint.adapter or getattr(config, "quantization_config", None) or whole_model_has_conversion_rules(config):
+        model = _load_as_exported(checkpoint, config)
     else:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, key_mapping=_TEXT_PART_NAMES, dtype=torch.float32, output_loading_info=True
+            checkpoint.folder, config=config, key_mapping=TEXT_PART_NAMES, dtype=torch.float32, output_loading_info=True
         )
         if loading_info["missing_keys"]:  # transformers has drawn these at random
-            model = _load_as_exported(folder, config)
+            model = _load_as_exported(checkpoint, config)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
     return model.eval()
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _load_as_exported(folder: Path, config: Any) -> Any:
+def _load_as_exported(checkpoint: Checkpoint, config: Any) -> Any:
     """transformers' model with the weights as the exporter reads them.
 
     For quantised weights: transformers needs packages for most methods, rounds what it dequantises, and fails where the last
-    block of an FP8 matrix is a smaller one. Also for a text part whose weights transformers converts or does not find.
+    block of an FP8 matrix is a smaller one. Also for adapters, and for a text part whose weights transformers converts or does
+    not find.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
-    skeleton = build_skeleton(load_config(str(folder))[0])  # of a fresh configuration, whose attention it changes
-    source = CheckpointSource(folder, skeleton)
+    skeleton = build_skeleton(checkpoint_config(checkpoint))  # of a fresh configuration, whose attention it changes
+    source: TensorSource = CheckpointSource(checkpoint.folder, skeleton)
+    if checkpoint.adapter:
+        source = AdaptedSource(source, checkpoint.adapter, skeleton)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if name in skeleton.shapes:
             tensor.copy_(source(name, skeleton.shapes[name]))

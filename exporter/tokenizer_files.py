@@ -1,10 +1,10 @@
-"""The tokenizer's files in a bundle: the checkpoint's own, and what C++ needs to read them."""
+"""A checkpoint's settings and tokenizer in a bundle: its own files, and what C++ needs to read the tokenizer's."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +17,10 @@ from skipdecode.exporter.config_json import first_line, read_bytes, read_setting
 
 logger = logging.getLogger(__name__)
 
-_COPIED = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
-    "merges.txt", "added_tokens.json", "chat_template.jinja",
+_SETTINGS = ("config.json", "generation_config.json")
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
+    "chat_template.jinja",
 )  # fmt: skip
 _OLDER = ("vocab.json", "tokenizer.model", "spiece.model")  # a checkpoint with one of them has a tokenizer
 # on which tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
@@ -30,8 +31,16 @@ _SAMPLES = (
 )  # fmt: skip
 
 
-def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: int) -> None:
-    """Copy configuration and tokenizer into the bundle; `config` is written if the checkpoint has no config.json.
+def copy_settings(folder: Path | None, bundle: Path, config: Any) -> None:
+    """Copy a checkpoint's settings into the bundle; without a checkpoint, write `config`."""
+    if folder is None:
+        config.to_json_file(bundle / "config.json")
+    else:
+        _copy(_SETTINGS, folder, bundle)
+
+
+def copy_tokenizer(folder: Path, bundle: Path, config: Any, max_length: int) -> None:
+    """Copy a tokenizer's files into the bundle, if there is one.
 
     ONNX Runtime GenAI's tokenizer, which C++ services use, reads the same files under two conditions. There must be a
     `genai_config.json`, with a length that it does not use. And the class in `tokenizer_config.json` must have its name from
@@ -45,15 +54,11 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
     Raises:
         ModelNotSupportedError: the tokenizer cannot be read.
     """
-    for name in _COPIED:
-        if folder is not None and (folder / name).is_file():
-            (bundle / name).write_bytes(read_bytes(folder / name))
-    if not (bundle / "config.json").exists():
-        config.to_json_file(bundle / "config.json")
-    hf_tokenizer, settings = None, {} if folder is None else read_settings(folder / "tokenizer_config.json")
-    if folder is not None and not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
+    _copy(_TOKENIZER, folder, bundle)
+    hf_tokenizer, settings = None, read_settings(folder / "tokenizer_config.json")
+    if not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
         _convert(folder, bundle / "tokenizer.json")
-    elif folder is not None and (bundle / "tokenizer.json").exists():
+    elif (bundle / "tokenizer.json").exists():
         hf_tokenizer = _add_missing_tokens(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
         return
@@ -63,6 +68,12 @@ def copy_tokenizer(folder: Path | None, bundle: Path, config: Any, max_length: i
     _write(bundle / "genai_config.json", {"model": {"type": config.model_type, "context_length": max_length}})
     if hf_tokenizer is not None:
         _warn_of_differences(tokenization["samples"], hf_tokenizer)
+
+
+def _copy(names: Iterable[str], folder: Path, bundle: Path) -> None:
+    for name in names:
+        if (folder / name).is_file():
+            (bundle / name).write_bytes(read_bytes(folder / name))
 
 
 def _convert(folder: Path, path: Path) -> None:

@@ -17,7 +17,11 @@ from tests.models import CONFIGS, LAYERS, LEAST_LAYERS, MAX_LENGTH, RELATIVES, V
 
 def edit_config(folder: Path, **changes: object) -> None:
     """Change these settings in a checkpoint's config.json."""
-    path = folder / "config.json"
+    edit_settings(folder / "config.json", **changes)
+
+
+def edit_settings(path: Path, **changes: object) -> None:
+    """Change these settings in a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.exporter import cli, command, hub_config
+from skipdecode.exporter import adapter_config, cli, command
 from skipdecode.exporter.export import ExportRequest
 from skipdecode.graph_passes.compile_tensorrt import BuilderOptions
 from skipdecode.schedule import Anchor
@@ -69,12 +69,15 @@ def test_neither_help_nor_a_mistyped_option_waits_for_torch(options: str, status
 
 
 @pytest.mark.parametrize(
-    ("model", "first"), [("opt-125m", []), ("org/model", ["looking for org/model", "org/model is asked for"])]
+    ("model", "first"),
+    [("opt-125m", ["looking for opt-125m"]), ("org/model", ["looking for org/model", "org/model is asked for"])],
 )
-def test_progress_is_reported_from_the_start_of_an_export(model: str, first: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_from_the_start_of_an_export(
+    model: str, first: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reported: list[str] = []
     monkeypatch.setattr(command, "_progress", lambda quiet: nullcontext(lambda what, done: reported.append(what)))
-    monkeypatch.setattr(hub_config, "fetch_config", lambda name: reported.append(f"{name} is asked for"))
+    monkeypatch.setattr(adapter_config, "fetch_config", lambda name: reported.append(f"{name} is asked for") or tmp_path)
     monkeypatch.setattr(cli, "export", lambda request, report: report("exporting", 0.5))
     assert command.main([model, "--out", "bundle", "--quiet"]) == 0
     assert reported == [*first, "importing torch and transformers", "exporting"]

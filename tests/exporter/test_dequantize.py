@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from skipdecode.exporter import cli, command, reference_run
+from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.layout import Report
 from skipdecode.manifest import Manifest
@@ -143,7 +144,7 @@ def test_int4_of_a_4_bit_checkpoint_is_as_close_to_it_as_int8(name: str, zoo: Zo
         rewritten(zoo.checkpoint("llama"), folder, settings, store([]))
     else:
         compressed(zoo.checkpoint("llama"), folder, name)
-    assert_runs(folder, reference_run._load(folder, torch.float32), "int4", 0.03)
+    assert_runs(folder, reference_run._load(Checkpoint(folder), torch.float32), "int4", 0.03)
 
 
 @pytest.mark.parametrize(("options", "warned"), [([], True), (["--quantize", "int4"], False), (["--quiet"], False)])
@@ -223,7 +224,7 @@ def test_what_other_tools_write_is_read_as_the_numbers_that_it_stands_for(name: 
     names = [key for key in load_file(zoo.checkpoint("llama") / "model.safetensors") if "_proj" in key]
     expected = dict(zoo.model("llama").state_dict()) | dict(zip(names, numbers, strict=True))
     assert_reads(folder, expected)
-    model = reference_run._load(folder, torch.float32)
+    model = reference_run._load(Checkpoint(folder), torch.float32)
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import tokenizers
 import torch
 import transformers
 from rich.filesize import decimal
@@ -19,12 +22,15 @@ import skipdecode
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.hub_errors import explain
 from skipdecode.exporter.model_names import fetch_checkpoint, load_config
+from skipdecode.exporter.reference import greedy_tokens
+from skipdecode.schedule import full_depth
 from tests.exporter.test_checkpoint import in_shards
+from tests.exporter.test_merge_adapter import adapt
 from tests.exporter.without_torch import SKIP_EXPORT
-from tests.models import CONFIGS
+from tests.models import CONFIGS, LAYERS
 from tests.processes import children, ends
 from tests.standin import hub
-from tests.zoo import Zoo
+from tests.zoo import Zoo, edit_settings
 
 _COMMAND = [str(Path(sys.executable).parent / "skip-export")]
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
@@ -105,7 +111,7 @@ def test_the_progress_of_a_download_is_reported(zoo: Zoo, tmp_path: Path, monkey
     with hub.serving(tmp_path / "hub") as served:
         for name, value in _with_hub(served.url, tmp_path / "home").items():
             monkeypatch.setenv(name, value)
-        folder = fetch_checkpoint("org/llama", reported.append)
+        folder = fetch_checkpoint("org/llama", reported.append).folder
     size = decimal(sum(path.stat().st_size for path in folder.iterdir()))
     assert reported[-1] == f"downloading org/llama, {size} of {size}"
 
@@ -210,19 +216,27 @@ def test_a_model_that_there_is_no_room_for_gives_one_line(zoo: Zoo, tmp_path: Pa
     assert explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))[0] == full
 
 
-def test_an_adapter_on_the_hub_gives_one_line_that_says_how_to_merge_it(tmp_path: Path) -> None:
-    folder = tmp_path / "hub" / "org" / "adapter"
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/llama"}')
+@pytest.mark.parametrize("own_tokenizer", [False, True])
+def test_an_adapter_on_the_hub_is_merged_into_its_base_model(own_tokenizer: bool, zoo: Zoo, tmp_path: Path) -> None:
+    base, adapter = (tmp_path / "hub" / "org" / name for name in ("llama", "adapter"))
+    shutil.copytree(zoo.checkpoint("llama"), base)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = adapt(zoo.model("llama"), lora, adapter)
+    edit_settings(adapter / "adapter_config.json", base_model_name_or_path="org/llama")
+    for folder in (base, adapter) if own_tokenizer else (base,):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({folder.name: 5, "[UNK]": 6}, unk_token="[UNK]"))
+        tokenizer.save(str(folder / "tokenizer.json"))
     with hub.serving(tmp_path / "hub") as served:
-        done = _refuse(served.url, tmp_path / "home", "org/adapter", tmp_path / "bundle")
+        done = _export(served.url, tmp_path / "home", "org/adapter", "--out", tmp_path / "bundle")
+    assert done.returncode == 0 and str(tmp_path / "bundle") in done.stdout, done.stderr
+    model = skipdecode.load(tmp_path / "bundle")
+    made = model.generate([[5, 6, 7]], max_new_tokens=8, schedule="full", ignore_eos=True).sequences[0]
+    assert list(made.token_ids) == greedy_tokens(adapted.merge_and_unload(), full_depth(LAYERS), [5, 6, 7], 8)[0]
+    assert list(made.token_ids) != greedy_tokens(zoo.model("llama"), full_depth(LAYERS), [5, 6, 7], 8)[0]
+    assert model.generate("adapter" if own_tokenizer else "llama", max_new_tokens=1).sequences[0].prompt_ids == [5]
+
+
+def test_a_hub_that_cannot_be_reached_gives_one_line(tmp_path: Path) -> None:
+    done = _refuse("http://127.0.0.1:9", tmp_path / "home", "org/model", tmp_path / "bundle")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("org/adapter: holds an adapter") and "merge_and_unload" in done.stderr
-
-
-def test_a_hub_that_cannot_be_reached_gives_one_line_though_it_is_asked_again(tmp_path: Path) -> None:
-    program = "import time; time.sleep = print; from skipdecode.exporter.command import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", program]
-    done = _run(command, "http://127.0.0.1:9", tmp_path / "home", "org/model", "--out", tmp_path / "bundle")
-    assert done.returncode == 2 and done.stdout, "it waits, and asks again"
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("org/model: is not a folder, and cannot be read"), done.stderr
+    assert done.stderr.startswith("org/model: is not a folder, and cannot be read from the hub"), done.stderr

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.reference import skip_schedule
 from skipdecode.exporter.reference_run import _load, _states, answer
 from skipdecode.exporter.round_weights import round_weights
@@ -46,7 +47,7 @@ def test_keys_that_transformers_caches_per_query_head_are_reduced_to_the_models_
 
 
 def test_the_reference_computes_in_fp32_with_weights_rounded_as_in_the_bundle(zoo: Zoo) -> None:
-    given, taken = zoo.model("llama").state_dict(), _load(zoo.checkpoint("llama"), torch.float16).state_dict()
+    given, taken = zoo.model("llama").state_dict(), _load(Checkpoint(zoo.checkpoint("llama")), torch.float16).state_dict()
     assert any((given[name] != weight).any() for name, weight in taken.items())
     for name, weight in taken.items():
         torch.testing.assert_close(weight, given[name].half().float(), rtol=0, atol=0)
@@ -75,7 +76,7 @@ def test_a_reference_that_lacks_a_weight_is_refused(zoo: Zoo, tmp_path: Path) ->
     del state["model.layers.2.mlp.up_proj.weight"]
     save_file(state, weights)
     with pytest.raises(ModelNotSupportedError, match=r"the checkpoint lacks model\.layers\.2\.mlp\.up_proj\.weight"):
-        _load(tmp_path, torch.float32)
+        _load(Checkpoint(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("settings", [{"_attn_implementation": "flash_attention_2"}, {"quantization_config": {}}])
@@ -83,5 +84,5 @@ def test_settings_for_another_machine_or_without_effect_do_not_matter(
     settings: dict[str, object], zoo: Zoo, tmp_path: Path
 ) -> None:
     edit_config(shutil.copytree(zoo.checkpoint("llama"), tmp_path, dirs_exist_ok=True), **settings)
-    for name, weight in _load(tmp_path, torch.float32).state_dict().items():
+    for name, weight in _load(Checkpoint(tmp_path), torch.float32).state_dict().items():
         torch.testing.assert_close(weight, zoo.model("llama").state_dict()[name], rtol=0, atol=0)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from skipdecode.exporter import reference_run
 from skipdecode.exporter.checkpoint import CheckpointSource
+from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.reference import skip_schedule
@@ -36,7 +37,7 @@ def test_the_text_part_of_a_vision_model_is_read(text: str, tmp_path: Path) -> N
     for key, parameter in model.model.language_model.named_parameters():
         torch.testing.assert_close(read(f"model.{key}", tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
     ids = torch.tensor([[5, 6, 7, 8]])
-    reference = reference_run._load(tmp_path, torch.float32)
+    reference = reference_run._load(Checkpoint(tmp_path), torch.float32)
     torch.testing.assert_close(reference(ids).logits, model(input_ids=ids).logits)
 
 
@@ -56,7 +57,7 @@ _VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _vision_model(kind: str) -> Any:
+def vision_model(kind: str) -> Any:
     """A vision model with weights large enough that a mistake shows."""
     text, more = _VISION_MODELS[kind]
     rotary = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3], **more.get("rope_parameters", {})}
@@ -79,7 +80,7 @@ def _vision_model(kind: str) -> Any:
 def _assert_text_part_is_read(model: Any, folder: Path, text: str) -> None:
     """It loads as the decoder `text` and gives the whole model's logits, whose positions in time and space are equal in text."""
     assert load_config(str(folder))[0].model_type == text
-    read, reference = source(folder), reference_run._load(folder, torch.float32)
+    read, reference = source(folder), reference_run._load(Checkpoint(folder), torch.float32)
     for key, parameter in reference.named_parameters():
         torch.testing.assert_close(read(key, tuple(parameter.shape)), parameter.data, rtol=0, atol=0)
     ids = torch.tensor([[5, 6, 7, 8, 3, 9]])
@@ -88,7 +89,7 @@ def _assert_text_part_is_read(model: Any, folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("kind", _VISION_MODELS)
 def test_the_text_part_of_a_vision_model_is_read_as_its_decoder(kind: str, tmp_path: Path) -> None:
-    model = _vision_model(kind)
+    model = vision_model(kind)
     model.save_pretrained(tmp_path)  # under the names of checkpoints on the hub
     _assert_text_part_is_read(getattr(model, "thinker", model), tmp_path, _VISION_MODELS[kind][0])
 
@@ -96,7 +97,7 @@ def test_the_text_part_of_a_vision_model_is_read_as_its_decoder(kind: str, tmp_p
 @pytest.mark.parametrize("turned", [False, True])
 def test_qwen3_vls_experts_may_be_transposed_or_not(turned: bool, tmp_path: Path) -> None:
     """On the hub they are [E,H,2I] and [E,I,H], as in transformers 4; transformers 5 saves them as its model has them."""
-    model = _vision_model("Qwen3VLMoe")
+    model = vision_model("Qwen3VLMoe")
     model.config.save_pretrained(tmp_path)
     state = {key: value.mT.contiguous() if turned and ".experts." in key else value for key, value in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
@@ -106,7 +107,7 @@ def test_qwen3_vls_experts_may_be_transposed_or_not(turned: bool, tmp_path: Path
 
 @pytest.mark.parametrize("names", ["model.language_model.", "model."])
 def test_a_text_part_may_have_the_names_of_any_transformers_version(names: str, tmp_path: Path) -> None:
-    model = _vision_model("Qwen3VL")
+    model = vision_model("Qwen3VL")
     model.config.save_pretrained(tmp_path)
     state = {key.replace("model.language_model.", names): value.contiguous() for key, value in model.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
@@ -142,9 +143,9 @@ def test_a_text_part_may_have_the_names_of_smolvlm_and_hyperclova_x(names: str, 
 
 @pytest.mark.parametrize("kind", ["Glm4v", "Qwen2_5_VL", "Qwen3VLMoe"])
 def test_inside_skip_schedule_a_vision_model_computes_what_its_text_part_computes(kind: str, tmp_path: Path) -> None:
-    model, ids = _vision_model(kind), torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
+    model, ids = vision_model(kind), torch.tensor([[5, 6, 7, 8, 3, 9, 11, 12], [9, 8, 7, 6, 5, 4, 3, 2]])
     model.save_pretrained(tmp_path)
-    alone, mask = reference_run._load(tmp_path, torch.float32), torch.ones_like(ids)
+    alone, mask = reference_run._load(Checkpoint(tmp_path), torch.float32), torch.ones_like(ids)
     labels = torch.where(torch.arange(8) < torch.tensor([[3], [5]]), -100, ids)
     schedule = build_schedule(ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=3), LAYERS)
     with skip_schedule(alone, schedule, prompt_length=[3, 5]):

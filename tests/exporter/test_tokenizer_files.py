@@ -1,4 +1,4 @@
-"""The tokenizer's files in a bundle."""
+"""A checkpoint's settings and tokenizer in a bundle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import transformers
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
-from skipdecode.exporter.tokenizer_files import copy_tokenizer
+from skipdecode.exporter.tokenizer_files import copy_settings, copy_tokenizer
 from tests.models import CONFIGS, MAX_LENGTH
 from tests.zoo import Zoo
 
@@ -157,13 +157,14 @@ def test_the_files_of_a_chat_checkpoint_are_copied_into_its_bundle(tmp_path: Pat
     for name in names:
         (model / name).write_text(f'{{"this is": "{name}"}}')
     shutil.copyfile(_E2E / "tokenizer.json", model / "tokenizer.json")
+    copy_settings(model, bundle, CONFIGS["llama"]())
     copy_tokenizer(model, bundle, CONFIGS["llama"](), MAX_LENGTH)
     for name in (*names, "tokenizer.json"):
         assert (bundle / name).read_bytes() == (model / name).read_bytes()
 
 
 def test_a_model_without_a_checkpoint_has_its_configuration_and_no_tokenizer(tmp_path: Path) -> None:
-    copy_tokenizer(None, tmp_path, CONFIGS["llama"](), MAX_LENGTH)
+    copy_settings(None, tmp_path, CONFIGS["llama"]())
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert transformers.AutoConfig.from_pretrained(tmp_path).model_type == "llama"
 

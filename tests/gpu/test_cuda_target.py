@@ -18,6 +18,7 @@ from skipdecode.cli import validate
 from skipdecode.decoder import Decoder
 from skipdecode.device import HostDevice
 from skipdecode.exporter import reference_run
+from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.reference import greedy_tokens
 from skipdecode.sampling import Sampling, choose_tokens
@@ -172,7 +173,7 @@ def test_layers_in_int4_run_with_a_head_in_int8(zoo: Zoo, tmp_path: Path) -> Non
     request = ExportRequest(model=str(folder), out=tmp_path / "b", schedule=schedule, max_length=MAX_LENGTH, targets=("cuda",))
     export(dataclasses.replace(request, quantize="int4", dtype="fp16"))
     decoder = skipdecode.load(tmp_path / "b").decoder([len(PROMPTS[0])], NEW)
-    assert_gives_the_references_logits(decoder, reference_run._load(folder, torch.float32), PROMPTS[:1], NEW, 0.05)
+    assert_gives_the_references_logits(decoder, reference_run._load(Checkpoint(folder), torch.float32), PROMPTS[:1], NEW, 0.05)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 0.02), ("bf16", 0.1)])
