@@ -85,7 +85,7 @@ void Batcher::Loop() {
     try {
       DropAbandoned();
       Admit();
-      Step();
+      if (Step()) Step();  // first tokens come alone: after them, all rows take their step before the next request starts
     } catch (const std::exception& error) {  // engine failure or out of memory: these rows end, the service goes on
       std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
@@ -116,13 +116,15 @@ void Batcher::RenewSession() {
   }
 }
 
-// Start queued rows while there are places. A row that nobody waits for any more never starts.
+// Start the queued rows of one request while there are places: the others wait while their prompts run. Rows that start together
+// go on computing the same layers, in the fewest runs of engines. A row that nobody waits for any more never starts.
 void Batcher::Admit() {
+  const Mailbox* request = nullptr;
   while (running_.size() < room_.max_rows) {
     std::shared_ptr<Row> row;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (queue_.empty()) return;
+      if (queue_.empty() || (request != nullptr && queue_.front()->mailbox_.get() != request)) return;
       row = std::move(queue_.front());
       queue_.pop_front();
       metrics_->queued = queue_.size();
@@ -131,6 +133,7 @@ void Batcher::Admit() {
       row->Report(std::nullopt, EndReason::kTimeout);
     } else {
       Join(row);
+      request = row->mailbox_.get();
     }
     metrics_->running = running_.size();
   }
@@ -185,13 +188,15 @@ void Batcher::DropAbandoned() {
   metrics_->queued = queue_.size();
 }
 
-void Batcher::Step() {
-  if (session_ == nullptr) return;
-  bool decoded = false;
+// Returns whether it gave first tokens only.
+bool Batcher::Step() {
+  if (session_ == nullptr) return false;
+  bool decoded = false, joined = false;
   for (const skd_event& event : session_->Step()) {
     const std::shared_ptr<Row> row = running_.at(event.row);
     row->Report(event.token, std::nullopt);
     ++metrics_->tokens;
+    joined |= event.prefill != 0;
     if (event.prefill != 0) metrics_->CountFirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
     if (event.prefill == 0 && !std::exchange(decoded, true)) {
       ++metrics_->decode_steps;
@@ -201,6 +206,7 @@ void Batcher::Step() {
     ++metrics_->completed;
     Leave(event.row, event.finish == SKD_FINISH_STOP ? EndReason::kStop : EndReason::kLength, /*in_session=*/false);
   }
+  return joined;
 }
 
 void Batcher::Leave(uint64_t id, EndReason end, bool in_session) {

@@ -94,7 +94,7 @@ class Batcher {
   void Join(const std::shared_ptr<Row>& row);
   bool CountIfAbandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
-  void Step();
+  bool Step();
   void Leave(uint64_t id, EndReason end, bool in_session);
   void FailAll() noexcept;
 

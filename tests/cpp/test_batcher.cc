@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "active_request.h"
@@ -21,6 +22,7 @@ struct skd_bundle {};
 struct skd_tokenizer {};
 struct skd_session {
   std::vector<uint64_t> rows;
+  size_t joined = 0;  // of these, the last, whose first tokens are still to come
 };
 
 namespace {
@@ -28,9 +30,11 @@ namespace {
 std::atomic<bool> slow_session{false}, no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
 std::atomic<int> add_fails{SKD_OK};  // with that code
 std::atomic<int> sessions{0}, most_sessions{0}, sessions_made{0};
-std::atomic<int64_t> token{7};         // that every step gives each row
-size_t num_decoded_ids = 0;            // ids that were decoded
-std::vector<uint32_t> generator_rows;  // of the rows that were added; to be read after the batcher's thread has ended
+std::atomic<int64_t> token{7};  // that every step gives each row
+size_t num_decoded_ids = 0;     // ids that were decoded
+// to be read after the batcher's thread has ended
+std::vector<uint32_t> generator_rows;  // of the rows that were added
+std::string calls;                     // a: a row was added; f: a step gave first tokens; d: it decoded
 
 }  // namespace
 
@@ -68,16 +72,22 @@ skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, siz
   static std::atomic<uint64_t> next{0};
   *row = next++;
   session->rows.push_back(*row);
+  ++session->joined;
+  calls += 'a';
   generator_rows.push_back(options->generator_row);
   return nullptr;
 }
-// Each row ends with its first token or, if `endless`, never.
+// First tokens come alone. Each row ends with its own or, if `endless`, never.
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*capacity*/, size_t* count) {
   if (engines_fail) return new skd_status{SKD_ERROR_INTERNAL};
-  *count = session->rows.size();
+  const size_t joined = std::exchange(session->joined, 0);
+  const size_t first = joined > 0 ? session->rows.size() - joined : 0;
+  *count = session->rows.size() - first;
   for (size_t i = 0; i < *count; ++i) {
-    events[i] = {session->rows[i] + (row_lost ? 1000U : 0U), token, 1, 1, endless ? SKD_FINISH_NONE : SKD_FINISH_STOP};
+    events[i] = {session->rows[first + i] + (row_lost ? 1000U : 0U), token, 1, joined > 0 ? 1U : 0U,
+                 endless ? SKD_FINISH_NONE : SKD_FINISH_STOP};
   }
+  if (*count > 0) calls += joined > 0 ? 'f' : 'd';
   if (endless) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } else {
@@ -132,6 +142,7 @@ class Requests {
     add_fails = SKD_OK;
     token = 7;
     generator_rows.clear();
+    calls.clear();
     most_sessions = sessions.load();
     skd_session_options room = skipdecode::SessionOptions();
     room.max_rows = rows;
@@ -318,6 +329,26 @@ TEST_CASE("rows of a request are numbered as in skd_generate, so that equal prom
   while (!request->Ended()) request->NextPiece();
   requests.WaitForBatcher();
   CHECK(generator_rows == std::vector<uint32_t>{0, 1, 2});
+}
+
+TEST_CASE("running rows take a step between two requests' prompts, and those of one request start together") {
+  Requests requests(5);
+  endless = true;
+  std::vector<std::unique_ptr<service::ActiveRequest>> asked;
+  for (const size_t prompts : {1, 3, 1}) {
+    asked.push_back(requests.Make(prompts));
+    REQUIRE(requests.Submit(*asked.back()));
+  }
+  REQUIRE(WaitUntil([&] { return requests.metrics.running == 5; }));
+  for (const auto& request : asked) {
+    for (const auto& row : request->rows()) row->Cancel();
+  }
+  requests.WaitForBatcher();
+  std::string order;  // without repeated steps
+  for (const char call : calls) {
+    if (call != 'd' || order.back() != 'd') order += call;
+  }
+  CHECK(order.substr(0, 11) == "afdaaafdafd");
 }
 
 TEST_CASE("a client that goes away before its first token leaves the queue, however long the rows ahead take") {
