@@ -95,9 +95,9 @@ TEST_CASE("a key that is shortened is cut between characters") {
   const std::string umlaut = "\xC3\xA4";
   std::string key = "x", shown = "x";
   while (key.size() < 60) key += umlaut;
-  while (shown.size() < 39) shown += umlaut;
+  while (shown.size() < 37) shown += umlaut;
   edited[key] = 1;
-  REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains("has unknown key '" + shown + "'"));
+  REQUIRE_THROWS_WITH(skd::ParseManifest(edited.dump()), Catch::Contains("has unknown key '" + shown + "...'"));
 }
 
 TEST_CASE("an existing manifest that cannot be read is not reported as missing") {

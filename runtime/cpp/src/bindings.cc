@@ -70,7 +70,7 @@ void CheckEach(const std::vector<Tensor>& found, const std::vector<Tensor>& want
   for (const Tensor& tensor : found) {
     const auto same = std::find_if(wanted.begin(), wanted.end(), [&](const Tensor& each) { return each.name == tensor.name; });
     if (same == wanted.end()) {
-      throw BundleError("its " + kind + " '" + FirstBytes(tensor.name, 80) + "' is not one that bundle.json calls for", where);
+      throw BundleError("its " + kind + " '" + Shortened(tensor.name, 80) + "' is not one that bundle.json calls for", where);
     }
     if (Fits(tensor, *same)) continue;
     throw BundleError("its " + kind + " '" + tensor.name + "' is " + NameOf(tensor.type) + " " + ShapeOf(tensor) +

@@ -32,6 +32,11 @@ std::string FirstBytes(const std::string& text, size_t most) {
   return text.substr(0, most);
 }
 
+std::string Shortened(const std::string& text, size_t most) {
+  const std::string dots = "...";
+  return text.size() <= most ? text : FirstBytes(text, most - dots.size()) + dots;
+}
+
 std::string LastBytes(const std::string& text, size_t most) {
   if (text.size() <= most) return text;
   size_t start = text.size() - most;

@@ -27,6 +27,8 @@ std::string OneLine(const std::string& text);
 std::string FirstBytes(const std::string& text, size_t most);
 // The same of the last ones.
 std::string LastBytes(const std::string& text, size_t most);
+// A text from outside this library, for an error: where it has more than `most` bytes, it is cut and ends in "...".
+std::string Shortened(const std::string& text, size_t most);
 
 Error BundleError(const std::string& what, const std::string& where);  // its remedy: export the model again
 Error CapacityError(const std::string& what, const std::string& remedy, const std::string& where = "");

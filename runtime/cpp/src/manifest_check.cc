@@ -171,7 +171,7 @@ void CheckPaths(const Manifest& manifest) {
     const bool climbs = std::any_of(pure.begin(), pure.end(), [](const auto& part) { return part == ".."; });
     const bool odd = path.find('\\') != std::string::npos || path.find('\0') != std::string::npos;
     if (pure.is_absolute() || climbs || odd || known.count(path) == 0) {
-      throw Malformed("'" + FirstBytes(path, 4 * kMaxShownBytes) + "'", "is outside the bundle or not among its files");
+      throw Malformed("'" + Shortened(path, 4 * kMaxShownBytes) + "'", "is outside the bundle or not among its files");
     }
   }
 }

@@ -11,8 +11,7 @@ Error Malformed(const std::string& where, const std::string& what) {
 
 std::string Shown(const Json& data) {
   if (data.is_object() || data.is_array()) return data.is_array() ? "a list" : "an object";
-  std::string text = data.dump(-1, ' ', true, Json::error_handler_t::replace);
-  return text.size() > kMaxShownBytes ? text.substr(0, kMaxShownBytes) + "..." : text;
+  return Shortened(data.dump(-1, ' ', true, Json::error_handler_t::replace), kMaxShownBytes);
 }
 
 Object::Object(const Json& data, std::string where, std::initializer_list<const char*> keys)
@@ -21,7 +20,7 @@ Object::Object(const Json& data, std::string where, std::initializer_list<const 
   if (!data.is_object()) throw Malformed(name, "is " + Shown(data) + ", not an object");
   const std::set<std::string> known(keys.begin(), keys.end());
   for (const auto& item : data.items()) {
-    if (known.count(item.key()) == 0) throw Malformed(name, "has unknown key '" + FirstBytes(item.key(), kMaxShownBytes) + "'");
+    if (known.count(item.key()) == 0) throw Malformed(name, "has unknown key '" + Shortened(item.key(), kMaxShownBytes) + "'");
   }
   for (const std::string& key : known) {
     if (!data.contains(key)) throw Malformed(name, "has missing key '" + key + "'");

@@ -73,7 +73,7 @@ const GenAi& Api(const std::string& library) {
 
 void Check(const GenAi& api, void* result, const std::string& where) {
   if (result == nullptr) return;
-  const std::string reason = FirstBytes(api.error(result), kMaxReasonBytes);
+  const std::string reason = Shortened(api.error(result), kMaxReasonBytes);
   api.destroy_result(result);
   throw Error(SKD_ERROR_TOKENIZER, "the tokenizer failed (" + reason + ")", "tokenise elsewhere and give token ids", where);
 }
@@ -105,7 +105,7 @@ void Tokenizer::Read() {
     data.at("special").get_to(special_);
     for (const auto& sample : data.at("samples")) samples.push_back({sample.at("text"), sample.at("ids")});
   } catch (const nlohmann::json::exception& error) {
-    throw BundleError("tokenization.json cannot be read (" + FirstBytes(error.what(), kMaxReasonBytes) + ")", folder);
+    throw BundleError("tokenization.json cannot be read (" + Shortened(error.what(), kMaxReasonBytes) + ")", folder);
   }
   detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", bundle_->manifest.model.vocab_size, special_);
   void* created = nullptr;
@@ -118,7 +118,7 @@ void Tokenizer::Read() {
   for (const Sample& sample : samples) {
     if (Encode(sample.text.c_str()) == sample.ids) continue;
     throw Error(SKD_ERROR_TOKENIZER,
-                "ONNX Runtime GenAI tokenises '" + FirstBytes(sample.text, kMaxReasonBytes) + "' differently from Hugging Face",
+                "ONNX Runtime GenAI tokenises '" + Shortened(sample.text, kMaxReasonBytes) + "' differently from Hugging Face",
                 "tokenise elsewhere and give token ids", folder);
   }
 }
