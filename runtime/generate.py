@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 import time
+from collections import abc
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from operator import index
@@ -142,7 +143,7 @@ class Generator:
         sampling: Sampling,
         schedule: Schedule | str | None = None,
         ignore_eos: bool = False,
-    ) -> Iterator[Step]:
+    ) -> abc.Generator[Step, None, None]:
         """Yield the prefill's tokens, then each decode step's; they are also appended to `rows`, whose `text` is not set.
 
         A stream that has not ended keeps its memory until its `close()` is called or nothing refers to it any more.
