@@ -55,12 +55,11 @@ def _run(options: argparse.Namespace, check_signals: Callable[[], None]) -> int:
 def _check_hub(model: str, report: Callable[[str, float], None]) -> None:
     """Refuse a hub id that the hub does not serve; short OPT names need no hub until their weights are downloaded."""
     report(f"looking for {model}", 0.0)
-    from huggingface_hub.utils import disable_progress_bars, logging
+    from huggingface_hub.utils import logging
 
     from skipdecode.exporter.adapter_config import base_model
 
     logging.set_verbosity_error()  # it logs every retry
-    disable_progress_bars()
     base_model(model)
 
 

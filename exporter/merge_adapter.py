@@ -44,21 +44,15 @@ class AdaptedSource:
         first, *others = [parameter for parameter, kept in self._skeleton.canonical.items() if kept == name]
         value = self._read(first, shape)
         for other in others:
-            if self._changes(first) + self._changes(other) and not torch.equal(value, self._read(other, shape)):
+            if not torch.equal(value, self._read(other, shape)):
                 raise self._adapter.error(
                     f"does not change {first} and {other} alike, which its base model ties",
                     "save that with tie_word_embeddings false and a head of its own, and set base_model_name_or_path to it",
                 )
         return value
 
-    def _changes(self, name: str) -> bool:
-        return name in self._own or self._wrapper(name) is not None
-
-    def _wrapper(self, name: str) -> str | None:
-        return next((path for path in self._wrappers if name.startswith(f"{path}.")), None)
-
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        path = self._wrapper(name)
+        path = next((path for path in self._wrappers if name.startswith(f"{path}.")), None)
         if path is not None:
             value: torch.Tensor = self._merge(path).state_dict()[name.removeprefix(f"{path}.")]
             return value

@@ -126,14 +126,17 @@ def test_of_a_vision_model_the_text_part_is_merged(target: Any, tmp_path: Path) 
     assert (text(ids).logits - adapted(input_ids=ids).logits).abs().max() > 0.1
 
 
-def test_an_adapter_in_half_precision_is_merged_in_fp32(zoo: Zoo, tmp_path: Path) -> None:
-    adapted = adapt(zoo.model("llama"), _lora(), tmp_path / "adapter")
+def test_an_adapter_and_a_model_in_half_precision_are_merged_in_fp32(zoo: Zoo, tmp_path: Path) -> None:
+    zoo.model("llama").half().save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = adapt(base, _lora(), tmp_path / "adapter")
     adapted.half().save_pretrained(tmp_path / "adapter")
     name = "model.layers.0.self_attn.q_proj"
     merged, stored = _read(tmp_path / "adapter")
     layer = adapted.base_model.model.get_submodule(name)
     delta = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float() * layer.scaling["default"]
-    torch.testing.assert_close(merged[f"{name}.weight"], stored[f"{name}.weight"] + delta, rtol=0, atol=1e-7)
+    assert stored[f"{name}.weight"].dtype == torch.float16
+    torch.testing.assert_close(merged[f"{name}.weight"], stored[f"{name}.weight"].float() + delta, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["lm_head"]}])

@@ -17,6 +17,7 @@ import tokenizers
 import torch
 import transformers
 from rich.filesize import decimal
+from safetensors.torch import load_file
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
@@ -103,6 +104,14 @@ def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -
         done = _export(served.url, tmp_path / "home", "org/both", "--out", tmp_path / "bundle")
     assert done.returncode == 0, done.stderr
     assert {Path(path).name for path in served.sent} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_settings_are_fetched_without_a_word(tmp_path: Path) -> None:
+    CONFIGS["llama"]().save_pretrained(tmp_path / "hub" / "org" / "llama")
+    program = "from skipdecode.exporter.hub_config import fetch_config; print(fetch_config('org/llama').parent.name)"
+    with hub.serving(tmp_path / "hub") as served:
+        done = _run([sys.executable, "-c", program], served.url, tmp_path / "home")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "snapshots\n", "")
 
 
 def test_the_progress_of_a_download_is_reported(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +225,15 @@ def test_a_model_that_there_is_no_room_for_gives_one_line(zoo: Zoo, tmp_path: Pa
     assert explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))[0] == full
 
 
-@pytest.mark.parametrize("own_tokenizer", [False, True])
-def test_an_adapter_on_the_hub_is_merged_into_its_base_model(own_tokenizer: bool, zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("own_tokenizer", "weights"), [(False, "adapter_model.safetensors"), (True, "adapter_model.bin")])
+def test_an_adapter_on_the_hub_is_merged_into_its_base_model(own_tokenizer: bool, weights: str, zoo: Zoo, tmp_path: Path) -> None:
     base, adapter = (tmp_path / "hub" / "org" / name for name in ("llama", "adapter"))
     shutil.copytree(zoo.checkpoint("llama"), base)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     adapted = adapt(zoo.model("llama"), lora, adapter)
+    if weights.endswith(".bin"):
+        torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / weights)
+        (adapter / "adapter_model.safetensors").unlink()
     edit_settings(adapter / "adapter_config.json", base_model_name_or_path="org/llama")
     for folder in (base, adapter) if own_tokenizer else (base,):
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({folder.name: 5, "[UNK]": 6}, unk_token="[UNK]"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save
 
 from skipdecode import manifest as manifests
 from skipdecode.errors import BundleError
@@ -56,7 +58,16 @@ def test_a_bundle_that_holds_what_the_export_reads_is_not_replaced(zoo: Zoo, tmp
     _write(out := tmp_path / "bundle", OLD)
     inside = shutil.copytree(zoo.checkpoint("llama"), out / "models" / "llama")
     (table := out / "table.json").write_text("[6, 4, 2]")
-    for model, schedule, named in ((inside, "full", "checkpoint"), (zoo.checkpoint("llama"), f"table:{table}", "table")):
+    (adapter := tmp_path / "adapter").mkdir()
+    lora = {"peft_type": "LORA", "base_model_name_or_path": str(inside)}
+    (adapter / "adapter_config.json").write_text(json.dumps(lora))
+    (adapter / "adapter_model.safetensors").write_bytes(save({}))
+    asked = (
+        (inside, "full", "checkpoint"),
+        (adapter, "full", "checkpoint"),
+        (zoo.checkpoint("llama"), f"table:{table}", "table"),
+    )
+    for model, schedule, named in asked:
         request = ExportRequest(
             model=str(model), out=out, schedule=ScheduleRequest(name=schedule), max_length=MAX_LENGTH, force=True
         )

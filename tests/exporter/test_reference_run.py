@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from skipdecode.exporter.reference import skip_schedule
 from skipdecode.exporter.reference_run import _load, _states, answer
 from skipdecode.exporter.round_weights import round_weights
 from skipdecode.schedule import Schedule, full_depth
+from tests.exporter.test_merge_adapter import adapt
 from tests.models import LAYERS, RELATIVES
 from tests.zoo import Zoo, edit_config
 
@@ -51,6 +53,15 @@ def test_the_reference_computes_in_fp32_with_weights_rounded_as_in_the_bundle(zo
     assert any((given[name] != weight).any() for name, weight in taken.items())
     for name, weight in taken.items():
         torch.testing.assert_close(weight, given[name].half().float(), rtol=0, atol=0)
+
+
+def test_an_adapter_is_merged_into_the_reference(zoo: Zoo, tmp_path: Path) -> None:
+    adapted = adapt(zoo.model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), tmp_path)
+    taken = _load(Checkpoint(zoo.checkpoint("llama"), adapter=tmp_path), torch.float32).state_dict()
+    wanted = adapted.merge_and_unload().state_dict()
+    assert any((zoo.model("llama").state_dict()[name] != weight).any() for name, weight in taken.items())
+    for name, weight in taken.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=0)
 
 
 def test_the_rounded_model_is_given_the_tokens_of_the_exact_one(zoo: Zoo, tmp_path: Path) -> None:
