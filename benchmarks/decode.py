@@ -63,10 +63,10 @@ def main() -> int:
 def _measure_model(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all points and systems on one model, whose files lie in `folder`."""
     _progress(f"{name}: exporting and converting")
-    in_process(make_checkpoint, name, folder / "checkpoint", options.smoke)
+    in_process(make_checkpoint, name, folder / "checkpoint", options.smoke, shared=options.smoke)
     systems = make_systems(
         name, folder / "checkpoint", options.kinds, options.speedups, options.tokens - 1, options.threads, options.block,
-        not options.smoke,
+        options.smoke,
     )  # fmt: skip
     points = _points_of(name, options)
     figures: dict[str, Any] = {"points": []}

@@ -79,8 +79,8 @@ def _measure(
     model_name = folder.name
     folder.mkdir(parents=True, exist_ok=True)
     if options.smoke:
-        in_process(make_checkpoint, name, folder / "checkpoint", True)
-    gb_per_s = in_process(bandwidth, "cpu" if options.smoke else "cuda")
+        in_process(make_checkpoint, name, folder / "checkpoint", True, shared=True)
+    gb_per_s = in_process(bandwidth, "cpu" if options.smoke else "cuda", shared=options.smoke)
     figures: dict[str, Any] = {"export_s": {}, "copy_gb_per_s": round(gb_per_s, 1), "points": []}
     result["models"][model_name] = figures
     makers = _makers(name, folder, targets, options.smoke, figures["export_s"])
@@ -109,7 +109,8 @@ def _makers(
         bundle, one_engine = folder / system.replace(" ", "-"), system == ONE_ENGINE
         if not bundle.exists():
             quantize = kind_of(system) if kind_of(system) in QUANTIZED else "none"
-            export_s[system] = in_process(export_bundle, model, bundle, target, one_engine, not smoke, quantize)
+            arguments = model, bundle, target, one_engine, not smoke, quantize
+            export_s[system] = in_process(export_bundle, *arguments, shared=smoke)
         return Worker(Ours, bundle, device, one_engine, patience_s=_PATIENCE_S)
 
     def peer(compiled: bool) -> Worker:

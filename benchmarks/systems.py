@@ -61,7 +61,7 @@ def make_systems(
     span: int,
     threads: int,
     block: int,
-    compiled: bool,
+    smoke: bool,
 ) -> list[System]:
     """Write every system's files next to `checkpoint`.
 
@@ -69,14 +69,14 @@ def make_systems(
 
     Args:
         block: of quantised weights, here and in ONNX Runtime GenAI; CTranslate2's is a matrix row, llama.cpp's 32 inputs.
-        compiled: include torch.compile, which takes a minute or more per model.
+        smoke: leave out torch.compile, which takes a minute or more per model, and export in the process that made `checkpoint`.
     """
     folder, systems, missing = checkpoint.parent, [], missing_peers()
     bundles = [
         (kind, speedup, folder / f"{kind}-{speedup}")
         for kind in kinds for speedup in (None, *(speedups if kind == kinds[0] else speedups[:1]))
     ]  # fmt: skip
-    step_bytes = in_process(make_bundles, checkpoint, bundles, span, block)
+    step_bytes = in_process(make_bundles, checkpoint, bundles, span, block, shared=smoke)
     for (kind, speedup, bundle), reads in zip(bundles, step_bytes, strict=True):
         systems.append(
             System(
@@ -86,7 +86,7 @@ def make_systems(
             )
         )  # fmt: skip
     systems.append(System(name="transformers fp32", kind="fp32", start=lambda: Worker(Transformers, checkpoint, threads)))
-    if compiled:
+    if not smoke:
         start = lambda: Worker(TorchCompile, checkpoint, threads)  # noqa: E731
         systems.append(System(name="torch.compile fp32", kind="fp32", start=start, first_point_only=True))
     if model in ("opt", "llama", "e2e") and "CTranslate2" not in missing:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -51,10 +53,17 @@ class Worker:
         return _value(*self._pipe.recv())
 
 
-def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function` in a fresh process, so that nothing it loads stays."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=_SPAWN) as pool:
+def in_process(function: Callable[..., Any], *args: Any, shared: bool = False) -> Any:
+    """Call `function` in a fresh process, so that nothing it loads stays; with `shared`, in one that all such calls share."""
+    with nullcontext(_shared_pool()) if shared else _pool() as pool:
         return _value(*pool.submit(_try_call, function, args).result())
+
+
+def _pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(max_workers=1, mp_context=_SPAWN)
+
+
+_shared_pool = functools.cache(_pool)
 
 
 def _try_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
