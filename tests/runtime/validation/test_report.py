@@ -17,7 +17,9 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
 from skipdecode.cli.validate import main
+from skipdecode.validation import parity
 from skipdecode.validation.report import as_json, write_report
+from tests.runtime.validation.conftest import answer_here
 
 MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 CHARTS = {"staircase", "positions", "latency", "prefill", "roofline", "quality", "memory"}
@@ -69,7 +71,9 @@ def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--baseline",
         str(folder / "old.json"),
     ]
-    assert main([str(trained), *sizes, *options, "--report", str(path)]) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "_run_reference", answer_here)
+        assert main([str(trained), *sizes, *options, "--report", str(path)]) == 1
     return path
 
 
@@ -153,8 +157,9 @@ def test_a_first_batch_of_one_token_is_drawn_next_to_longer_ones(
 
 
 def test_nan_and_infinity_are_drawn_and_are_null_in_json(
-    browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    browser: webdriver.Chrome, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     sizes = ["--batch", "1", "--context", "8", "--new-tokens", "4", "--json"]
     assert main([str(trained), *sizes, "--reference", str(MODEL)]) == 0
     result = json.loads(capsys.readouterr().out)
