@@ -7,7 +7,6 @@ import ctypes
 import functools
 import gc
 import hashlib
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
-from filelock import FileLock
 from torch._export import utils as export_utils
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from skipdecode.exporter import dry_run, graphs
 from skipdecode.plugins import turnaround
+from tests.once import made_once, shared_folder
 from tests.standin import driver
 from tests.zoo import Zoo
 
@@ -38,30 +37,34 @@ def _model(config: Any) -> dict[str, Any]:
     return {**config.to_dict(), "_name_or_path": "", "dtype": None, "quantization_config": None}
 
 
-def _run_once(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`check`, which does not run again for a configuration that it has accepted."""
-    right: set[str] = set()
+def _run_once(check: Callable[[Any], None], folder: Path) -> Callable[[Any], None]:
+    """`check`, which does not run again for a configuration that it has accepted; `folder` holds a file for each."""
 
     def checked(config: Any) -> None:
-        if str(_model(config)) not in right:
+        accepted = folder / f"{check.__name__}-{_digest(_model(config))}"
+        if not accepted.exists():
             check(config)
-            right.add(str(_model(config)))
+            accepted.touch()
 
     return checked
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest()
 
 
 def _traced_once(trace: Callable[..., Sequence[ir.Model]], folder: Path) -> Callable[..., tuple[ir.Model, ...]]:
     """`trace`, which runs once per configuration and dtype and keeps its graphs in `folder`; each call loads its own copies."""
 
     def traced(bones: graphs.Skeleton, weights: graphs.WeightFile) -> tuple[ir.Model, ...]:
-        kept = folder / f"{trace.__name__}-{hashlib.sha256(f'{bones.dtype} {_model(bones.config)}'.encode()).hexdigest()}"
-        with FileLock(f"{kept}.lock"):
-            if not kept.exists():
-                partial = kept.with_suffix(".partial")
-                partial.mkdir(exist_ok=True)  # a failed trace leaves it behind
+        def write(partial: Path) -> None:
+            partial.mkdir(exist_ok=True)  # a failed trace leaves it behind
+            # traces have shapes with symbols, which the cache finds more slowly than torch computes them
+            with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
                 for index, graph in enumerate(trace(bones, weights)):
                     ir.save(graph, partial / f"{index:03d}.onnx")
-                partial.rename(kept)
+
+        kept = made_once(folder / f"{trace.__name__}-{_digest((bones.dtype, _model(bones.config)))}", write)
         found = tuple(ir.load(path) for path in sorted(kept.iterdir()))
         for graph in found:
             graphs._link_weights(graph, bones, weights)
@@ -97,13 +100,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     They share what the exporter itself writes to a bundle's graphs/. Commands run in their own processes and trace again.
     """
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "traces"
+    folder = shared_folder(tmp_path_factory) / "traces"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("layer_graphs", "outer_graphs"):
             patch.setattr(f"skipdecode.exporter.export.{name}", _traced_once(getattr(graphs, name), folder))
-        patch.setattr("skipdecode.exporter.export.check_runs", _run_once(dry_run.check_runs))
+        patch.setattr("skipdecode.exporter.export.check_runs", _run_once(dry_run.check_runs, folder))
         yield
 
 
@@ -112,13 +114,11 @@ def quick_traces() -> Iterator[None]:
     """Cache what torch repeats for each graph.
 
     torch.onnx reads the source of its 500 operators for each graph again, which takes as long as tracing a small one.
-    torch.export lists its operators some 28 times, and its cache of shapes is slower than computing them: together a sixth of
-    the remaining time.
+    torch.export lists its operators some 28 times.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
         patch.setattr(export_utils, "_materialize_cpp_cia_ops", functools.cache(export_utils._materialize_cpp_cia_ops))
-        patch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
         yield
 
 
@@ -126,7 +126,9 @@ def quick_traces() -> Iterator[None]:
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    return Zoo(tmp_path_factory.mktemp("zoo"))
+    folder = shared_folder(tmp_path_factory) / "zoo"
+    folder.mkdir(exist_ok=True)
+    return Zoo(folder)
 
 
 @pytest.fixture(scope="session")
@@ -134,8 +136,8 @@ def conformance_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Ca
     """Gives a bundle of tests/conformance/bundles.py by name, made on first use."""
     from tests.conformance.bundles import make
 
-    folder = tmp_path_factory.mktemp("conformance")
-    return functools.cache(lambda name: make(name, zoo, folder / name))
+    folder = shared_folder(tmp_path_factory)
+    return lambda name: made_once(folder / f"conformance-{name}", lambda partial: make(name, zoo, partial))
 
 
 @pytest.fixture(scope="session")

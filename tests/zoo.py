@@ -1,4 +1,4 @@
-"""Random checkpoints of the tests' models and their bundles, on the disk, made once per session."""
+"""Random checkpoints of the tests' models and their bundles, on the disk, made once for all of pytest's processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from skipdecode.exporter.architectures import register_language_model
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import CONFIGS, LAYERS, LEAST_LAYERS, MAX_LENGTH, RELATIVES, VARIATIONS
+from tests.once import made_once
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -33,8 +34,8 @@ class Zoo:
 
     def checkpoint(self, name: str) -> Path:
         """A random checkpoint, fp32, with weights large enough that greedy tokens vary."""
-        path = self._folder / name
-        if not path.exists():
+
+        def make(path: Path) -> None:
             torch.manual_seed(0)
             config = (CONFIGS | RELATIVES | VARIATIONS)[name]()
             config.initializer_range = 0.1
@@ -46,17 +47,19 @@ class Zoo:
                     if tensor.ndim == 1 or parameter.endswith(("_proj_bias", "_gate_bias", "_norm.weight")):
                         tensor.add_(torch.randn_like(tensor) * 0.1)
             model.save_pretrained(path)
-        return path
+
+        return made_once(self._folder / name, make)
 
     def bundle(self, name: str) -> Path:
         """A bundle with one segment per layer, so that any schedule with one warm-up layer fits it."""
-        path = self._folder / f"{name}.bundle"
-        if not path.exists():
+
+        def make(path: Path) -> None:
             schedule = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=LEAST_LAYERS.get(name, 2), span=10)
             export(
                 ExportRequest(model=str(self.checkpoint(name)), out=path, schedule=schedule, max_batch=4, max_length=MAX_LENGTH)
             )
-        return path
+
+        return made_once(self._folder / f"{name}.bundle", make)
 
     def model(self, name: str) -> Any:
         """The torch model in evaluation mode."""

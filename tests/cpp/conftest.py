@@ -18,6 +18,7 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.conformance.record import OPTIONS, clear_prompts, run
+from tests.once import made_once, shared_folder
 from tests.zoo import Zoo, edit_config
 
 BUILD = Path(__file__).parents[2] / "build" / "cpp"
@@ -103,16 +104,19 @@ def hybrid_bundles(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[A
 
     The bundles take prompts of more than one pass.
     """
-    folder = tmp_path_factory.mktemp("hybrid")
-    for anchor, name in zip(Anchor, ("falcon_h1", "qwen3_5_text"), strict=True):
-        checkpoint = shutil.copytree(zoo.checkpoint(name), folder / name)
-        edit_config(checkpoint, max_position_embeddings=2 * LONG)
-        schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10, anchor=anchor)
-        export(
-            ExportRequest(
-                model=str(checkpoint), out=folder / anchor, schedule=schedule, max_batch=4, max_length=2 * LONG, slim=True
+
+    def make(folder: Path) -> None:
+        for anchor, name in zip(Anchor, ("falcon_h1", "qwen3_5_text"), strict=True):
+            checkpoint = shutil.copytree(zoo.checkpoint(name), folder / name)
+            edit_config(checkpoint, max_position_embeddings=2 * LONG)
+            schedule = ScheduleRequest(name="linear", max_layers=5, min_layers=2, span=10, anchor=anchor)
+            export(
+                ExportRequest(
+                    model=str(checkpoint), out=folder / anchor, schedule=schedule, max_batch=4, max_length=2 * LONG, slim=True
+                )
             )
-        )
+
+    folder = made_once(shared_folder(tmp_path_factory) / "hybrid", make)
     return {anchor: folder / anchor for anchor in Anchor}
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.once import made_once, shared_folder
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "cpp"
@@ -92,10 +93,12 @@ class Server:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not SERVICE.exists():
         pytest.skip("the C++ service is not built: make cpp")
-    out = tmp_path_factory.mktemp("service") / "engines"
-    schedule = ScheduleRequest(speedup=2, span=48, max_variants=4)
-    export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=out, schedule=schedule, slim=True))
-    return out
+
+    def make(out: Path) -> None:
+        schedule = ScheduleRequest(speedup=2, span=48, max_variants=4)
+        export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=out, schedule=schedule, slim=True))
+
+    return made_once(shared_folder(tmp_path_factory) / "service", make)
 
 
 @pytest.fixture(scope="module")

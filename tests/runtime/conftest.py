@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
 from tests.models import LAYERS, MAX_LENGTH
+from tests.once import made_once, shared_folder
 from tests.standin import package
+from tests.standin.tensorrt import library
 from tests.zoo import Zoo
 
 
@@ -22,27 +23,35 @@ def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     With the absolute anchor, the rows of a batch differ in depth.
     """
-    folder = tmp_path_factory.mktemp("gpu")
+    folder = shared_folder(tmp_path_factory)
 
-    @functools.cache
-    def made(anchor: Anchor) -> Path:
+    def make(anchor: Anchor, out: Path) -> None:
         line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=anchor)
         export(
             ExportRequest(
-                model=str(zoo.checkpoint("qwen2")), out=folder / str(anchor), schedule=line, dtype="fp16", max_batch=4,
+                model=str(zoo.checkpoint("qwen2")), out=out, schedule=line, dtype="fp16", max_batch=4,
                 max_length=MAX_LENGTH, targets=("cuda", "tensorrt-rtx:sm89"),
             )
         )  # fmt: skip
-        return folder / str(anchor)
+        _lower(out, "tensorrt-rtx")
 
-    return made
+    return lambda anchor: made_once(folder / f"gpu-{anchor}", lambda out: make(anchor, out))
+
+
+def _lower(bundle: Path, target: str) -> None:
+    """Write the graphs that the stand-in runs, which takes a process that has loaded torch little time."""
+    library(bundle, lambda stream, work: work(), target)
 
 
 @pytest.fixture(scope="session")
 def tensorrt_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model for the newest version of the package `tensorrt`."""
-    folder = tmp_path_factory.mktemp("tensorrt")
-    environment, schedule = package.builder(package.VERSIONS[-1], folder / "package"), ("--min-layers", 2, "--span", 12)
-    done = package.export(environment, zoo.checkpoint("qwen2"), folder / "bundle", "--max-layers", LAYERS, *schedule)
-    assert done.returncode == 0, done.stderr
-    return folder / "bundle"
+
+    def make(out: Path) -> None:
+        environment = package.builder(package.VERSIONS[-1], tmp_path_factory.mktemp("tensorrt") / "package")
+        schedule = ("--max-layers", LAYERS, "--min-layers", 2, "--span", 12)
+        done = package.export(environment, zoo.checkpoint("qwen2"), out, *schedule)
+        assert done.returncode == 0, done.stderr
+        _lower(out, "tensorrt")
+
+    return made_once(shared_folder(tmp_path_factory) / "tensorrt", make)

@@ -13,6 +13,7 @@ from skipdecode.exporter import reference_run
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 from skipdecode.validation.samples import Effort
+from tests.once import made_once, shared_folder
 
 MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 
@@ -20,10 +21,12 @@ MODEL = Path(__file__).parents[3] / "examples" / "e2e" / "model"
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model at 2x with few variants."""
-    out = tmp_path_factory.mktemp("validated") / "engines"
-    schedule = ScheduleRequest(speedup=2, span=24, max_variants=3)
-    export(ExportRequest(model=str(MODEL), out=out, schedule=schedule, max_batch=4, max_length=128))
-    return out
+
+    def make(out: Path) -> None:
+        schedule = ScheduleRequest(speedup=2, span=24, max_variants=3)
+        export(ExportRequest(model=str(MODEL), out=out, schedule=schedule, max_batch=4, max_length=128))
+
+    return made_once(shared_folder(tmp_path_factory) / "validated", make)
 
 
 @pytest.fixture(scope="session", autouse=True)
