@@ -21,6 +21,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from skipdecode.exporter import dry_run, graphs
 from skipdecode.plugins import turnaround
+from tests.builders import building_here
 from tests.once import made_once, shared_folder
 from tests.standin import driver
 from tests.zoo import Zoo
@@ -144,6 +145,13 @@ def conformance_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Ca
 def turnaround_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The turn-around's host version."""
     return turnaround.build(tmp_path_factory.mktemp("host") / "turnaround.so", device=False)
+
+
+@pytest.fixture(scope="module")
+def built_here() -> Iterator[None]:
+    """TensorRT's plans are built in this process; tests/graph_passes/test_builder_process.py is about builders in their own."""
+    with building_here():
+        yield
 
 
 @pytest.fixture(scope="session")

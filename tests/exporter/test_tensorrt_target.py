@@ -31,6 +31,7 @@ from tests.exporter.plan_requests import SCHEDULE, longer_checkpoint, plan_reque
 from tests.models import MAX_LENGTH, RELATIVES
 from tests.zoo import Zoo
 
+pytestmark = pytest.mark.usefixtures("built_here")
 TARGET = "targets/tensorrt-rtx"
 NO_LAYERS = SimpleNamespace(layers=())
 

@@ -10,6 +10,7 @@ import pytest
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule import Anchor
 from skipdecode.schedule_builders import ScheduleRequest
+from tests.builders import building_here
 from tests.models import LAYERS, MAX_LENGTH
 from tests.once import made_once, shared_folder
 from tests.standin import package
@@ -27,12 +28,12 @@ def gpu_bundle(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     def make(anchor: Anchor, out: Path) -> None:
         line = ScheduleRequest(name="linear", max_layers=LAYERS, min_layers=2, span=12, max_variants=3, anchor=anchor)
-        export(
-            ExportRequest(
-                model=str(zoo.checkpoint("qwen2")), out=out, schedule=line, dtype="fp16", max_batch=4,
-                max_length=MAX_LENGTH, targets=("cuda", "tensorrt-rtx:sm89"),
-            )
+        request = ExportRequest(
+            model=str(zoo.checkpoint("qwen2")), out=out, schedule=line, dtype="fp16", max_batch=4,
+            max_length=MAX_LENGTH, targets=("cuda", "tensorrt-rtx:sm89"),
         )  # fmt: skip
+        with building_here():
+            export(request)
         _lower(out, "tensorrt-rtx")
 
     return lambda anchor: made_once(folder / f"gpu-{anchor}", lambda out: make(anchor, out))

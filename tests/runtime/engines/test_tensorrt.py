@@ -38,6 +38,7 @@ from tests.standin import package
 from tests.standin import tensorrt as standin
 from tests.zoo import Zoo
 
+pytestmark = pytest.mark.usefixtures("built_here")
 HYBRIDS = ("qwen3_5_text", "mamba2", "falcon_h1", "nemotron_h_dense", "nemotron_h_without_mamba")
 PROMPTS = [[9, 8, 7, 6, 5, 4, 3], [5, 6]]
 NEW = 14
