@@ -26,9 +26,11 @@ from skipdecode.kv_buffer import MIN_SLOTS
 from skipdecode.model import KeyValueSizes, LayerGroup
 from skipdecode.schedule import full_depth
 from skipdecode.schedule_builders import ScheduleRequest
+from skipdecode.validation import parity
 from tests.agreement import assert_gives_the_references_logits
 from tests.exporter.plan_requests import SCHEDULE, longer_checkpoint, plan_request
 from tests.models import MAX_LENGTH, RELATIVES
+from tests.runtime.validation.conftest import answer_here
 from tests.zoo import Zoo
 
 pytestmark = pytest.mark.usefixtures("built_here")
@@ -74,7 +76,10 @@ def test_the_same_graphs_run_on_cpu_and_agree_with_the_reference(both: Path, zoo
     assert_gives_the_references_logits(generator.decoder([len(prompt)], 8), model, [prompt], 8, 1e-3)
 
 
-def test_validate_checks_what_runs_and_says_what_does_not(both: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_checks_what_runs_and_says_what_does_not(
+    both: Path, zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "_run_reference", answer_here)
     reference = ["--reference", str(zoo.checkpoint("llama"))]  # in fp32, where the bundle is rounded
     quick = ["--batch", "1", "--context", "16", "--prompt-tokens", "8", "--new-tokens", "6"]
     assert validate.main([str(both), *reference, *quick, "--json"]) == 0
