@@ -27,31 +27,27 @@ def base_model(model: str) -> str | None:
         ModelNotSupportedError: there is no such model; or it is an adapter that cannot be merged, whose base model cannot be
             found or is an adapter, too, or that needs peft, which is missing.
     """
-    folder = _settings_folder(model)
-    if not _is_adapter(folder):
+    folder = _adapter_folder(model)
+    if folder is None:
         return None
-    assert folder is not None
     base = _checked_base(folder, model)
     where = str(folder / ADAPTER_CONFIG)
     try:
-        base_folder = _settings_folder(base)
+        is_adapter = _adapter_folder(base) is not None
     except ModelNotSupportedError as error:
         raise ModelNotSupportedError(f"its base model {base} {error.what}", _NAME_BASE, where=where) from error
-    if _is_adapter(base_folder):
-        raise ModelNotSupportedError(
-            f"its base model {base} is an adapter, too", "merge that into its own base first", where=where
-        )
+    if is_adapter:
+        remedy = "merge that into its own base first"
+        raise ModelNotSupportedError(f"its base model {base} is an adapter, too", remedy, where=where)
     return base
 
 
-def _settings_folder(model: str) -> Path | None:
-    """The folder that holds a model's settings; None: it is a short OPT name, whose settings are built in."""
+def _adapter_folder(model: str) -> Path | None:
+    """The folder that holds an adapter's settings; None: `model` is no adapter."""
     folder = checkpoint_folder(model)
-    return fetch_config(model) if folder is None and opt_hub_id(model) is None else folder
-
-
-def _is_adapter(folder: Path | None) -> bool:
-    return folder is not None and (folder / ADAPTER_CONFIG).is_file()
+    if folder is None and opt_hub_id(model) is None:
+        folder = fetch_config(model)
+    return folder if folder is not None and (folder / ADAPTER_CONFIG).is_file() else None
 
 
 def _checked_base(folder: Path, model: str) -> str:

@@ -19,6 +19,7 @@ from skipdecode.exporter.graphs import Skeleton, build_skeleton
 from skipdecode.exporter.merge_adapter import AdaptedSource
 from skipdecode.exporter.model_names import load_config
 from skipdecode.exporter.weights import TensorSource
+from tests.exporter.quantised_checkpoints import in_fp8
 from tests.exporter.test_text_parts import vision_model
 from tests.models import VOCABULARY
 from tests.zoo import Zoo, edit_settings
@@ -131,12 +132,28 @@ def test_an_adapter_and_a_model_in_half_precision_are_merged_in_fp32(zoo: Zoo, t
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = adapt(base, _lora(), tmp_path / "adapter")
     adapted.half().save_pretrained(tmp_path / "adapter")
-    name = "model.layers.0.self_attn.q_proj"
     merged, stored = _read(tmp_path / "adapter")
-    layer = adapted.base_model.model.get_submodule(name)
-    delta = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float() * layer.scaling["default"]
-    assert stored[f"{name}.weight"].dtype == torch.float16
-    torch.testing.assert_close(merged[f"{name}.weight"], stored[f"{name}.weight"].float() + delta, rtol=0, atol=1e-7)
+    assert stored[_QUERY].dtype == torch.float16
+    torch.testing.assert_close(merged[_QUERY], stored[_QUERY].float() + _change(adapted), rtol=0, atol=1e-7)
+
+
+def test_the_base_models_weights_may_be_quantised(zoo: Zoo, tmp_path: Path) -> None:
+    adapted = adapt(zoo.model("llama"), _lora(), tmp_path / "adapter")
+    base = in_fp8(zoo.checkpoint("llama"), tmp_path / "base", None)
+    edit_settings(_settings(tmp_path / "adapter"), base_model_name_or_path=str(base))
+    merged, stored = _read(tmp_path / "adapter")
+    assert not torch.equal(stored[_QUERY], zoo.model("llama").state_dict()[_QUERY])
+    torch.testing.assert_close(merged[_QUERY], stored[_QUERY] + _change(adapted), rtol=0, atol=1e-7)
+
+
+_QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _change(adapted: Any) -> torch.Tensor:
+    """What LoRA adds to that matrix."""
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    change: torch.Tensor = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+    return change * layer.scaling["default"]
 
 
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["lm_head"]}])
