@@ -16,6 +16,12 @@ MERGE = (
     "and `AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW_DIR)`"
 )
 _NAME_BASE = "set base_model_name_or_path there to the folder or hub id of the adapted model"
+# those whose merged weights were compared with peft's; some others need the base model's weights when they are put on it
+MERGED_KINDS = (
+    "ADALORA", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA",
+    "LOKR", "LORA", "MISS", "OFT", "PEANUT", "PVERA", "RANDLORA", "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA",
+    "TRAINABLE_TOKENS", "UNILORA", "VERA", "WAVEFT",
+)  # fmt: skip
 # which leave the base model as it is; others (PiSSA, OLoRA, CorDA, LoftQ) start from weights that are in no checkpoint
 _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
@@ -35,7 +41,9 @@ def base_model(model: str) -> str | None:
     try:
         is_adapter = _adapter_folder(base) is not None
     except ModelNotSupportedError as error:
-        raise ModelNotSupportedError(f"its base model {base} {error.what}", _NAME_BASE, where=where) from error
+        raise ModelNotSupportedError(
+            f"its base model {base} {error.what}", f"{error.remedy}, or {_NAME_BASE}", where=where
+        ) from error
     if is_adapter:
         remedy = "merge that into its own base first"
         raise ModelNotSupportedError(f"its base model {base} is an adapter, too", remedy, where=where)
@@ -54,10 +62,14 @@ def _checked_base(folder: Path, model: str) -> str:
     """The base model's name, of an adapter whose settings allow a merge."""
     settings = read_settings(folder / ADAPTER_CONFIG)
     base, init, task = (settings.get(name) for name in ("base_model_name_or_path", "init_lora_weights", "task_type"))
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not base or not base.isprintable():
         raise ModelNotSupportedError("names no base model", _NAME_BASE, where=str(folder / ADAPTER_CONFIG))
     if task not in (None, "CAUSAL_LM"):
         raise ModelNotSupportedError(f"is an adapter for {task}", "give one for CAUSAL_LM", where=model)
+    kind = settings.get("peft_type")
+    if kind not in MERGED_KINDS:
+        what = f"is an adapter of kind {kind}, which is not merged here"
+        raise ModelNotSupportedError(what, f"give a LoRA adapter, or {MERGE}", where=model)
     if settings.get("revision") not in (None, "main"):
         raise _unmerged(f"adapts revision {settings['revision']} of {base}", model)
     if settings.get("layer_replication"):

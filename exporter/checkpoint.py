@@ -155,14 +155,14 @@ def weight_files(checkpoint: Path) -> tuple[_Format, list[Path]]:
     Raises:
         ModelNotSupportedError: there are no weights, a shard is missing, or a file may not be read.
     """
-    for file_format in _FORMATS:
+    for file_format in FORMATS:
         whole, index = checkpoint / file_format.file, checkpoint / f"{file_format.file}.index.json"
         if whole.is_file() or index.is_file():
             files = [whole] if whole.is_file() else _shards(checkpoint, index)
             for file in files:
                 check_permitted(file)
             return file_format, files
-    names = " or ".join(file_format.file for file_format in _FORMATS)
+    names = " or ".join(file_format.file for file_format in FORMATS)
     raise ModelNotSupportedError(f"holds no {names}", "name a checkpoint folder, or use --random-weights", where=str(checkpoint))
 
 
@@ -223,7 +223,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
 
 
-_FORMATS = (
+FORMATS = (
     _Format(file="model.safetensors", names=_names_in_safetensors, read=_read_safetensors),
     _Format(file="pytorch_model.bin", names=lambda file: list(_load_bin(file)), read=lambda file, name: _load_bin(file)[name]),
 )

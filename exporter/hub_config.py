@@ -21,7 +21,7 @@ class _NoBar(tqdm):  # type: ignore[misc]
         super().__init__(*arguments, **{**options, "disable": True})
 
 
-@functools.cache
+@functools.cache  # several readers ask for the same settings
 def fetch_config(model: str) -> Path:
     """Download a hub id's config.json and, if it is an adapter, adapter_config.json into huggingface_hub's cache.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 
-from skipdecode.errors import ModelNotSupportedError
+from skipdecode.errors import ModelNotSupportedError, shortened
 from skipdecode.exporter.adapter_config import MERGE
-from skipdecode.exporter.checkpoint import TEXT_PART_NAMES
-from skipdecode.exporter.config_json import check_permitted, first_line
+from skipdecode.exporter.checkpoint import FORMATS, TEXT_PART_NAMES
+from skipdecode.exporter.checkpoint_folder import ADAPTER_CONFIG
+from skipdecode.exporter.config_json import check_permitted, reason
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."  # of names in these files
@@ -40,7 +44,8 @@ class Adapter:
         Raises:
             ModelNotSupportedError: only one of them has other rows.
         """
-        sizes = {match[1]: len(value) for name, value in self.weights.items() if (match := _WHOLE.search(name))}
+        whole = ((_WHOLE.search(name), value.shape) for name, value in self.weights.items())
+        sizes = {match[1]: shape[0] for match, shape in whole if match and len(shape) == 2}
         rows = {*sizes.values()}
         if rows - {size} and (len(sizes), len(rows)) != (2, 1):
             found = " and ".join(f"{name} for {count} tokens" for name, count in sizes.items())
@@ -56,32 +61,31 @@ class Adapter:
         Args:
             model: the text part.
         """
-        from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
         config = copy.copy(self.config)
-        patterns = [*(getattr(config, "rank_pattern", None) or ()), *(getattr(config, "alpha_pattern", None) or ())]
-        if getattr(config, "target_parameters", None) or any("." in pattern for pattern in patterns):
+        if config.peft_type != "LORA":
+            raise self.error(f"is for a model that also sees or hears, but not LoRA ({config.peft_type.value})", MERGE)
+        if config.target_parameters or any("." in pattern for pattern in (*config.rank_pattern, *config.alpha_pattern)):
             raise self.error("names parameters of a model that also sees or hears", MERGE)
-        infix = f".{PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]}"
-        known = {path for path, _ in model.named_modules()}
-        weights, config.target_modules = {}, set()
-        for whole, value in self.weights.items():
-            name = _in_text_part(whole.removeprefix(_PREFIX))
-            module = name.rpartition(".")[0].split(infix)[0]
-            if module in known:
-                weights[_PREFIX + name] = value
-                config.target_modules |= {module} if infix in name else set()
+        named = {_in_text_part(name.removeprefix(_PREFIX)): value for name, value in self.weights.items()}
+        # also what belongs to modules that the text part lacks, which peft then reports
+        weights = {name: value for name, value in named.items() if name.startswith(_beginnings(model))}
+        config.target_modules = {path for path, _ in model.named_modules()} & {name.split(".lora_")[0] for name in weights}
         config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-        return weights, config
+        if not config.target_modules:
+            raise self.error("changes nothing in the part that reads text", "export its base model")
+        return {_PREFIX + name: value for name, value in weights.items()}, config
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
         """Inside, only peft runs, so any error is blamed on the adapter; what is raised depends on what is wrong with it."""
         try:
-            yield
+            with warnings.catch_warnings(action="ignore"):  # of what training would need
+                yield
         except Exception as error:
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                raise
             lines = str(error).splitlines()  # a model's load_state_dict begins with "Error(s) in loading"
-            telling = next((line.strip() for line in lines if "size mismatch" in line), first_line(error))
+            telling = next((line.strip() for line in lines if "size mismatch" in line), reason(error))
             remedy = "check its settings and base_model_name_or_path, or save it again"
             raise self.error(f"peft rejects it ({telling})", remedy) from error
 
@@ -91,25 +95,41 @@ class Adapter:
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read the adapter in a folder.
+    """Read the adapter in a folder; its weights become float32, in which they are merged.
 
     Raises:
-        ModelNotSupportedError: it has no weights, cannot be read, or trains a prompt instead of weights.
+        ModelNotSupportedError: it has no weights, or cannot be read.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which warns of kernels unused here
-    from peft import PeftConfig, load_peft_weights
+    from peft import PeftConfig
 
-    empty = Adapter(folder=folder, config=None, weights={})
-    file = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if file is None:  # peft would look for it on the hub
-        raise empty.error(f"holds no {' or '.join(_WEIGHTS)}", "save the adapter again")
-    check_permitted(file)
-    with empty.blamed():
+    adapter = Adapter(folder=folder, config=None, weights={})
+    with adapter.blamed(), warnings.catch_warnings(record=True, action="always") as warned:
         config = PeftConfig.from_pretrained(str(folder))
-        weights = load_peft_weights(str(folder), device="cpu")
-    if config.is_prompt_learning:
-        raise empty.error(f"trains a prompt ({config.peft_type.value}), not weights", "give one that peft can merge")
-    return Adapter(folder=folder, config=config, weights={n: v for n, v in weights.items() if not n.endswith(_TWICE)})
+    for warning in warned:
+        logger.warning("%s: peft warns: %s", folder, shortened(str(warning.message), 200))
+    files = ((file_format, folder / name) for file_format, name in zip(FORMATS, _WEIGHTS, strict=True))
+    found = next((pair for pair in files if pair[1].is_file()), None)
+    if found is None:
+        remedy = f"save the adapter again; if the folder holds a whole model, remove {ADAPTER_CONFIG}"
+        raise adapter.error(f"holds no {' or '.join(_WEIGHTS)}", remedy)
+    file_format, file = found
+    check_permitted(file)
+    weights = {name: _widened(file_format.read(file, name)) for name in file_format.names(file) if not name.endswith(_TWICE)}
+    broken = next((name for name, value in weights.items() if not value.isfinite().all()), None)
+    if broken is not None:
+        raise ModelNotSupportedError(f"{broken} holds nan or infinity", "save the adapter again", where=str(file))
+    return Adapter(folder=folder, config=config, weights=weights)
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _beginnings(model: torch.nn.Module) -> tuple[str, ...]:
+    """How the names of a model's parameters begin: `model.layers.`, `model.embed_tokens.`, `lm_head.`."""
+    paths = (name.split(".")[:-1] for name, _ in model.named_parameters(remove_duplicate=False))
+    return tuple({f"{'.'.join(path[:2])}." for path in paths})
 
 
 def _in_text_part(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ class AdaptedSource:
         self._stored, self._adapter, self._skeleton = stored, load_adapter(adapter), skeleton
         model = meta_model(skeleton.config, torch.float32)
         self._names = _fill_with_placeholders(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what training would need
-            self._put_on(model)
+        self._put_on(model)
         self._wrappers = _outermost_wrappers(model)
+        self._needed = {self._names[value] for value in model.parameters() if value in self._names}  # of the stored ones
         self._own = {name: value for name, value in model.named_parameters() if value not in self._names}
         self._merged: tuple[str, torch.nn.Module] | None = None  # the module that was merged last, of which a bias may come next
 
@@ -52,7 +50,12 @@ class AdaptedSource:
         return value
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        from peft.utils.other import ModulesToSaveWrapper
+
         path = next((path for path in self._wrappers if name.startswith(f"{path}.")), None)
+        replaced = name not in self._needed or (path is not None and isinstance(self._wrappers[path], ModulesToSaveWrapper))
+        if replaced and name.startswith(self._skeleton.parts.prefix):
+            self._stored(name, shape)  # a layer's weights that are never read would be reported as unknown
         if path is not None:
             value: torch.Tensor = self._merge(path).state_dict()[name.removeprefix(f"{path}.")]
             return value

@@ -188,7 +188,7 @@ void Batcher::DropAbandoned() {
   metrics_->queued = queue_.size();
 }
 
-// Returns whether it gave first tokens only.
+// Returns whether it gave first tokens, which come alone.
 bool Batcher::Step() {
   if (session_ == nullptr) return false;
   bool decoded = false, joined = false;

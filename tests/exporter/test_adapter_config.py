@@ -56,9 +56,23 @@ def test_an_adapter_of_opt_1_3b_has_its_configuration_and_no_files_yet(tmp_path:
     [
         ({"base_model_name_or_path": None}, r"adapter_config\.json: names no base model; set base_model_name_or_path there"),
         ({"base_model_name_or_path": 5}, r"adapter_config\.json: names no base model; set base_model_name_or_path there"),
-        ({"base_model_name_or_path": "./gone"}, r"adapter_config\.json: its base model \./gone is not a folder; set base_model"),
-        ({"base_model_name_or_path": "empty"}, r"its base model empty holds no config\.json; set base_model_name_or_path"),
+        (
+            {"base_model_name_or_path": "./gone"},
+            r"adapter_config\.json: its base model \./gone is not a folder; .*, or set",
+        ),
+        ({"base_model_name_or_path": "empty"}, r"its base model empty holds no config\.json; .*, or set base_model"),
         ({"base_model_name_or_path": "other"}, "its base model other is an adapter, too; merge that into its own base first"),
+        ({"base_model_name_or_path": "\ud800"}, r"adapter_config\.json: names no base model"),
+        (
+            {"peft_type": "PROMPT_TUNING"},
+            "an adapter of kind PROMPT_TUNING, which is not merged here; give a LoRA adapter, or",
+        ),
+        (
+            {"peft_type": "PSOFT"},
+            "is an adapter of kind PSOFT, which is not merged here; give a LoRA adapter, or merge it",
+        ),
+        ({"peft_type": None}, "is an adapter of kind None, which is not merged here"),
+        ({"peft_type": ["LORA"]}, "is an adapter of kind ..LORA.., which is not merged here"),
         ({"task_type": "SEQ_CLS"}, "adapter: is an adapter for SEQ_CLS; give one for CAUSAL_LM"),
         ({"revision": "v1"}, "adapter: adapts revision v1 of .*base; merge it yourself: `AutoPeft"),
         ({"layer_replication": [[0, 2], [1, 4]]}, "repeats its base model's layers .layer_replication.; merge it yourself"),

@@ -11,9 +11,11 @@ import peft
 import pytest
 import torch
 import transformers
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import save_file
 
 from skipdecode.errors import ModelNotSupportedError
+from skipdecode.exporter.adapter_config import MERGED_KINDS
 from skipdecode.exporter.checkpoint import CheckpointSource
 from skipdecode.exporter.graphs import Skeleton, build_skeleton
 from skipdecode.exporter.merge_adapter import AdaptedSource
@@ -54,7 +56,7 @@ def _merged_by_peft(adapted: Any) -> dict[str, torch.Tensor]:
         return {name: value.detach() for name, value in adapted.merge_and_unload().named_parameters()}
 
 
-def _sources(adapter: Path) -> tuple[Skeleton, TensorSource, TensorSource]:
+def _sources(adapter: Path) -> tuple[Skeleton, TensorSource, CheckpointSource]:
     """The model, its parameters with the adapter, and as they are stored."""
     config, checkpoint = load_config(str(adapter))
     assert checkpoint is not None and checkpoint.adapter == adapter
@@ -113,11 +115,63 @@ def test_every_weight_is_what_peft_merges(kind: str, zoo: Zoo, tmp_path: Path) -
         assert torch.equal(value, stored[parameter]) is not parameter.endswith(tuple(changed)), parameter
 
 
-@pytest.mark.parametrize("target", [_PROJECTIONS, "all-linear", r".*language_model.*\.(q_proj|o_proj)"])
-def test_of_a_vision_model_the_text_part_is_merged(target: Any, tmp_path: Path) -> None:
-    vision_model("Qwen2VL").save_pretrained(tmp_path / "base")
-    base = transformers.Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "base").eval()
-    adapted = adapt(base, _lora(target_modules=target, alpha_pattern={"q_proj": 3}), tmp_path / "adapter")
+# kind -> settings without which it cannot be made, or not small enough
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10, "init_r": 4, "target_r": 4},
+    "BOFT": {"boft_block_size": 8},
+    "C3A": {"block_size": 16},
+    "FOURIERFT": {"n_frequency": 20},
+    "HRA": {"r": 2},
+    "IA3": {"feedforward_modules": []},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "OFT": {"oft_block_size": 8},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 5]},
+    "VERA": {"r": 4},
+    "WAVEFT": {"n_frequency": 20},
+}
+
+
+@pytest.mark.parametrize("kind", MERGED_KINDS)
+def test_every_kind_that_is_taken_is_merged_as_by_peft(kind: str, zoo: Zoo, tmp_path: Path) -> None:
+    settings = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **_SETTINGS.get(kind, {})}
+    adapted = adapt(zoo.model("llama"), PEFT_TYPE_TO_CONFIG_MAPPING[kind](**settings), tmp_path / "adapter")
+    merged, stored = _read(tmp_path / "adapter")
+    assert any(not torch.equal(value, stored[name]) for name, value in merged.items())
+    for name, value in _merged_by_peft(adapted).items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("opt", {"bias": "all"}), ("llama", {"modules_to_save": ["input_layernorm", "embed_tokens"]})]
+)
+def test_what_an_adapter_replaces_is_not_warned_of_as_unknown(
+    name: str, settings: dict[str, Any], zoo: Zoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapt(zoo.model(name), _lora(target_modules=["q_proj"], **settings), tmp_path / "adapter")
+    skeleton, merged, stored = _sources(tmp_path / "adapter")
+    for parameter, shape in skeleton.shapes.items():
+        merged(parameter, shape)
+    stored.warn_of_unread()
+    assert not caplog.records
+
+
+def _adapted_vision_model(folder: Path, **settings: Any) -> Any:
+    vision_model("Qwen2VL").save_pretrained(folder / "base")
+    base = transformers.Qwen2VLForConditionalGeneration.from_pretrained(folder / "base").eval()
+    return adapt(base, _lora(**settings), folder / "adapter")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alpha_pattern": {"q_proj": 3}},
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*language_model.*\.(q_proj|o_proj)"},
+        {"bias": "all", "target_modules": ["q_proj"]},  # Qwen2's have one
+    ],
+)
+def test_of_a_vision_model_the_text_part_is_merged(settings: dict[str, Any], tmp_path: Path) -> None:
+    adapted = _adapted_vision_model(tmp_path, **settings)
     merged, stored = _read(tmp_path / "adapter")
     text = transformers.AutoModelForCausalLM.from_config(load_config(str(tmp_path / "adapter"))[0]).eval()
     text.load_state_dict(merged)
@@ -127,12 +181,32 @@ def test_of_a_vision_model_the_text_part_is_merged(target: Any, tmp_path: Path) 
     assert (text(ids).logits - adapted(input_ids=ids).logits).abs().max() > 0.1
 
 
+def test_of_a_vision_models_adapter_nothing_is_left_out_silently(tmp_path: Path) -> None:
+    _adapted_vision_model(tmp_path, target_modules=["q_proj"])
+    _rename(tmp_path / "adapter", "language_model.layers.3.self_attn.q_proj", "language_model.layers.3.mlp.experts.0.up_proj")
+    with pytest.raises(
+        ModelNotSupportedError, match=r"holds \S*layers\.3\.mlp\.experts\.0\.up_proj\S*, which its base model lacks"
+    ):
+        _read(tmp_path / "adapter")
+
+
+def test_an_adapter_of_only_the_part_that_sees_is_refused(tmp_path: Path) -> None:
+    _adapted_vision_model(tmp_path, target_modules=r".*visual.*\.qkv")
+    with pytest.raises(ModelNotSupportedError, match="changes nothing in the part that reads text; export its base model"):
+        _read(tmp_path / "adapter")
+
+
 def test_an_adapter_and_a_model_in_half_precision_are_merged_in_fp32(zoo: Zoo, tmp_path: Path) -> None:
     zoo.model("llama").half().save_pretrained(tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapted = adapt(base, _lora(), tmp_path / "adapter")
-    adapted.half().save_pretrained(tmp_path / "adapter")
+    adapted = adapt(base, _lora(target_modules=["q_proj", "lm_head"]), tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the head is saved, too
+        adapted.half().save_pretrained(tmp_path / "adapter")
     merged, stored = _read(tmp_path / "adapter")
+    head = adapted.base_model.model.lm_head
+    change = head.lora_B["default"].weight.float() @ head.lora_A["default"].weight.float() * head.scaling["default"]
+    torch.testing.assert_close(merged["lm_head.weight"], stored["lm_head.weight"].float() + change, rtol=0, atol=1e-7)
     assert stored[_QUERY].dtype == torch.float16
     torch.testing.assert_close(merged[_QUERY], stored[_QUERY].float() + _change(adapted), rtol=0, atol=1e-7)
 

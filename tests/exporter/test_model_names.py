@@ -248,6 +248,18 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_model(own_tokenizer: bool
     assert model.generate("adapter" if own_tokenizer else "llama", max_new_tokens=1).sequences[0].prompt_ids == [5]
 
 
+def test_a_gated_base_model_gives_one_line_that_says_how_to_get_it(tmp_path: Path) -> None:
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/llama"}))
+    with hub.serving(tmp_path, gated=True) as served:
+        done = _refuse(served.url, tmp_path / "home", str(adapter), tmp_path / "bundle")
+    what = (
+        "its base model org/llama is a gated model that you have no access to; request access on its page on the hub, and log in"
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"{adapter}/adapter_config.json: {what}") and "or set base_model_name_or_path" in done.stderr
+
+
 def test_a_hub_that_cannot_be_reached_gives_one_line(tmp_path: Path) -> None:
     done = _refuse("http://127.0.0.1:9", tmp_path / "home", "org/model", tmp_path / "bundle")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
