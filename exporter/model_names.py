@@ -50,10 +50,9 @@ def load_config(model: str) -> tuple[Any, Checkpoint | None]:
     base, folder = base_model(model), checkpoint_folder(model)
     if base is not None:
         config, checkpoint = load_config(base)
-        if checkpoint is None or folder is None:
-            return config, None
-        checkpoint = Checkpoint(checkpoint.folder, adapter=folder)
-        return checkpoint_config(checkpoint), checkpoint
+        adapter = _fetch_folder(model, lambda what: None)  # it is small, and may change the configuration
+        config.vocab_size = load_adapter(adapter).vocabulary(config.vocab_size)
+        return config, None if checkpoint is None else Checkpoint(checkpoint.folder, adapter=adapter)
     opt_id = opt_hub_id(model) if folder is None else None
     if opt_id is not None:
         return opt_config(opt_id), None

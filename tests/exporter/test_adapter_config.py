@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import adapter_config
@@ -47,7 +48,9 @@ def test_a_model_is_no_adapter(name: str, base: Path) -> None:
 
 
 def test_an_adapter_of_opt_1_3b_has_its_configuration_and_no_files_yet(tmp_path: Path) -> None:
-    config, checkpoint = load_config(str(_adapter(tmp_path / "adapter", base_model_name_or_path="opt-1.3b")))
+    folder = _adapter(tmp_path / "adapter", base_model_name_or_path="opt-1.3b")
+    (folder / "adapter_model.safetensors").write_bytes(save({}))
+    config, checkpoint = load_config(str(folder))
     assert config.hidden_size == 2048 and checkpoint is None
 
 

@@ -28,7 +28,7 @@ from skipdecode.schedule import full_depth
 from tests.exporter.test_checkpoint import in_shards
 from tests.exporter.test_merge_adapter import adapt
 from tests.exporter.without_torch import SKIP_EXPORT
-from tests.models import CONFIGS, LAYERS
+from tests.models import CONFIGS, LAYERS, VOCABULARY
 from tests.processes import children, ends
 from tests.standin import hub
 from tests.zoo import Zoo, edit_settings
@@ -230,7 +230,10 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_model(own_tokenizer: bool
     base, adapter = (tmp_path / "hub" / "org" / name for name in ("llama", "adapter"))
     shutil.copytree(zoo.checkpoint("llama"), base)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    adapted = adapt(zoo.model("llama"), lora, adapter)
+    model = zoo.model("llama")
+    if own_tokenizer:
+        model.resize_token_embeddings(VOCABULARY + 2)
+    adapted = adapt(model, lora, adapter)
     if weights.endswith(".bin"):
         torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / weights)
         (adapter / "adapter_model.safetensors").unlink()
@@ -241,11 +244,12 @@ def test_an_adapter_on_the_hub_is_merged_into_its_base_model(own_tokenizer: bool
     with hub.serving(tmp_path / "hub") as served:
         done = _export(served.url, tmp_path / "home", "org/adapter", "--out", tmp_path / "bundle")
     assert done.returncode == 0 and str(tmp_path / "bundle") in done.stdout, done.stderr
-    model = skipdecode.load(tmp_path / "bundle")
-    made = model.generate([[5, 6, 7]], max_new_tokens=8, schedule="full", ignore_eos=True).sequences[0]
+    bundle = skipdecode.load(tmp_path / "bundle")
+    assert bundle.manifest.model.vocab_size == (VOCABULARY + 2 if own_tokenizer else VOCABULARY)
+    made = bundle.generate([[5, 6, 7]], max_new_tokens=8, schedule="full", ignore_eos=True).sequences[0]
     assert list(made.token_ids) == greedy_tokens(adapted.merge_and_unload(), full_depth(LAYERS), [5, 6, 7], 8)[0]
     assert list(made.token_ids) != greedy_tokens(zoo.model("llama"), full_depth(LAYERS), [5, 6, 7], 8)[0]
-    assert model.generate("adapter" if own_tokenizer else "llama", max_new_tokens=1).sequences[0].prompt_ids == [5]
+    assert bundle.generate("adapter" if own_tokenizer else "llama", max_new_tokens=1).sequences[0].prompt_ids == [5]
 
 
 def test_a_gated_base_model_gives_one_line_that_says_how_to_get_it(tmp_path: Path) -> None:
