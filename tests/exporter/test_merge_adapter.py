@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -115,6 +117,13 @@ def test_every_weight_is_what_peft_merges(kind: str, zoo: Zoo, tmp_path: Path) -
         assert torch.equal(value, stored[parameter]) is not parameter.endswith(tuple(changed)), parameter
 
 
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """The environment is as before afterwards: peft's BOFT makes gcc the C++ compiler of all later builds (CXX)."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 # kind -> settings without which it cannot be made, or not small enough
 _SETTINGS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10, "init_r": 4, "target_r": 4},
@@ -131,6 +140,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("kind", MERGED_KINDS)
 def test_every_kind_that_is_taken_is_merged_as_by_peft(kind: str, zoo: Zoo, tmp_path: Path) -> None:
     settings = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **_SETTINGS.get(kind, {})}
