@@ -11,7 +11,7 @@ from skipdecode.exporter.config_json import check_permitted
 from skipdecode.text import is_utf8
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"  # of a checkpoint; of a peft adapter, which may hold both
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+OLDER_TOKENIZERS = ("vocab.json", "tokenizer.model", "spiece.model")  # a folder with one of them has a tokenizer, too
 _REMEDY = "name a checkpoint folder, a hub id or opt-SIZE"
 _HUB_ID_PATTERN = r"[\w.-]+(/[\w.-]+)?"
 
@@ -26,8 +26,10 @@ class Checkpoint:
     @property
     def tokenizer_folder(self) -> Path:
         """Where its tokenizer lies. An adapter may have its own, with more tokens or another chat template."""
-        has_own = self.adapter is not None and any((self.adapter / name).exists() for name in _TOKENIZERS)
-        return self.adapter if self.adapter is not None and has_own else self.folder
+        names = ("tokenizer.json", *OLDER_TOKENIZERS)
+        if self.adapter is not None and any((self.adapter / name).exists() for name in names):
+            return self.adapter
+        return self.folder
 
 
 def checkpoint_folder(model: str) -> Path | None:

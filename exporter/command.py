@@ -59,7 +59,7 @@ def _check_hub(model: str, report: Callable[[str, float], None]) -> None:
 
     from skipdecode.exporter.adapter_config import base_model
 
-    logging.set_verbosity_error()  # it logs every retry
+    logging.set_verbosity_error()  # a refusal is one line
     base_model(model)
 
 

@@ -53,6 +53,10 @@ class Adapter:
             raise self.error(f"holds {found}, its base model {size}", remedy)
         return rows.pop() if rows else size
 
+    def error(self, what: str, remedy: str) -> ModelNotSupportedError:
+        """An error that names the adapter's folder."""
+        return ModelNotSupportedError(what, remedy, where=str(self.folder))
+
     def of_text_part(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
         """The weights for the text part of a model that also sees or hears, by its own names, and a configuration to match.
 
@@ -75,23 +79,20 @@ class Adapter:
             raise self.error("changes nothing in the part that reads text", "export its base model")
         return {_PREFIX + name: value for name, value in weights.items()}, config
 
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Inside, only peft runs, so any error is blamed on the adapter; what is raised depends on what is wrong with it."""
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of what training would need
-                yield
-        except Exception as error:
-            if isinstance(error, MemoryError) or "allocate memory" in str(error):
-                raise
-            lines = str(error).splitlines()  # a model's load_state_dict begins with "Error(s) in loading"
-            telling = next((line.strip() for line in lines if "size mismatch" in line), reason(error))
-            remedy = "check its settings and base_model_name_or_path, or save it again"
-            raise self.error(f"peft rejects it ({telling})", remedy) from error
 
-    def error(self, what: str, remedy: str) -> ModelNotSupportedError:
-        """An error that names the adapter's folder."""
-        return ModelNotSupportedError(what, remedy, where=str(self.folder))
+@contextmanager
+def blaming_adapter(folder: Path) -> Iterator[None]:
+    """Inside, only peft runs, so any error is blamed on the adapter; what is raised depends on what is wrong with it."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what training would need
+            yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise
+        lines = str(error).splitlines()  # a model's load_state_dict begins with "Error(s) in loading"
+        telling = next((line.strip() for line in lines if "size mismatch" in line), reason(error))
+        remedy = "check its settings and base_model_name_or_path, or save it again"
+        raise ModelNotSupportedError(f"peft rejects it ({telling})", remedy, where=str(folder)) from error
 
 
 def load_adapter(folder: Path) -> Adapter:
@@ -103,8 +104,7 @@ def load_adapter(folder: Path) -> Adapter:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which warns of kernels unused here
     from peft import PeftConfig
 
-    adapter = Adapter(folder=folder, config=None, weights={})
-    with adapter.blamed(), warnings.catch_warnings(record=True, action="always") as warned:
+    with blaming_adapter(folder), warnings.catch_warnings(record=True, action="always") as warned:
         config = PeftConfig.from_pretrained(str(folder))
     for warning in warned:
         logger.warning("%s: peft warns: %s", folder, shortened(str(warning.message), 200))
@@ -112,7 +112,7 @@ def load_adapter(folder: Path) -> Adapter:
     found = next((pair for pair in files if pair[1].is_file()), None)
     if found is None:
         remedy = f"save the adapter again; if the folder holds a whole model, remove {ADAPTER_CONFIG}"
-        raise adapter.error(f"holds no {' or '.join(_WEIGHTS)}", remedy)
+        raise ModelNotSupportedError(f"holds no {' or '.join(_WEIGHTS)}", remedy, where=str(folder))
     file_format, file = found
     check_permitted(file)
     weights = {name: _widened(file_format.read(file, name)) for name in file_format.names(file) if not name.endswith(_TWICE)}

@@ -10,7 +10,7 @@ import torch
 
 from skipdecode.exporter.adapter_config import MERGE
 from skipdecode.exporter.graphs import Skeleton, meta_model
-from skipdecode.exporter.load_adapter import load_adapter
+from skipdecode.exporter.load_adapter import blaming_adapter, load_adapter
 from skipdecode.exporter.weights import TensorSource
 
 _NAME = "default"  # peft's, of a model's only adapter
@@ -73,7 +73,7 @@ class AdaptedSource:
             return module
         if self._merged is None or self._merged[0] != path:
             loaded = {id(value): self._load(value) for value in wrapper.parameters() if value in self._names}
-            with self._adapter.blamed():
+            with blaming_adapter(self._adapter.folder):
                 self._merged = path, _unwrap(copy.deepcopy(wrapper, loaded))
         return self._merged[1]
 
@@ -90,7 +90,7 @@ class AdaptedSource:
         if hasattr(self._skeleton.config, "whole_type"):
             weights, config = adapter.of_text_part(model)
         model.name_or_path = config.base_model_name_or_path  # without it, peft warns
-        with adapter.blamed():
+        with blaming_adapter(adapter.folder):
             wrapped = get_peft_model(model, config, _NAME, low_cpu_mem_usage=True)
             result: Any = set_peft_model_state_dict(wrapped, weights, low_cpu_mem_usage=True)
         missing = [name for name, value in wrapped.named_parameters() if value.is_meta]

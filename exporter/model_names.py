@@ -51,7 +51,7 @@ def load_config(model: str) -> tuple[Any, Checkpoint | None]:
     if base is not None:
         config, checkpoint = load_config(base)
         adapter = _fetch_folder(model, lambda what: None)  # it is small, and may change the configuration
-        config.vocab_size = load_adapter(adapter).vocabulary(config.vocab_size)
+        _add_tokens(config, adapter)
         return config, None if checkpoint is None else Checkpoint(checkpoint.folder, adapter=adapter)
     opt_id = opt_hub_id(model) if folder is None else None
     if opt_id is not None:
@@ -67,8 +67,12 @@ def checkpoint_config(checkpoint: Checkpoint) -> Any:
     """
     config = _read_config(str(checkpoint.folder))
     if checkpoint.adapter is not None:
-        config.vocab_size = load_adapter(checkpoint.adapter).vocabulary(config.vocab_size)
+        _add_tokens(config, checkpoint.adapter)
     return config
+
+
+def _add_tokens(config: Any, adapter: Path) -> None:
+    config.vocab_size = load_adapter(adapter).vocabulary(config.vocab_size)
 
 
 def _read_config(model: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from skipdecode.errors import ModelNotSupportedError, shortened
+from skipdecode.exporter.checkpoint_folder import OLDER_TOKENIZERS
 from skipdecode.exporter.config_json import first_line, read_bytes, read_settings
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,6 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
-_OLDER = ("vocab.json", "tokenizer.model", "spiece.model")  # a checkpoint with one of them has a tokenizer
 # on which tokenizers are known to differ: runs of spaces, numbers, contractions, scripts, characters outside the vocabulary, code
 _SAMPLES = (
     "", " The quick brown fox.", "  two   spaces\tand tabs\n\n\nlines ", "12345 3.14 1,000 9th", "don't I'LL we've (a)b [c]d",
@@ -56,7 +56,7 @@ def copy_tokenizer(folder: Path, bundle: Path, config: Any, max_length: int) -> 
     """
     _copy(_TOKENIZER, folder, bundle)
     hf_tokenizer, settings = None, read_settings(folder / "tokenizer_config.json")
-    if not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in _OLDER):
+    if not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in OLDER_TOKENIZERS):
         _convert(folder, bundle / "tokenizer.json")
     elif (bundle / "tokenizer.json").exists():
         hf_tokenizer = _add_missing_tokens(folder, bundle / "tokenizer.json", config.vocab_size)
@@ -83,7 +83,8 @@ def _convert(folder: Path, path: Path) -> None:
         with _panics_as_errors():
             AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer.save(str(path))
     except Exception as error:  # tokenizers raises plain Exception, and what transformers raises depends on the tokenizer
-        if any((folder / name).exists() for name in _OLDER if name.endswith(".model")) and find_spec("sentencepiece") is None:
+        in_sentencepiece = any((folder / name).exists() for name in OLDER_TOKENIZERS if name.endswith(".model"))
+        if in_sentencepiece and find_spec("sentencepiece") is None:
             raise ModelNotSupportedError(
                 "its tokenizer cannot be converted", "`pip install sentencepiece protobuf`", where=str(folder)
             ) from error

@@ -196,9 +196,10 @@ bool Batcher::Step() {
     const std::shared_ptr<Row> row = running_.at(event.row);
     row->Report(event.token, std::nullopt);
     ++metrics_->tokens;
-    joined |= event.prefill != 0;
-    if (event.prefill != 0) metrics_->CountFirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
-    if (event.prefill == 0 && !std::exchange(decoded, true)) {
+    if (event.prefill != 0) {
+      joined = true;
+      metrics_->CountFirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
+    } else if (!std::exchange(decoded, true)) {
       ++metrics_->decode_steps;
       metrics_->layers += event.layers;
     }
