@@ -116,23 +116,31 @@ void Batcher::RenewSession() {
   }
 }
 
-// Start the queued rows of one request while there are places: the others wait while their prompts run. Rows that start together
-// go on computing the same layers, in the fewest runs of engines. A row that nobody waits for any more never starts.
+// Run a part of the next prompt, so that running rows wait for no more than that. The prompts of a request with several run as a
+// whole: rows that start together go on computing the same layers, in the fewest runs of engines.
 void Batcher::Admit() {
+  if (!beginning_) Start();
+  if (beginning_) RunPart();
+}
+
+// Start the queued rows of one request while there are places. A row that nobody waits for any more never starts.
+void Batcher::Start() {
   const Mailbox* request = nullptr;
   while (running_.size() < room_.max_rows) {
     std::shared_ptr<Row> row;
+    bool last = false;  // of its request
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (queue_.empty() || (request != nullptr && queue_.front()->mailbox_.get() != request)) return;
       row = std::move(queue_.front());
       queue_.pop_front();
       metrics_->queued = queue_.size();
+      last = queue_.empty() || queue_.front()->mailbox_ != row->mailbox_;
     }
     if (CountIfAbandoned(*row, Clock::now())) {
       row->Report(std::nullopt, EndReason::kTimeout);
     } else {
-      Join(row);
+      Join(row, /*in_parts=*/request == nullptr && last);
       request = row->mailbox_.get();
     }
     metrics_->running = running_.size();
@@ -140,27 +148,42 @@ void Batcher::Admit() {
 }
 
 // Add a row to the session. A row that cannot join is told why; throws if the session is lost with it.
-void Batcher::Join(const std::shared_ptr<Row>& row) {
+void Batcher::Join(const std::shared_ptr<Row>& row, bool in_parts) {
   EndReason end = EndReason::kNoSession;
-  // Ends the row; returns false if the session is lost with it.
-  const auto refuse = [&](EndReason reason, const std::exception& error, bool session_intact) {
-    ++metrics_->failed;
-    row->Report(std::nullopt, reason);
-    const bool kept = session_ == nullptr || session_intact;
-    if (kept) std::cerr << "a prompt failed: " << error.what() << std::endl;
-    return kept;
-  };
   try {
     skipdecode::Session& session = GetOrCreateSession();
     end = EndReason::kFailed;
-    running_.emplace(session.Add(row->prompt, row->options), row);
+    const uint64_t id = in_parts ? session.Begin(row->prompt, row->options) : session.Add(row->prompt, row->options);
+    running_.emplace(id, row);
+    if (in_parts) beginning_ = id;
   } catch (const skipdecode::Error& error) {
     const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
     // skipdecode.h: a session is unchanged after CAPACITY (and ARGUMENT, which would be a bug here)
-    if (!refuse(no_memory ? EndReason::kNoMemory : end, error, no_memory)) throw;
+    if (!Refuse(*row, no_memory ? EndReason::kNoMemory : end, error, no_memory)) throw;
   } catch (const std::exception& error) {  // out of memory outside the library: the session may already have the row
-    if (!refuse(EndReason::kNoMemory, error, /*session_intact=*/false)) throw;
+    if (!Refuse(*row, EndReason::kNoMemory, error, /*session_intact=*/false)) throw;
   }
+}
+
+// Run the next part of the prompt that has begun. Fails as Join does.
+void Batcher::RunPart() {
+  try {
+    if (session_->Prefill()) beginning_.reset();
+  } catch (const skipdecode::Error& error) {
+    if (error.code() != SKD_ERROR_CAPACITY) throw;
+    Refuse(*running_.at(*beginning_), EndReason::kNoMemory, error, /*session_intact=*/true);
+    running_.erase(*std::exchange(beginning_, std::nullopt));
+    metrics_->running = running_.size();
+  }
+}
+
+// End a row that could not join; returns false if the session is lost with it.
+bool Batcher::Refuse(Row& row, EndReason reason, const std::exception& error, bool session_intact) {
+  ++metrics_->failed;
+  row.Report(std::nullopt, reason);
+  const bool kept = session_ == nullptr || session_intact;
+  if (kept) std::cerr << "a prompt failed: " << error.what() << std::endl;
+  return kept;
 }
 
 // Whether nobody waits for this row any more, or its deadline has passed. Counts it if so.
@@ -214,6 +237,7 @@ void Batcher::Leave(uint64_t id, EndReason end, bool in_session) {
   if (in_session) session_->Cancel(id);
   running_.at(id)->Report(std::nullopt, end);
   running_.erase(id);
+  if (beginning_ == id) beginning_.reset();
   metrics_->running = running_.size();
 }
 
@@ -223,6 +247,7 @@ void Batcher::FailAll() noexcept {
   metrics_->failed += running_.size();
   for (const auto& [id, row] : running_) row->Report(std::nullopt, EndReason::kFailed);
   running_.clear();
+  beginning_.reset();
   metrics_->running = 0;
   session_.reset();
 }

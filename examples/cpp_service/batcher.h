@@ -91,7 +91,10 @@ class Batcher {
   skipdecode::Session& GetOrCreateSession();
   void RenewSession();
   void Admit();
-  void Join(const std::shared_ptr<Row>& row);
+  void Start();
+  void Join(const std::shared_ptr<Row>& row, bool in_parts);
+  void RunPart();
+  bool Refuse(Row& row, EndReason reason, const std::exception& error, bool session_intact);
   bool CountIfAbandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
   bool Step();
@@ -104,6 +107,7 @@ class Batcher {
   Metrics* const metrics_;
   std::unique_ptr<skipdecode::Session> session_;      // null after a failure, until a new one can be made
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's row id
+  std::optional<uint64_t> beginning_;                 // of these, the row whose prompt runs in parts
   Clock::time_point next_queue_check_{};              // when to check the queue for abandoned rows again
   std::atomic<bool> failing_{false};
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -23,18 +24,22 @@ struct skd_tokenizer {};
 struct skd_session {
   std::vector<uint64_t> rows;
   size_t joined = 0;  // of these, the last, whose first tokens are still to come
+  std::optional<uint64_t> beginning;
+  int parts = 0;  // of its prompt, that are still to run
 };
 
 namespace {
 
 std::atomic<bool> slow_session{false}, no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
-std::atomic<int> add_fails{SKD_OK};  // with that code
+std::atomic<int> add_fails{SKD_OK}, part_fails{SKD_OK};  // with that code
+std::atomic<int> prompt_parts{1};                        // of a prompt that runs in parts
 std::atomic<int> sessions{0}, most_sessions{0}, sessions_made{0};
 std::atomic<int64_t> token{7};  // that every step gives each row
 size_t num_decoded_ids = 0;     // ids that were decoded
 // to be read after the batcher's thread has ended
 std::vector<uint32_t> generator_rows;  // of the rows that were added
-std::string calls;                     // a: a row was added; f: a step gave first tokens; d: it decoded
+// p: a part of a prompt ran, and it was not the last; a: a row joined; f: a step gave first tokens; d: it decoded
+std::string calls;
 
 }  // namespace
 
@@ -66,16 +71,35 @@ void skd_session_destroy(skd_session* session) {
   delete session;
   --sessions;
 }
-skd_status* skd_session_add(skd_session* session, const int64_t* /*prompt*/, size_t /*length*/, const skd_row_options* options,
-                            uint64_t* row) {
+skd_status* skd_session_begin(skd_session* session, const int64_t* /*prompt*/, size_t /*length*/, const skd_row_options* options,
+                              uint64_t* row) {
   if (add_fails != SKD_OK) return new skd_status{static_cast<skd_code>(add_fails.load())};
   static std::atomic<uint64_t> next{0};
   *row = next++;
-  session->rows.push_back(*row);
-  ++session->joined;
-  calls += 'a';
+  session->beginning = *row;
+  session->parts = prompt_parts;
   generator_rows.push_back(options->generator_row);
   return nullptr;
+}
+skd_status* skd_session_prefill(skd_session* session, uint32_t /*tokens*/, int* joined) {
+  if (part_fails != SKD_OK) {
+    session->beginning.reset();
+    return new skd_status{static_cast<skd_code>(part_fails.load())};
+  }
+  *joined = --session->parts == 0 ? 1 : 0;
+  calls += *joined != 0 ? 'a' : 'p';
+  if (*joined == 0) return nullptr;
+  session->rows.push_back(*std::exchange(session->beginning, std::nullopt));
+  ++session->joined;
+  return nullptr;
+}
+skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
+                            uint64_t* row) {
+  skd_status* const status = skd_session_begin(session, prompt, length, options, row);
+  if (status != nullptr) return status;
+  session->parts = 1;
+  int joined = 0;
+  return skd_session_prefill(session, 0, &joined);
 }
 // First tokens come alone. Each row ends with its own or, if `endless`, never.
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*capacity*/, size_t* count) {
@@ -96,7 +120,11 @@ skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*c
   return nullptr;
 }
 skd_status* skd_session_cancel(skd_session* session, uint64_t row) {
-  session->rows.erase(std::find(session->rows.begin(), session->rows.end(), row));
+  if (session->beginning == row) {
+    session->beginning.reset();
+  } else {
+    session->rows.erase(std::find(session->rows.begin(), session->rows.end(), row));
+  }
   return nullptr;
 }
 skd_status* skd_tokenizer_create(const skd_bundle* /*bundle*/, const char* /*library*/, skd_tokenizer** tokenizer) {
@@ -139,7 +167,8 @@ class Requests {
  public:
   explicit Requests(uint32_t rows = 1) {
     slow_session = no_memory = gpu_lost = engines_fail = row_lost = endless = false;
-    add_fails = SKD_OK;
+    add_fails = part_fails = SKD_OK;
+    prompt_parts = 1;
     token = 7;
     generator_rows.clear();
     calls.clear();
@@ -249,8 +278,9 @@ TEST_CASE("while no session can be created, answers and the service's health say
 }
 
 TEST_CASE("a session survives a row that there was no memory for, but no other failure to join") {
-  for (const auto& [code, status, kept] :
-       {std::tuple(SKD_ERROR_CAPACITY, 503, true), std::tuple(SKD_ERROR_INTERNAL, 500, false)}) {
+  for (const auto& [failing, code, status, kept] :
+       {std::tuple(&add_fails, SKD_ERROR_CAPACITY, 503, true), std::tuple(&add_fails, SKD_ERROR_INTERNAL, 500, false),
+        std::tuple(&part_fails, SKD_ERROR_CAPACITY, 503, true), std::tuple(&part_fails, SKD_ERROR_INTERNAL, 500, false)}) {
     Requests requests(2);
     requests.streams = true;
     endless = true;
@@ -258,9 +288,9 @@ TEST_CASE("a session survives a row that there was no memory for, but no other f
     REQUIRE(requests.Submit(*before));
     before->WaitForFirstNews([] { return false; });
     const int made = sessions_made;
-    add_fails = code;
+    *failing = code;
     CHECK(requests.Ask() == status);
-    add_fails = SKD_OK;
+    *failing = SKD_OK;
     CHECK(WaitForValue(requests.metrics.failed, uint64_t{kept ? 1U : 2U}));
     NextNonEmptyPiece(*before);                      // what came with the answer's head
     std::string piece = NextNonEmptyPiece(*before);  // all that came until now; what comes next was made after the refusal
@@ -349,6 +379,49 @@ TEST_CASE("running rows take a step between two requests' prompts, and those of 
     if (call != 'd' || order.back() != 'd') order += call;
   }
   CHECK(order.substr(0, 11) == "afdaaafdafd");
+}
+
+TEST_CASE("running rows take a step between the parts of a prompt, but not between the prompts of one request") {
+  Requests requests(4);
+  endless = true;
+  const auto runs = requests.Make();
+  REQUIRE(requests.Submit(*runs));
+  REQUIRE(WaitForValue(requests.metrics.running, uint64_t{1}));
+  prompt_parts = 3;
+  const auto one = requests.Make(), two = requests.Make(2);
+  REQUIRE(requests.Submit(*one));
+  REQUIRE(requests.Submit(*two));
+  REQUIRE(WaitForValue(requests.metrics.running, uint64_t{4}));
+  for (const auto* request : {runs.get(), one.get(), two.get()}) {
+    for (const auto& row : request->rows()) row->Cancel();
+  }
+  requests.WaitForBatcher();
+  const std::string order = calls.substr(calls.find('p'));
+  CHECK(order.substr(0, 10) == "pdpdafdaaf");
+}
+
+TEST_CASE("a row that is cancelled, or out of time, while its prompt runs frees its place, and the others go on") {
+  for (const bool cancelled : {true, false}) {
+    Requests requests(2);
+    endless = true;
+    const auto runs = requests.Make();
+    REQUIRE(requests.Submit(*runs));
+    REQUIRE(WaitForValue(requests.metrics.running, uint64_t{1}));
+    prompt_parts = 1'000'000;
+    const auto begins = requests.Make(1, std::chrono::seconds(cancelled ? 20 : 1));
+    REQUIRE(requests.Submit(*begins));
+    REQUIRE(WaitForValue(requests.metrics.running, uint64_t{2}));
+    prompt_parts = 1;
+    const auto waits = requests.Make();
+    REQUIRE(requests.Submit(*waits));
+    if (cancelled) begins->rows().front()->Cancel();
+    waits->WaitForFirstNews([] { return false; });
+    CHECK((cancelled ? requests.metrics.cancelled : requests.metrics.timed_out) == 1);
+    CHECK(requests.metrics.failed == 0);
+    CHECK(requests.metrics.running == 2);
+    for (const auto* request : {runs.get(), waits.get()}) request->rows().front()->Cancel();
+    requests.WaitForBatcher();
+  }
 }
 
 TEST_CASE("a client that goes away before its first token leaves the queue, however long the rows ahead take") {

@@ -1,4 +1,5 @@
 // Each call of the GPU's driver fails in turn: which error that is, whether callers who may go on can, and that nothing is left.
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <climits>
 #include <cstdint>
@@ -55,14 +56,15 @@ class Life {
  public:
   Life(const std::shared_ptr<const skd::Bundle>& bundle, const Failures& failures) : failures_(failures) {
     Begin(failures);
-    completed = Create(bundle) && Add(3, 8) && Add(1, 9) && Step(4) && Add(0, 4) && Step(3) && Logits() && Cancel(1) && Step(2);
+    completed =
+        Create(bundle) && Add(3, 8) && AddInParts(1, 9) && Step(4) && Add(0, 4) && Step(3) && Logits() && Cancel(1) && Step(2);
     failed = End(failures) || failed;
     session_.reset();
   }
 
-  std::map<uint64_t, Tokens> tokens;
-  std::string failed_call;  // empty: none, although the driver may have failed
-  bool failed = false;      // whether the driver has
+  std::map<uint32_t, Tokens> tokens;  // by the prompt's number
+  std::string failed_call;            // empty: none, although the driver may have failed
+  bool failed = false;                // whether the driver has
   bool completed;
 
  private:
@@ -72,24 +74,44 @@ class Life {
     room.max_prompt_tokens = 8;
     return Try("create", [&] { session_.emplace(bundle, room); });
   }
-  bool Add(uint32_t number, uint32_t max_new_tokens) {
+  static skd_row_options Options(uint32_t number, uint32_t max_new_tokens) {
     skd_row_options options = skd_row_options_default();
     options.max_new_tokens = max_new_tokens;
     options.do_sample = number % 2;
     options.ignore_eos = 1;
-    return Try("add", [&] { session_->Add(kPrompts[number].data(), kPrompts[number].size(), options); });
+    return options;
+  }
+  bool Add(uint32_t number, uint32_t max_new_tokens) {
+    const Tokens& prompt = kPrompts[number];
+    return Try("add", [&] { numbers_[session_->Add(prompt.data(), prompt.size(), Options(number, max_new_tokens))] = number; });
+  }
+  // With a step after the first part. A prompt of which a part fails begins anew.
+  bool AddInParts(uint32_t number, uint32_t max_new_tokens) {
+    const Tokens& prompt = kPrompts[number];
+    bool under_way = false, joined = false;
+    const auto part = [&] {
+      if (!under_way) numbers_[session_->Begin(prompt.data(), prompt.size(), Options(number, max_new_tokens))] = number;
+      under_way = false;
+      joined = session_->RunPart(1);
+      under_way = !joined;
+    };
+    if (!Try("part", part) || !Step(1)) return false;
+    while (!joined && Try("part", part)) {
+    }
+    return joined;
   }
   bool Step(int count) {
     const auto step = [this] {
-      for (const skd_event& event : session_->Step()) tokens[event.row].push_back(event.token);
+      for (const skd_event& event : session_->Step()) tokens[numbers_.at(event.row)].push_back(event.token);
     };
     return count == 0 || (Try("step", step) && Step(count - 1));
   }
   bool Logits() {
     return Try("logits", [this] { session_->Logits(0); });
   }
-  bool Cancel(uint64_t row) {
-    return Try("cancel", [this, row] { session_->Cancel(row); });
+  bool Cancel(uint32_t number) {
+    const auto last = std::find_if(numbers_.rbegin(), numbers_.rend(), [=](const auto& each) { return each.second == number; });
+    return Try("cancel", [&] { session_->Cancel(last->first); });
   }
 
   // Returns whether the session can go on.
@@ -109,6 +131,7 @@ class Life {
 
   Failures failures_;
   std::optional<skd::Session> session_;
+  std::map<uint64_t, uint32_t> numbers_;  // row -> its prompt
 };
 
 // Checks lives in which the driver's first call fails, then its second, and so on. Returns how often each call failed.
@@ -134,8 +157,8 @@ TEST_CASE("whichever call of the driver fails while a session lives, the error i
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   for (const std::string& path : {DeviceBundles().front(), DeviceBundles().back()}) {
-    // creating, adding, steps, logits, cancelling, and nothing: what cannot become a graph stays a call
-    CHECK(CheckLives(skd::LoadBundle(path, "cuda", 2, ""), 1, kOutOfMemory).size() == 6);
+    // creating, adding, parts, steps, logits, cancelling, and nothing: what cannot become a graph stays a call
+    CHECK(CheckLives(skd::LoadBundle(path, "cuda", 2, ""), 1, kOutOfMemory).size() == 7);
   }
 }
 
@@ -143,8 +166,8 @@ TEST_CASE("the same if from then on all calls fail that take memory or put work 
   skd::UseOnnxRuntime("", 2);
   const GpuEngines engines;
   const auto bundle = skd::LoadBundle(DeviceBundles().back(), "cuda", 2, "");
-  CHECK(CheckLives(bundle, INT_MAX, kOutOfMemory).size() == 5);  // without a graph, the step fails all the same
-  CHECK(CheckLives(bundle, INT_MAX, kUnknown).size() == 5);
+  CHECK(CheckLives(bundle, INT_MAX, kOutOfMemory).size() == 6);  // without a graph, the step fails all the same
+  CHECK(CheckLives(bundle, INT_MAX, kUnknown).size() == 6);
 }
 
 TEST_CASE("whichever call of the driver fails while a bundle loads, nothing is left") {

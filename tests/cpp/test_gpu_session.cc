@@ -56,7 +56,7 @@ class Run {
       if (found != before.at(row))
         throw std::logic_error("a row's logits have changed");  // Catch's assertions are not thread-safe
     }
-    Add(3, 9);
+    AddInParts(3, 9);
     Step(30);
   }
 
@@ -72,6 +72,14 @@ class Run {
     latest_[row] = {};
     Collect();
     return row;
+  }
+  // With steps of the other rows between the parts.
+  void AddInParts(uint32_t number, uint32_t max_new_tokens) {
+    const Tokens& prompt = kPrompts[number];
+    const uint64_t row = session_.Begin(prompt.data(), prompt.size(), OptionsFor(number, max_new_tokens));
+    while (!session_.RunPart(1)) Step(1);
+    latest_[row] = {};
+    Collect();
   }
   void Step(int count) {
     while (count-- > 0) {

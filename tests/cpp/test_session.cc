@@ -24,8 +24,10 @@
 
 namespace {
 
-void AppendTokens(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
+// Returns how many there are.
+size_t AppendTokens(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
   for (const skd_event& event : events) (*found)[event.row].push_back(event.token);
+  return events.size();
 }
 
 int64_t MostResidentKiB() {
@@ -62,6 +64,59 @@ TEST_CASE("rows that join and leave at any time get the same tokens as alone") {
     }
     REQUIRE(found == wanted);
   }
+}
+
+TEST_CASE("a row whose prompt runs in parts gets the same tokens as alone, and so do the rows that step meanwhile") {
+  for (const char* variable :
+       {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE", "SKD_TEST_HYBRID_BUNDLE", "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE"}) {
+    INFO(variable);
+    const skipdecode::Bundle& bundle = Bundle(variable);
+    skipdecode::Session session(bundle, Room(4));
+    std::map<uint64_t, Tokens> found, wanted;
+    const auto join_in_parts = [&](size_t prompt, uint32_t length, uint64_t seed) {
+      const uint64_t row = session.Begin(kPrompts[prompt], Options(length, seed));
+      wanted[row] = TokensAlone(bundle, kPrompts[prompt], Options(length, seed));
+      int parts = 1;
+      for (; !session.Prefill(1); ++parts) {
+        AppendTokens(session.Step(), &found);
+        CHECK(found.count(row) == 0);
+      }
+      return parts;
+    };
+    join_in_parts(1, 20, 0);
+    CHECK(join_in_parts(0, 9, 7) > 2);  // the first of these rows steps between the parts
+    join_in_parts(2, 3, 0);             // and so on; rows may end, so that this one joins at another place than it waited at
+    for (int i = 0; i < 3; ++i) AppendTokens(session.Step(), &found);
+    const uint64_t whole = session.Add(kPrompts[3], Options(16, 3));
+    wanted[whole] = TokensAlone(bundle, kPrompts[3], Options(16, 3));
+    for (int i = 0; i < 5; ++i) AppendTokens(session.Step(), &found);
+    join_in_parts(2, 12, 0);
+    while (AppendTokens(session.Step(), &found) > 0) {
+    }
+    REQUIRE(found == wanted);
+  }
+}
+
+TEST_CASE("while a prompt runs in parts no other can start, and when it is cancelled its place is free") {
+  const skipdecode::Bundle& bundle = Bundle();
+  skipdecode::Session session(bundle, Room(2));
+  std::map<uint64_t, Tokens> found;
+  CHECK(session.Prefill(1));  // nothing has begun
+  const uint64_t stays = session.Add(kPrompts[0], Options(15));
+  const uint64_t leaves = session.Begin(kPrompts[1], Options(15));
+  const auto busy = Catch::Equals("prompt: another prompt has begun; run its parts first");
+  CHECK_THROWS_WITH(session.Add(kPrompts[2], Options(5)), busy);
+  CHECK_THROWS_WITH(session.Begin(kPrompts[2], Options(5)), busy);
+  CHECK_THROWS_WITH(session.Logits(leaves), Catch::Contains("is not in this session"));
+  CHECK_FALSE(session.Prefill(1));
+  for (int i = 0; i < 3; ++i) AppendTokens(session.Step(), &found);
+  session.Cancel(leaves);
+  CHECK_THROWS_WITH(session.Cancel(leaves), Catch::Contains("is not in this session"));
+  const uint64_t joins = session.Add(kPrompts[2], Options(10));
+  while (AppendTokens(session.Step(), &found) > 0) {
+  }
+  CHECK(found == std::map<uint64_t, Tokens>{{stays, TokensAlone(bundle, kPrompts[0], Options(15))},
+                                            {joins, TokensAlone(bundle, kPrompts[2], Options(10))}});
 }
 
 TEST_CASE("a cancelled row frees its place, and the others go on as before") {
@@ -241,6 +296,30 @@ TEST_CASE("a call that runs out of memory anywhere leaves the session as it was"
     REQUIRE(found == wanted);
     REQUIRE(failures > 10);
     REQUIRE(session.counters().tokens == 6 + 7 + 8);
+  }
+}
+
+TEST_CASE("a prompt whose parts run out of memory anywhere can begin anew, and leaves the other rows as they were") {
+  for (const auto& [variable, seed] : {std::pair("SKD_TEST_BUNDLE", 7U), std::pair("SKD_TEST_ABSOLUTE_HYBRID_BUNDLE", 0U)}) {
+    const skipdecode::Bundle& bundle = Bundle(variable);
+    skipdecode::Session session(bundle, Room(4));
+    std::map<uint64_t, Tokens> found, wanted;
+    int failures = 0;
+    for (size_t prompt = 0; prompt < 3; ++prompt) {
+      const skd_row_options options = Options(9, seed);
+      uint64_t row = 0;
+      failures += CountFailures([&] {
+        row = session.Begin(kPrompts[prompt], options);
+        while (!session.Prefill(1)) {
+        }
+      });
+      wanted[row] = TokensAlone(bundle, kPrompts[prompt], options);
+      AppendTokens(session.Step(), &found);
+    }
+    while (AppendTokens(session.Step(), &found) > 0) {
+    }
+    REQUIRE(found == wanted);
+    REQUIRE(failures > 10);
   }
 }
 

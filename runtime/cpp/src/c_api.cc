@@ -191,6 +191,21 @@ skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t 
   });
 }
 
+skd_status* skd_session_begin(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
+                              uint64_t* row) {
+  return Guarded([&] {
+    Require(session != nullptr && row != nullptr && (prompt != nullptr || length == 0), "session, prompt or row is NULL");
+    *row = session->session.Begin(prompt, length, WithDefaults(options, skd_row_options_default()));
+  });
+}
+
+skd_status* skd_session_prefill(skd_session* session, uint32_t tokens, int* joined) {
+  return Guarded([&] {
+    Require(session != nullptr && joined != nullptr, "session or joined is NULL");
+    *joined = session->session.RunPart(tokens) ? 1 : 0;
+  });
+}
+
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count) {
   return Guarded([&] {
     Require(session != nullptr && events != nullptr && count != nullptr, "session, events or count is NULL");

@@ -142,7 +142,34 @@ void Decoder::FindRoute() {
   route_counts_ = counts_;
 }
 
-void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
+bool Decoder::Begin(const int64_t* prompt, int64_t length) {
+  // with anchor `absolute`, a row that joins may move the others one place up
+  const int64_t row = rows() + (schedule_.anchor() == Anchor::kAbsolute ? 1 : 0);
+  if (row >= static_cast<int64_t>(totals_.size())) return false;
+  prefill_.emplace(StartPrefill(row, prompt, length));
+  return true;
+}
+
+bool Decoder::RunPart(int64_t work) {
+  try {
+    return RunPasses(&*prefill_, work);
+  } catch (...) {
+    prefill_.reset();
+    throw;
+  }
+}
+
+void Decoder::Abandon() {
+  prefill_.reset();
+  bundle_->memory.WaitForAll();  // the next prompt's ids take the place of this one's
+}
+
+Decoder::Position Decoder::FirstPosition(int64_t prompt_length) const {
+  return {prompt_length, schedule_.anchor() == Anchor::kAbsolute ? prompt_length : 0};
+}
+
+// Runs the embedding of a prompt.
+Decoder::Prefill Decoder::StartPrefill(int64_t row, const int64_t* prompt, int64_t length) {
   const Memory& memory = bundle_->memory;
   std::copy(prompt, prompt + length, prompt_ids_.data());
   prompt_ids_.Send(length);
@@ -152,42 +179,59 @@ void Decoder::Prefill(int64_t row, const int64_t* prompt, int64_t length) {
             {memory.Floats(names::kHidden, prompt_hidden_.get(), {1, length, hidden_size_})})
       .Run();
   kv_.ClearRow(row);
-  for (size_t index = 0; index < bundle_->segments.size(); ++index) {
-    const SegmentEngine& segment = bundle_->segments[index];
-    const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
-    const std::optional<int64_t> cap = absolute ? schedule_.Cap(segment.layers.front()) : std::nullopt;
-    PrefillSegment(segment, row, index < first_segment_keeping_nothing_ ? 0 : length - 1, cap ? std::min(*cap, length) : length);
-  }
-  bundle_->head
-      .Bind({memory.Floats(names::kHidden, Hidden(prompt_hidden_, length - 1), {1, 1, hidden_size_}),
-             Int64s(memory, names::kLast, prompt_last_.engine_address(), {1})},
-            {LogitsAt(memory, logits_.engine_address(row * vocab_size_), {1, vocab_size_})})
-      .Run();
+  return {row, length, 0, 0, std::nullopt};
 }
 
-// Runs a segment on positions `first` .. `count` - 1 of a prompt.
-void Decoder::PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t first, int64_t count) {
+// Runs the next passes, and after the last the head. Returns whether all have run. `work`: as in RunPart.
+bool Decoder::RunPasses(Prefill* prefill, int64_t work) {
   const Memory& memory = bundle_->memory;
-  // layers that no decode step computes have no slots: what they keep of the prompt lives for this call only
-  std::optional<KvBuffer> passing;
-  if (!kv_.Has(segment.layers.front())) {
+  int64_t work_left = work;  // in this call
+  for (; prefill->segment < bundle_->segments.size(); ++prefill->segment) {
+    const std::vector<int64_t>& layers = bundle_->segments[prefill->segment].layers;
+    const auto num_layers = static_cast<int64_t>(layers.size());
+    const int64_t chunk = std::clamp<int64_t>(work / num_layers, 1, kPrefillChunk);
+    const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
+    const auto cap = absolute ? schedule_.Cap(layers.front()) : std::nullopt;
+    const int64_t end = cap ? std::min(*cap, prefill->length) : prefill->length;
+    if (prefill->segment >= first_segment_keeping_nothing_) prefill->next = prefill->length - 1;
+    while (prefill->next < end) {
+      const int64_t size = std::min(chunk, end - prefill->next);
+      if (size * num_layers > work_left) return false;
+      RunPass(prefill, size, end);
+      work_left -= size * num_layers;
+    }
+    prefill->next = 0;
+    prefill->passing.reset();
+  }
+  bundle_->head
+      .Bind({memory.Floats(names::kHidden, Hidden(prompt_hidden_, prefill->length - 1), {1, 1, hidden_size_}),
+             Int64s(memory, names::kLast, prompt_last_.engine_address(), {1})},
+            {LogitsAt(memory, logits_.engine_address(prefill->row * vocab_size_), {1, vocab_size_})})
+      .Run();
+  return true;
+}
+
+// Runs a segment on the next `size` tokens of a prompt, of which it computes those before `end`.
+void Decoder::RunPass(Prefill* prefill, int64_t size, int64_t end) {
+  const Memory& memory = bundle_->memory;
+  const SegmentEngine& segment = bundle_->segments[prefill->segment];
+  if (!kv_.Has(segment.layers.front()) && !prefill->passing) {
     std::vector<int64_t> slots(Size(schedule_.num_layers()));
-    for (const int64_t layer : segment.layers) slots[Size(layer)] = count;
-    passing.emplace(memory, bundle_->manifest.model, std::move(slots), 1);
+    for (const int64_t layer : segment.layers) slots[Size(layer)] = end;
+    prefill->passing.emplace(memory, bundle_->manifest.model, std::move(slots), 1);
   }
-  KvBuffer& kv = passing ? *passing : kv_;
-  for (int64_t start = first; start < count; start += kPrefillChunk) {
-    const int64_t size = std::min(kPrefillChunk, count - start);
-    std::byte* hidden = Hidden(prompt_hidden_, start);
-    auto total = static_cast<int32_t>(start + size);
-    Bindings bound{{memory.Floats(names::kHidden, hidden, {1, size, hidden_size_}),
-                    Int64s(memory, names::kPositionIds, prompt_positions_.engine_address(start), {1, size}),
-                    SeqlensK(memory, prompt_seqlens_k_.engine_address(total - 1), 1), Total(&total)},
-                   {memory.Floats(names::kHiddenOut, hidden, {1, size, hidden_size_})}};
-    for (const int64_t layer : segment.layers) kv.Bind(layer, passing ? 0 : row, 1, &bound);
-    for (const int64_t source : KeySources(bundle_->manifest.model, segment.layers)) kv_.BindRead(source, row, 1, &bound);
-    segment.engine.Bind(bound.inputs, bound.outputs).Run();
-  }
+  KvBuffer& kv = prefill->passing ? *prefill->passing : kv_;
+  const int64_t start = prefill->next;
+  std::byte* hidden = Hidden(prompt_hidden_, start);
+  auto total = static_cast<int32_t>(start + size);
+  Bindings bound{{memory.Floats(names::kHidden, hidden, {1, size, hidden_size_}),
+                  Int64s(memory, names::kPositionIds, prompt_positions_.engine_address(start), {1, size}),
+                  SeqlensK(memory, prompt_seqlens_k_.engine_address(total - 1), 1), Total(&total)},
+                 {memory.Floats(names::kHiddenOut, hidden, {1, size, hidden_size_})}};
+  for (const int64_t layer : segment.layers) kv.Bind(layer, prefill->passing ? 0 : prefill->row, 1, &bound);
+  for (const int64_t source : KeySources(bundle_->manifest.model, segment.layers)) kv_.BindRead(source, prefill->row, 1, &bound);
+  segment.engine.Bind(bound.inputs, bound.outputs).Run();
+  prefill->next = start + size;
 }
 
 // Position `index` of hidden states [.., H].
@@ -236,9 +280,13 @@ const Binding& Decoder::BoundHead() {
                                           {LogitsAt(memory, logits_.engine_address(), {count, vocab_size_})}));
 }
 
-void Decoder::CopyRow(int64_t from, int64_t to) {
+void Decoder::MoveRow(int64_t from, int64_t to) {
   positions_[Size(to)] = positions_[Size(from)];
-  kv_.CopyRow(from, to, positions_[Size(from)].length);
+  CopyRow(from, to, positions_[Size(from)].length);
+}
+
+void Decoder::CopyRow(int64_t from, int64_t to, int64_t length) {
+  kv_.CopyRow(from, to, length);
   bundle_->memory.Copy(logits_.engine_address(to * vocab_size_), logits_.engine_address(from * vocab_size_),
                        Size(vocab_size_) * sizeof(float));
 }

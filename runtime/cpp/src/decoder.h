@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,6 +37,16 @@ class Decoder {
   // Other rows may have moved: `moved(from, to)` is called for each of them, in order.
   template <typename Moved>
   int64_t Add(const int64_t* prompt, int64_t length, Moved moved);
+  // The same in parts, between which rows may step or leave, but none may join: Begin, RunPart until it returns true, Join.
+  // Begin returns false if there is no place where the row could wait meanwhile. If RunPart throws, the prefill has ended.
+  bool Begin(const int64_t* prompt, int64_t length);
+  // Run passes that are worth at most `work` tokens in one layer; returns whether none is left. `work`: one token in all layers,
+  // or more.
+  bool RunPart(int64_t work);
+  template <typename Moved>
+  int64_t Join(Moved moved);
+  // End the prefill that has begun; on a GPU this waits for its work.
+  void Abandon();
   // Free a row's place. `moved`: as for Add. On a GPU throws SKD_ERROR_TARGET, after which rows may be half moved.
   template <typename Moved>
   void Remove(int64_t row, Moved moved);
@@ -65,15 +76,31 @@ class Decoder {
     int64_t t;       // position of the next decode step, counted from the schedule's anchor
   };
 
-  void Prefill(int64_t row, const int64_t* prompt, int64_t length);
-  void PrefillSegment(const SegmentEngine& segment, int64_t row, int64_t first, int64_t count);
+  // A prompt's prefill: passes of each segment over chunks of the prompt. Those of the segments before `segment`, and those of
+  // `segment` before the prompt's token `next`, have run.
+  struct Prefill {
+    int64_t row, length;
+    size_t segment;
+    int64_t next;
+    std::optional<KvBuffer> passing;  // what the layers of `segment` keep of the prompt, if no decode step computes them
+  };
+
+  Prefill StartPrefill(int64_t row, const int64_t* prompt, int64_t length);
+  bool RunPasses(Prefill* prefill, int64_t work);
+  void RunPass(Prefill* prefill, int64_t size, int64_t end);
+  Position FirstPosition(int64_t prompt_length) const;
   std::byte* Hidden(const Block& block, int64_t index) const;
   void FindRoute();
   const Binding& BoundSegment(size_t segment, int64_t start);
   const Binding& BoundEmbed();
   const Binding& BoundHead();
-  void CopyRow(int64_t from, int64_t to);
-  // Undo an Add that got as far as `hole`; false if rows cannot be moved back.
+  // Copy what `from` keeps, of its first `length` tokens, and its logits.
+  void CopyRow(int64_t from, int64_t to, int64_t length);
+  void MoveRow(int64_t from, int64_t to);
+  // Make room for a row, have `fill(row)` fill it, and return it; other rows are moved as Add says.
+  template <typename Fill, typename Moved>
+  int64_t Insert(Position joining, Fill fill, Moved moved);
+  // Undo an Insert that got as far as `hole`; false if rows cannot be moved back.
   template <typename Moved>
   bool MoveBack(int64_t hole, Moved moved);
 
@@ -84,6 +111,7 @@ class Decoder {
   size_t first_segment_keeping_nothing_ = 0;  // and none after it keeps anything: a prompt's last token is enough
   KvBuffer kv_;
   std::vector<Position> positions_;
+  std::optional<Prefill> prefill_;       // that has begun, of a row that has not joined
   Block hidden_, prompt_hidden_;         // [rows, H], [max_prompt, H]
   mutable MirroredArray<float> logits_;  // copied to the host only when asked for
   MirroredArray<int64_t> ids_, position_ids_, last_, prompt_ids_, prompt_positions_, prompt_last_;
@@ -105,7 +133,25 @@ class Decoder {
 
 template <typename Moved>
 int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
-  const Position joining{length, schedule_.anchor() == Anchor::kAbsolute ? length : 0};
+  const auto fill = [&](int64_t row) {
+    Prefill prefill = StartPrefill(row, prompt, length);
+    RunPasses(&prefill, std::numeric_limits<int64_t>::max());
+  };
+  return Insert(FirstPosition(length), fill, moved);
+}
+
+template <typename Moved>
+int64_t Decoder::Join(Moved moved) {
+  const int64_t waited = prefill_->row, length = prefill_->length;
+  prefill_.reset();
+  const auto fill = [&](int64_t row) {
+    if (row != waited) CopyRow(waited, row, length);
+  };
+  return Insert(FirstPosition(length), fill, moved);
+}
+
+template <typename Fill, typename Moved>
+int64_t Decoder::Insert(Position joining, Fill fill, Moved moved) {
   int64_t hole = rows();
   positions_.push_back(joining);
   try {
@@ -114,12 +160,12 @@ int64_t Decoder::Add(const int64_t* prompt, int64_t length, Moved moved) {
       const int64_t t = positions_[static_cast<size_t>(hole - 1)].t;
       int64_t first = hole - 1;
       while (first > 0 && positions_[static_cast<size_t>(first - 1)].t == t) --first;
-      CopyRow(first, hole);
+      MoveRow(first, hole);
       moved(first, hole);
       hole = first;
     }
     positions_[static_cast<size_t>(hole)] = joining;
-    Prefill(hole, prompt, length);
+    fill(hole);
   } catch (...) {
     if (!MoveBack(hole, moved)) RethrowAsHalfDone("adding a row");
     throw;
@@ -147,7 +193,7 @@ void Decoder::Remove(int64_t row, Moved moved) {
     int64_t last = hole + 1;
     while (last < rows() - 1 && positions_[static_cast<size_t>(last + 1)].t == t) ++last;
     try {
-      CopyRow(last, hole);
+      MoveRow(last, hole);
     } catch (...) {
       RethrowAsHalfDone("moving rows");
     }

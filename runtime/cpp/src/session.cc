@@ -12,6 +12,10 @@
 namespace skd {
 namespace {
 
+// Tokens of a prompt's part. On a CPU a step costs as much as a prompt of 3 (int4) to 10 tokens (fp32). A GPU computes hundreds
+// of tokens in the time in which it reads the weights.
+constexpr uint32_t kPartTokens = 64, kGpuPartTokens = 512;
+
 int64_t MaxRows(const Bundle& bundle, const skd_session_options& options) {
   CheckRows(bundle, options.max_rows);
   return options.max_rows;
@@ -76,27 +80,65 @@ void Session::Check(const int64_t* prompt, size_t length, const skd_row_options&
 }
 
 uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_options& options) {
+  PrepareToJoin(prompt, length, options);
+  const auto began = std::chrono::steady_clock::now();
+  Join(NewRow(options), [&] { return decoder_.Add(prompt, static_cast<int64_t>(length), Mover{&rows_}); });
+  counters_.prefill_ns += NanosecondsSince(began);
+  return next_id_++;
+}
+
+uint64_t Session::Begin(const int64_t* prompt, size_t length, const skd_row_options& options) {
+  PrepareToJoin(prompt, length, options);
+  const auto began = std::chrono::steady_clock::now();
+  if (!decoder_.Begin(prompt, static_cast<int64_t>(length))) return Add(prompt, length, options);
+  beginning_ = NewRow(options);
+  counters_.prefill_ns += NanosecondsSince(began);
+  return next_id_++;
+}
+
+bool Session::RunPart(uint32_t tokens) {
+  if (!beginning_) return true;
+  const auto began = std::chrono::steady_clock::now();
+  const Row row = *std::exchange(beginning_, std::nullopt);
+  const int64_t part = tokens > 0 ? tokens : bundle_->memory.on_host() ? kPartTokens : kGpuPartTokens;
+  const bool complete = decoder_.RunPart(part * bundle_->manifest.model.num_layers);
+  if (complete) {
+    Join(row, [&] { return decoder_.Join(Mover{&rows_}); });
+  } else {
+    beginning_ = row;
+  }
+  counters_.prefill_ns += NanosecondsSince(began);
+  return complete;
+}
+
+// Checks all that can be checked before a prompt runs.
+void Session::PrepareToJoin(const int64_t* prompt, size_t length, const skd_row_options& options) {
   Check(prompt, length, options, "prompt");
+  if (beginning_) throw Error(SKD_ERROR_ARGUMENT, "another prompt has begun", "run its parts first", "prompt");
   if (decoder_.rows() == max_rows_) {
     throw CapacityError("all " + std::to_string(max_rows_) + " rows are in use",
                         "wait until one ends, or ask for a larger max_rows", "prompt");
   }
   // now, because a failure later would leave a row without its token
   if (!turn_around_) sampler_.Prepare(bundle_->manifest.model.vocab_size, options);
-  const auto began = std::chrono::steady_clock::now();
+}
+
+// Takes in a row that `insert` puts among the decoder's, and chooses its first token.
+template <typename Insert>
+void Session::Join(const Row& row, Insert insert) {
   rows_.emplace_back();
   gpu_inputs_current_ = false;
   size_t index = 0;
   try {
-    index = static_cast<size_t>(decoder_.Add(prompt, static_cast<int64_t>(length), Mover{&rows_}));
+    index = static_cast<size_t>(insert());
   } catch (...) {
     rows_.pop_back();
     throw;
   }
-  rows_[index] = {next_id_, 0, 0, false, SKD_FINISH_NONE, options};
+  rows_[index] = row;
   try {
     if (turn_around_) {
-      turn_around_->SetRow(static_cast<int64_t>(index), options, 0);
+      turn_around_->SetRow(static_cast<int64_t>(index), row.options, 0);
       turn_around_->Send(static_cast<int64_t>(index), 1);
     }
     Choose(index, 1);
@@ -104,9 +146,6 @@ uint64_t Session::Add(const int64_t* prompt, size_t length, const skd_row_option
     Remove(index);
     throw;
   }
-  ++next_id_;
-  counters_.prefill_ns += NanosecondsSince(began);
-  return rows_[index].id;
 }
 
 const std::vector<skd_event>& Session::Step() {
@@ -135,7 +174,14 @@ const std::vector<skd_event>& Session::Step() {
   return events_;
 }
 
-void Session::Cancel(uint64_t row) { Remove(Find(row)); }
+void Session::Cancel(uint64_t row) {
+  if (beginning_ && beginning_->id == row) {
+    beginning_.reset();
+    decoder_.Abandon();
+  } else {
+    Remove(Find(row));
+  }
+}
 
 const float* Session::Logits(uint64_t row) const { return decoder_.Logits(static_cast<int64_t>(Find(row))); }
 

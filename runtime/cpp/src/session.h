@@ -25,6 +25,11 @@ class Session {
   // Throws SKD_ERROR_CAPACITY if such a row can never join. `where` names the prompt in the message.
   void Check(const int64_t* prompt, size_t length, const skd_row_options& options, const char* where) const;
   uint64_t Add(const int64_t* prompt, size_t length, const skd_row_options& options);
+  // As Add, but the prefill runs in parts, by RunPart.
+  uint64_t Begin(const int64_t* prompt, size_t length, const skd_row_options& options);
+  // Run passes that are worth a prompt of at most `tokens` tokens; 0: so many that a step between two parts costs little.
+  // Returns whether the row has joined, or none has begun. If it throws, the row has left.
+  bool RunPart(uint32_t tokens);
   // The first tokens of rows that joined; if there are none, the tokens of one decode step. Empty: no row is left.
   const std::vector<skd_event>& Step();
   void Cancel(uint64_t row);
@@ -46,6 +51,10 @@ class Session {
     void operator()(int64_t from, int64_t to) const { (*rows)[static_cast<size_t>(to)] = (*rows)[static_cast<size_t>(from)]; }
   };
 
+  void PrepareToJoin(const int64_t* prompt, size_t length, const skd_row_options& options);
+  Row NewRow(const skd_row_options& options) const { return {next_id_, 0, 0, false, SKD_FINISH_NONE, options}; }
+  template <typename Insert>
+  void Join(const Row& row, Insert insert);
   size_t Find(uint64_t row) const;
   int64_t DecodeStep();
   void Choose(size_t first, size_t count);
@@ -61,6 +70,7 @@ class Session {
   std::optional<TurnAround> turn_around_;  // chooses them on a GPU
   bool gpu_inputs_current_ = false;        // whether it has each row's newest token, place and settings
   std::vector<Row> rows_;                  // in the decoder's order
+  std::optional<Row> beginning_;           // whose prefill runs in parts; it is not in the decoder's order yet
   std::vector<int64_t> tokens_;
   std::vector<skd_event> events_;
   uint64_t next_id_ = 0;

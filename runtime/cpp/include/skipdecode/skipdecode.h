@@ -122,7 +122,7 @@ typedef struct skd_counters {
   size_t struct_size;
   uint64_t decode_steps;
   uint64_t tokens;           /* generated, by all rows, prefills included */
-  uint64_t prefill_ns;       /* in skd_session_add */
+  uint64_t prefill_ns;       /* in skd_session_add, _begin and _prefill */
   uint64_t decode_ns;        /* in decode steps */
   uint64_t decode_engine_ns; /* the part of decode_ns spent in ONNX Runtime; on a GPU also waiting for the tokens */
   uint64_t kv_bytes;         /* size of the KV buffer */
@@ -162,12 +162,24 @@ SKD_API void skd_session_destroy(skd_session* session);
 SKD_API skd_row_options skd_row_options_default(void);
 /* Run the prefill of a prompt, `length` token ids, as a new row that joins the next decode step, however far the other
  * rows are. *row is its id, unique in the session. The next skd_session_step delivers its first token.
- * Errors: CAPACITY (also if all max_rows are in use), INTERNAL if an engine fails on the CPU, TARGET if one fails on a GPU. */
+ * Errors: CAPACITY (also if all max_rows are in use), INTERNAL if an engine fails on the CPU, TARGET if one fails on a GPU,
+ * ARGUMENT while a prompt that skd_session_begin has begun is under way. */
 SKD_API skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
                                     uint64_t* row);
-/* Deliver the first tokens of rows that were added since the last call. If there are none, run one decode step of all
+/* As skd_session_add, but the prefill runs in parts, by skd_session_prefill, so that the other rows need not wait for all
+ * of it: between two parts they may step, and end. One prompt at a time can be under way, and no row can be added
+ * meanwhile. In a session's last free place, a schedule with anchor "absolute" runs the prompt here, as a whole.
+ * Errors: those of skd_session_add. */
+SKD_API skd_status* skd_session_begin(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
+                                      uint64_t* row);
+/* Run the next part of the prefill that skd_session_begin has begun: at most as much work as a prompt of `tokens` tokens is.
+ * Few tokens make many small passes, each of which reads its layers' weights. 0: 64 on a CPU, 512 on a GPU. *joined is not
+ * 0 once the row has joined the others, or if no prefill has begun. skd_session_cancel ends a prefill between two parts.
+ * Errors: those of skd_session_add, after which the row is gone. */
+SKD_API skd_status* skd_session_prefill(skd_session* session, uint32_t tokens, int* joined);
+/* Deliver the first tokens of rows that joined since the last call. If there are none, run one decode step of all
  * rows and deliver one token a row. `events` is the caller's array of `capacity` events, at least max_rows. *count of
- * them are filled; 0 means that the session has no rows left. A row leaves the session with the event whose `finish` is
+ * them are filled; 0 means that no row has joined, or none is left. A row leaves the session with the event whose `finish` is
  * not SKD_FINISH_NONE; its id is not used again.
  * Errors: CAPACITY (the step did not begin), INTERNAL (an engine failed on the CPU), TARGET (an engine failed on a GPU,
  * or memory ran out during the step). */

@@ -99,6 +99,19 @@ class Session {
     internal::Check(skd_session_add(handle_.get(), prompt.data(), prompt.size(), &options, &row));
     return row;
   }
+  // The same in parts: other rows may step while Prefill has not yet returned true.
+  uint64_t Begin(const std::vector<int64_t>& prompt, const skd_row_options& options = RowOptions()) {
+    uint64_t row = 0;
+    internal::Check(skd_session_begin(handle_.get(), prompt.data(), prompt.size(), &options, &row));
+    return row;
+  }
+  // Run the next part, at most as much work as a prompt of `tokens` tokens is; 0: so much that a step between two parts costs
+  // little. Returns whether the row has joined the others.
+  bool Prefill(uint32_t tokens = 0) {
+    int joined = 0;
+    internal::Check(skd_session_prefill(handle_.get(), tokens, &joined));
+    return joined != 0;
+  }
   // Deliver the first tokens of newly added rows or, if there are none, run one decode step of all rows. Empty: no row is
   // left. The result is valid until the next call.
   const std::vector<skd_event>& Step() {
