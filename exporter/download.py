@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.utils import logging
 from tqdm import tqdm
 
@@ -29,6 +29,8 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.hub_errors import explain
 
 _WANTED_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+_SAFETENSORS = ["model*.safetensors", "adapter_model.safetensors"]
+_BIN = ["pytorch_model*.bin", "adapter_model.bin"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights in some repositories
 
 
@@ -77,10 +79,22 @@ def _main() -> int:
 
 def _fetch(name: str) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class()))
-    if not any(any(folder.glob(pattern)) for pattern in ("model*.safetensors", "adapter_model.safetensors")):
-        other = ["pytorch_model*.bin", "adapter_model.bin"]
-        snapshot_download(name, allow_patterns=other, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
+    if not _holds_any(folder, _SAFETENSORS):
+        snapshot_download(name, allow_patterns=_BIN, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
+        if not _holds_any(folder, _BIN):
+            _check_reachable(name)  # else this may be a snapshot of which only the settings were fetched
     return folder
+
+
+def _check_reachable(name: str) -> None:
+    try:
+        model_info(name)
+    except Exception as error:  # also of huggingface_hub's HTTP client, which snapshot_download would turn into its own
+        raise OSError(str(error)) from error
+
+
+def _holds_any(folder: Path, patterns: list[str]) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def _bar_class() -> Any:

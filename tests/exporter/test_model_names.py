@@ -35,6 +35,7 @@ from tests.zoo import Zoo, edit_settings
 
 _COMMAND = [str(Path(sys.executable).parent / "skip-export")]
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
+_FETCH_SETTINGS = "from skipdecode.exporter.hub_config import fetch_config; print(fetch_config('org/llama').parent.name)"
 
 
 def _export(url: str, home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -108,9 +109,8 @@ def test_weights_in_other_formats_are_not_downloaded(zoo: Zoo, tmp_path: Path) -
 
 def test_settings_are_fetched_without_a_word(tmp_path: Path) -> None:
     CONFIGS["llama"]().save_pretrained(tmp_path / "hub" / "org" / "llama")
-    program = "from skipdecode.exporter.hub_config import fetch_config; print(fetch_config('org/llama').parent.name)"
     with hub.serving(tmp_path / "hub") as served:
-        done = _run([sys.executable, "-c", program], served.url, tmp_path / "home")
+        done = _run([sys.executable, "-c", _FETCH_SETTINGS], served.url, tmp_path / "home")
     assert (done.returncode, done.stdout, done.stderr) == (0, "snapshots\n", "")
 
 
@@ -198,8 +198,27 @@ def test_a_gated_model_gives_one_line_that_says_how_to_get_it(name: str, tmp_pat
 def test_a_model_that_an_offline_machine_lacks_gives_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = _refuse("http://127.0.0.1:9", tmp_path / "home", name, tmp_path / "bundle")
-    expected = f"{name}: is neither a folder nor in huggingface_hub's cache; name a checkpoint folder, or unset HF_HUB_OFFLINE"
+    expected = (
+        f"{name}: is neither a folder nor, with its weights, in huggingface_hub's cache; name a checkpoint folder, or unset "
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(expected), done.stderr
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_model_of_which_only_settings_are_cached_gives_one_line_that_blames_the_network(
+    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CONFIGS["llama"]().save_pretrained(tmp_path / "hub" / "org" / "llama")
+    with hub.serving(tmp_path / "hub") as served:
+        _run([sys.executable, "-c", _FETCH_SETTINGS], served.url, tmp_path / "home")
+    if offline:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = _export("http://127.0.0.1:9", tmp_path / "home", "org/llama", "--out", tmp_path / "bundle")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    expected = (
+        "is neither a folder nor, with its weights, in" if offline else "is not a folder, and cannot be read from the hub ("
+    )
+    assert done.stderr.startswith(f"org/llama: {expected}"), done.stderr
 
 
 def test_a_model_of_only_gguf_files_gives_one_line(tmp_path: Path) -> None:
