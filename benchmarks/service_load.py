@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,13 +25,13 @@ from typing import Any
 import numpy as np
 import openai
 import psutil
+import service
 from machine import facts, write_results
 
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.schedule_builders import ScheduleRequest
 
 ROOT = Path(__file__).parent.parent
-SERVICE = ROOT / "build" / "cpp" / "release" / "cpp_service" / "skd_service"
 ROWS, QUEUE = 16, 64
 
 
@@ -88,10 +87,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "engines"
         export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=bundle, schedule=ScheduleRequest(span=48)))
-        command = [str(SERVICE), str(bundle), "--port", "0", "--rows", str(ROWS), "--queue", str(QUEUE), "--connections", "256"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
+        server, url = service.start(bundle, "--rows", str(ROWS), "--queue", str(QUEUE), "--connections", "256")
         tally, memory = asyncio.run(load(url, options.clients, options.seconds, psutil.Process(server.pid)))
         with urllib.request.urlopen(f"{url}/health", timeout=10) as health:
             healthy = health.status == 200

@@ -19,7 +19,7 @@ def service_load(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("openai")
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     yield importlib.import_module("service_load")
-    for name in ("service_load", "machine"):
+    for name in ("service_load", "service", "machine"):
         sys.modules.pop(name, None)
 
 

@@ -26,6 +26,14 @@ def test_training_measures_both_models() -> None:
     assert [line.split(":")[0] for line in lines] == [f"{model} {case}" for model in ("opt", "llama") for case in cases]
 
 
+def test_service_prompts_measures_both_ways() -> None:
+    if not (ROOT / "build" / "cpp" / "release" / "cpp_service" / "skd_service").exists():
+        pytest.skip("the C++ service is not built: make cpp")
+    medians = json.loads(_run("service_prompts.py").splitlines()[-1])["medians"]
+    assert set(medians) == {"in_parts", "whole"}
+    assert all(seconds > 0 for figures in medians.values() for seconds in figures.values())
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_choosing_measures_every_case(device: str) -> None:
     cases = json.loads(_run("choosing.py", "--device", device).splitlines()[-1])["cases"]

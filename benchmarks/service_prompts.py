@@ -1,0 +1,96 @@
+"""How long does a long prompt keep a row waiting that the C++ service decodes, and what does it cost the prompt that it does not?
+
+The service runs a prompt in parts, between which other rows step, but the prompts of a request with several run whole. So both
+ways are measured in one process, in turn: a row decodes; a long prompt comes, alone or with a second prompt of one token. Random
+weights (Llama, 22 x 2048) in int4 at 2x, clients on the same machine.
+
+    make cpp && .venv/bin/python benchmarks/service_prompts.py [--prompt-tokens 500] [--rounds 5] [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import openai
+import service
+import transformers
+from machine import facts, write_results
+
+from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.schedule_builders import ScheduleRequest
+
+_SHAPE = {
+    "num_hidden_layers": 22, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+_TINY = {**_SHAPE, "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+_WAYS: dict[str, list[list[int]]] = {"in_parts": [], "whole": [[5]]}  # the request's other prompts
+
+
+async def arrivals(api: openai.AsyncOpenAI, prompts: list[list[int]], max_tokens: int, seen: list[float]) -> None:
+    """Ask, and append when each piece of the answer came."""
+    stream = await api.completions.create(
+        model="model", prompt=prompts, max_tokens=max_tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        seen.append(time.monotonic())
+
+
+async def measure(url: str, way: str, prompt_tokens: int) -> dict[str, float]:
+    """Seconds: the running row's usual and longest wait for a token, and the long prompt's for its first."""
+    api = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    running: list[float] = []
+    row = asyncio.create_task(arrivals(api, [list(range(5, 21))], 2000, running))
+    while len(running) < 100:  # beyond the schedule's span
+        await asyncio.sleep(0.01)
+    answered: list[float] = []
+    asked = time.monotonic()
+    await arrivals(api, [[5 + index % 1000 for index in range(prompt_tokens)], *_WAYS[way]], 2, answered)
+    row.cancel()
+    await asyncio.wait([row])
+    waits = [(later, later - earlier) for earlier, later in itertools.pairwise(running)]
+    return {
+        "usual_wait_s": statistics.median(wait for when, wait in waits if when < asked),
+        "longest_wait_s": max(wait for when, wait in waits if when >= asked),
+        "first_token_s": answered[0] - asked,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-tokens", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, once; nothing is written")
+    options = parser.parse_args()
+    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, bundle = Path(folder) / "model", Path(folder) / "engines"
+        transformers.LlamaConfig(**(_TINY if options.smoke else _SHAPE)).save_pretrained(checkpoint)
+        export(
+            ExportRequest(
+                model=str(checkpoint), out=bundle, random_weights=True, schedule=ScheduleRequest(speedup=2, span=64),
+                quantize="int4", slim=True, max_length=4096,
+            )
+        )  # fmt: skip
+        server, url = service.start(bundle, "--rows", "4", "--max-prompt-tokens", "2048")
+        for number in range(1 if options.smoke else options.rounds):
+            for way in sorted(_WAYS, reverse=number % 2 == 1):
+                rounds[way].append(asyncio.run(measure(url, way, options.prompt_tokens)))
+        server.terminate()
+        server.wait(timeout=60)
+    medians = {way: {name: statistics.median(each[name] for each in found) for name in found[0]} for way, found in rounds.items()}
+    result = {"machine": facts(), "prompt_tokens": options.prompt_tokens, "medians": medians, "rounds": rounds}
+    print(json.dumps(result))
+    if not options.smoke:
+        write_results("service-prompts", result)
+
+
+if __name__ == "__main__":
+    main()
