@@ -28,6 +28,7 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --max-prompt-bytes N   bytes per prompt text, checked before it is tokenised (32 times --max-prompt-tokens)
   --timeout-s N          seconds for a request that has arrived, waiting included (60)
   --arrival-s N          seconds for a request to arrive, from its connection to its last byte (10)
+  --schedule full        compute every layer at every position, the baseline (the bundle's schedule)
   --target T             cpu or cuda (cpu, or cuda if the bundle has no cpu engines)
   --threads N            size of the process's thread pool (one thread per usable core)
   --onnxruntime-library F  libonnxruntime.so; for cuda, onnxruntime-gpu's
@@ -70,6 +71,14 @@ OptionHandler SecondsTo(std::chrono::milliseconds* to) {
   return [to](const std::string& option, const std::string& value) { *to = std::chrono::seconds(ParseCount(option, value, 1)); };
 }
 
+// Handles an option that has only this value.
+OptionHandler OnlyValue(const char* only, bool* given) {
+  return [=](const std::string& option, const std::string& value) {
+    if (value != only) throw std::runtime_error(option + ": '" + value + "' is not known; choose " + only + ", or leave it out");
+    *given = true;
+  };
+}
+
 service::Settings ParseArguments(int count, char** arguments) {
   service::Settings settings;
   const std::map<std::string, OptionHandler> options = {{"--host", TextTo(&settings.host)},
@@ -82,6 +91,7 @@ service::Settings ParseArguments(int count, char** arguments) {
                                                         {"--max-prompt-bytes", CountTo(&settings.max_prompt_bytes)},
                                                         {"--timeout-s", SecondsTo(&settings.timeout)},
                                                         {"--arrival-s", SecondsTo(&settings.arrival_timeout)},
+                                                        {"--schedule", OnlyValue("full", &settings.full_depth)},
                                                         {"--target", TextTo(&settings.target)},
                                                         {"--threads", CountTo(&settings.threads)},
                                                         {"--onnxruntime-library", TextTo(&settings.onnxruntime_library)},

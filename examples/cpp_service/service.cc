@@ -106,6 +106,7 @@ Service::Service(const Settings& settings)
       settings.max_prompt_bytes > 0 ? settings.max_prompt_bytes : kPromptBytesPerToken * limits_.max_prompt_tokens;
   room.max_prompt_tokens = limits_.max_prompt_tokens;
   room.max_new_tokens = limits_.max_new_tokens;
+  room.full_depth = settings.full_depth ? 1 : 0;
   batcher_ = std::make_unique<Batcher>(bundle_, room, settings.queue_length, &metrics_);
 
   server_.set_payload_max_length(kMaxBodyBytes);

@@ -20,6 +20,7 @@ namespace service {
 struct Settings {
   std::string bundle, host = "127.0.0.1", genai_library, onnxruntime_library;
   std::optional<std::string> target;  // unset: cpu, or cuda if the bundle has no cpu engines
+  bool full_depth = false;            // compute every layer at every position
   int port = 8080;
   size_t queue_length = 64;
   size_t connections = 256;

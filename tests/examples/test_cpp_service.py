@@ -32,6 +32,17 @@ def test_the_openai_client_gets_pythons_text(server: Server, bundle: Path) -> No
     assert answer.usage.prompt_tokens == len(expected.prompt_ids)
 
 
+def test_at_full_depth_the_service_gives_the_baselines_text(bundle: Path) -> None:
+    python = skipdecode.load(bundle)
+    expected = python.generate(PROMPT, max_new_tokens=40, schedule="full").sequences[0].text
+    assert expected != python.generate(PROMPT, max_new_tokens=40).sequences[0].text
+    running = Server(bundle, "--schedule", "full")
+    answer = running.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0)
+    assert answer.choices[0].text == expected
+    assert running.metric("layers_total") == 24 * running.metric("decode_steps_total")
+    assert running.stop() == 0
+
+
 def test_the_service_sends_no_telemetry_of_onnx_runtime(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library stores what it is going to send in the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -291,6 +302,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(bundle: Path) -> Non
         (["a", "--timeout-s", "0"], "--timeout-s: 0 is out of range; choose 1.."),
         (["BUNDLE", "--threads", "100000"], "--threads: 100000 is out of range; choose 1..1024, or 0: one a core"),
         (["a", "--rows"], "--rows: needs a value"),
+        (["a", "--schedule", "linear"], "--schedule: 'linear' is not known; choose full, or leave it out"),
         (["a", "--what", "1"], "--what: unknown option"),
         (["a", "--what"], "--what: unknown option"),
         (["--what"], "--what: unknown option"),
