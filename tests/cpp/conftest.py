@@ -84,7 +84,7 @@ def assert_agrees_with_python(driver: Driver, bundle: Path, lengths: list[int]) 
     for options in OPTIONS.values():
         chosen = {**options, "ignore_eos": True}  # Python runs ended rows until half have ended, C++ frees them
         assert driver.ask(command="generate", **asked, **chosen) == run(generator, prompts, chosen)
-    found = driver.ask(command="logits", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
+    found = driver.ask(command="session", **asked, max_new_tokens=17, ignore_eos=True)["logits"]
     np.testing.assert_allclose(np.array(found)[:, :16], logits, atol=1e-3, rtol=0)
 
 

@@ -74,8 +74,9 @@ Json Generate(const Json& request) {
   return {{"sequences", sequences}, {"layers", layers}};
 }
 
-// The logits from which each token was chosen, except each row's last one, and how many engine runs were graph launches.
-Json Logits(const Json& request) {
+// A session's tokens, the layers of each decode step, the logits from which each token was chosen, except each row's last one,
+// and how many engine runs were graph launches.
+Json RunSession(const Json& request) {
   const auto prompts = request.at("prompts").get<std::vector<std::vector<int64_t>>>();
   const skipdecode::Bundle& bundle = Loaded(request);
   const uint64_t vocab_size = bundle.info().vocab_size;
@@ -83,19 +84,24 @@ Json Logits(const Json& request) {
   room.max_rows = static_cast<uint32_t>(prompts.size());
   for (const auto& prompt : prompts)
     room.max_prompt_tokens = std::max(room.max_prompt_tokens, static_cast<uint32_t>(prompt.size()));
+  const auto schedule = request.value("schedule", std::vector<uint32_t>());
+  if (!schedule.empty()) room.layers = schedule.data();
+  room.num_positions = schedule.size();
   skipdecode::Session session(bundle, room);
-  Json logits = Json::array();
+  Json logits = Json::array(), tokens = Json::array(), layers = Json::array();
   const auto take = [&](uint64_t row) {
     const float* found = session.Logits(row);
     logits[row].push_back(std::vector<float>(found, found + vocab_size));
   };
   for (const auto& prompt : prompts) take(session.Add(prompt, RowOptions(request)));
   for (auto events = session.Step(); !events.empty(); events = session.Step()) {
+    if (events.front().prefill == 0) layers.push_back(events.front().layers);
     for (const skd_event& event : events) {
+      tokens[event.row].push_back(event.token);
       if (event.prefill == 0 && event.finish == SKD_FINISH_NONE) take(event.row);
     }
   }
-  return {{"logits", logits}, {"graph_launches", session.counters().graph_launches}};
+  return {{"token_ids", tokens}, {"layers", layers}, {"logits", logits}, {"graph_launches", session.counters().graph_launches}};
 }
 
 Json Tokenize(const Json& request) {
@@ -151,7 +157,7 @@ Json MakeEnvironment(const Json& request) {
 Json Answer(const Json& request) {
   const std::string command = request.at("command");
   if (command == "generate") return Generate(request);
-  if (command == "logits") return Logits(request);
+  if (command == "session") return RunSession(request);
   if (command == "tokenize") return Tokenize(request);
   if (command == "make_environment") return MakeEnvironment(request);
   return Info(request);

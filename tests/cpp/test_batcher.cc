@@ -50,7 +50,7 @@ const char* skd_status_message(const skd_status* /*status*/) { return "told to f
 void skd_status_destroy(skd_status* status) { delete status; }
 skd_load_options skd_load_options_default() { return {}; }
 skd_row_options skd_row_options_default() { return {}; }
-skd_session_options skd_session_options_default() { return {sizeof(skd_session_options), 1, 0, 0, 0}; }
+skd_session_options skd_session_options_default() { return {sizeof(skd_session_options), 1, 0, 0, 0, nullptr, 0}; }
 
 skd_status* skd_bundle_load(const char* /*path*/, const skd_load_options* /*options*/, skd_bundle** bundle) {
   *bundle = new skd_bundle;

@@ -168,6 +168,29 @@ TEST_CASE("a bundle's information fields are filled in") {
   CHECK(info.load_s > 0);
 }
 
+TEST_CASE("a schedule that a session cannot run is refused with a line") {
+  // the bundle's own falls from 6 to 2 layers of 6, each count its own variant
+  const auto refused = [](const std::vector<uint32_t>& layers, uint32_t full_depth = 0) {
+    skd_session_options options = Room(1);
+    options.layers = layers.data();
+    options.num_positions = layers.size();
+    options.full_depth = full_depth;
+    skd_session* session = nullptr;
+    const auto found = CodeAndMessage(skd_session_create(Bundle().get(), &options, &session));
+    skd_session_destroy(session);
+    return found;
+  };
+  const auto schedule = [](const std::string& line) { return std::pair(SKD_ERROR_SCHEDULE, line); };
+  CHECK(refused({6, 6, 2}).first == SKD_OK);
+  CHECK(refused({2, 3}) == schedule("the layer count rises at position 1; choose other layer counts"));
+  CHECK(refused({7}) == schedule("7 layers at position 0: not among 2 .. 6; choose other layer counts"));
+  CHECK(refused({1}) == schedule("1 layers at position 0: not among 2 .. 6; choose other layer counts"));
+  CHECK(refused({6}, 1) == std::pair(SKD_ERROR_ARGUMENT, std::string("layers and full_depth are both given; see skipdecode.h")));
+  std::vector<uint32_t> none;
+  none.reserve(1);  // so that data() is not NULL
+  CHECK(refused(none) == schedule("the table of layer counts is empty; choose other layer counts"));
+}
+
 TEST_CASE("a caller that knows fewer fields gets those, and no byte after them is written") {
   skd_bundle_info info{};
   info.struct_size = offsetof(skd_bundle_info, num_variants);

@@ -71,6 +71,6 @@ def test_tokens_match_the_python_runtime(cuda_graphs: bool, sampling: dict[str, 
 def test_graphs_replace_the_calls_and_give_the_same_logits(bundle: Path, driver: Driver) -> None:
     """Rows of different lengths. With at most three variants, most of the twelve steps are graphs."""
     asked = {cuda_graphs: _asked(bundle, cuda_graphs=cuda_graphs, prompts=PROMPTS) for cuda_graphs in (True, False)}
-    found = {cuda_graphs: driver.ask(command="logits", **asked[cuda_graphs]) for cuda_graphs in asked}
+    found = {cuda_graphs: driver.ask(command="session", **asked[cuda_graphs]) for cuda_graphs in asked}
     assert found[True]["logits"] == found[False]["logits"]
     assert found[True]["graph_launches"] > NEW and found[False]["graph_launches"] == 0

@@ -146,7 +146,7 @@ void skd_status_destroy(skd_status* status) {
 
 skd_load_options skd_load_options_default(void) { return {sizeof(skd_load_options), nullptr, 0, nullptr, 0}; }
 
-skd_session_options skd_session_options_default(void) { return {sizeof(skd_session_options), 1, 0, 0, 0}; }
+skd_session_options skd_session_options_default(void) { return {sizeof(skd_session_options), 1, 0, 0, 0, nullptr, 0}; }
 
 skd_row_options skd_row_options_default(void) { return {sizeof(skd_row_options), 64, 0, 1.0, 0, 1.0, 0, 0, 0}; }
 
@@ -177,7 +177,9 @@ void skd_bundle_destroy(skd_bundle* bundle) { delete bundle; }
 skd_status* skd_session_create(const skd_bundle* bundle, const skd_session_options* options, skd_session** session) {
   return Guarded([&] {
     Require(bundle != nullptr && session != nullptr, "bundle or session is NULL");
-    *session = new skd_session{skd::Session(bundle->bundle, WithDefaults(options, skd_session_options_default()))};
+    const skd_session_options given = WithDefaults(options, skd_session_options_default());
+    Require(given.layers == nullptr || given.full_depth == 0, "layers and full_depth are both given");
+    *session = new skd_session{skd::Session(bundle->bundle, given)};
   });
 }
 

@@ -48,7 +48,9 @@ void CheckSources(const Manifest& manifest) {
     if (group.keys || !below || !manifest.model.GroupOf(source).keys) {
       throw Malformed("model.state_layers", "read keys of layers that have none, or are above");
     }
-    if (manifest.schedule.Cap(source)) throw Malformed("the schedule", "skips layers whose keys and values later layers read");
+  }
+  if (SkipsSource(manifest.schedule, manifest.model)) {
+    throw Malformed("the schedule", "skips layers whose keys and values later layers read");
   }
 }
 
@@ -103,13 +105,7 @@ void CheckSegments(const Manifest& manifest) {
     if (segment.empty()) throw Malformed("segments", "do not cover each layer once");
   }
   if (next != manifest.model.num_layers) throw Malformed("segments", "do not cover each layer once");
-  for (const auto& segment : manifest.segments) {
-    for (const int64_t layer : segment) {
-      if (manifest.schedule.Cap(layer) != manifest.schedule.Cap(segment.front())) {
-        throw Malformed("segments", "are cut through by the schedule");
-      }
-    }
-  }
+  if (CutsThroughSegment(manifest.schedule, manifest.segments)) throw Malformed("segments", "are cut through by the schedule");
 }
 
 void CheckVariants(const Manifest& manifest) {
@@ -202,6 +198,18 @@ void CheckManifest(const Manifest& manifest, const std::vector<std::optional<int
   CheckVariants(manifest);
   CheckTargets(manifest);
   CheckPaths(manifest);
+}
+
+bool CutsThroughSegment(const Schedule& schedule, const std::vector<std::vector<int64_t>>& segments) {
+  return std::any_of(segments.begin(), segments.end(), [&](const auto& segment) {
+    const auto differs = [&](int64_t layer) { return schedule.Cap(layer) != schedule.Cap(segment.front()); };
+    return std::any_of(segment.begin(), segment.end(), differs);
+  });
+}
+
+bool SkipsSource(const Schedule& schedule, const Model& model) {
+  const auto skips = [&](const LayerGroup& group) { return group.keys_of && schedule.Cap(*group.keys_of); };
+  return std::any_of(model.state_layers.begin(), model.state_layers.end(), skips);
 }
 
 }  // namespace skd

@@ -13,4 +13,9 @@ namespace skd {
 // Throws SKD_ERROR_BUNDLE.
 void CheckManifest(const Manifest& manifest, const std::vector<std::optional<int64_t>>& kv_slots);
 
+// Whether a schedule computes some layers of a segment at positions at which it skips others.
+bool CutsThroughSegment(const Schedule& schedule, const std::vector<std::vector<int64_t>>& segments);
+// Whether a schedule skips a layer whose keys and values later layers read.
+bool SkipsSource(const Schedule& schedule, const Model& model);
+
 }  // namespace skd

@@ -10,9 +10,7 @@ namespace skd {
 
 Schedule::Schedule(int64_t num_layers, int64_t warmup_layers, std::vector<int64_t> layers, Anchor anchor)
     : num_layers_(num_layers), warmup_layers_(warmup_layers), layers_(std::move(layers)), anchor_(anchor) {
-  const auto fail = [](const std::string& what) {
-    throw Error(SKD_ERROR_SCHEDULE, what, "export the model with another schedule");
-  };
+  const auto fail = [](const std::string& what) { throw Error(SKD_ERROR_SCHEDULE, what, "choose other layer counts"); };
   if (warmup_layers_ < 0 || warmup_layers_ > num_layers_) {
     fail("warmup_layers " + std::to_string(warmup_layers_) + ": the model has " + std::to_string(num_layers_) + " layers");
   }

@@ -7,6 +7,7 @@
 
 #include "elapsed.h"
 #include "error.h"
+#include "manifest_check.h"
 #include "token_ids.h"
 
 namespace skd {
@@ -42,6 +43,19 @@ int64_t MaxNewTokens(const Bundle& bundle, const skd_session_options& options) {
   return chosen;
 }
 
+Schedule ScheduleFor(const Manifest& manifest, const skd_session_options& options) {
+  const Schedule& own = manifest.schedule;
+  if (options.full_depth != 0) return Schedule::FullDepth(manifest.model.num_layers);
+  if (options.layers == nullptr) return own;
+  Schedule given(own.num_layers(), own.warmup_layers(), {options.layers, options.layers + options.num_positions}, own.anchor());
+  const char* const wrong = CutsThroughSegment(given, manifest.segments) ? "cuts through a segment of this bundle"
+                            : SkipsSource(given, manifest.model)         ? "skips layers whose keys and values later layers read"
+                                                                         : nullptr;
+  if (wrong == nullptr) return given;
+  throw Error(SKD_ERROR_SCHEDULE, std::string("the schedule ") + wrong,
+              "choose other layer counts, or export the model with them");
+}
+
 }  // namespace
 
 void CheckRows(const Bundle& bundle, uint64_t rows) {
@@ -56,9 +70,7 @@ Session::Session(std::shared_ptr<const Bundle> bundle, const skd_session_options
       max_rows_(MaxRows(*bundle_, options)),
       max_prompt_(MaxPromptTokens(*bundle_, options)),
       max_new_(MaxNewTokens(*bundle_, options)),
-      decoder_(bundle_,
-               options.full_depth != 0 ? Schedule::FullDepth(bundle_->manifest.model.num_layers) : bundle_->manifest.schedule,
-               max_rows_, max_prompt_, max_new_) {
+      decoder_(bundle_, ScheduleFor(bundle_->manifest, options), max_rows_, max_prompt_, max_new_) {
   if (!bundle_->memory.on_host()) turn_around_.emplace(bundle_->memory, max_rows_, bundle_->manifest.model.vocab_size);
   rows_.reserve(static_cast<size_t>(max_rows_));
   tokens_.resize(static_cast<size_t>(max_rows_));

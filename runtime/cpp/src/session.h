@@ -18,7 +18,7 @@ void CheckRows(const Bundle& bundle, uint64_t rows);
 
 class Session {
  public:
-  // Throws SKD_ERROR_CAPACITY.
+  // Throws SKD_ERROR_CAPACITY, SKD_ERROR_SCHEDULE.
   Session(std::shared_ptr<const Bundle> bundle, const skd_session_options& options);
 
   int64_t max_rows() const { return max_rows_; }
