@@ -87,13 +87,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "engines"
         export(ExportRequest(model=str(ROOT / "examples" / "e2e" / "model"), out=bundle, schedule=ScheduleRequest(span=48)))
-        server, url = service.start(bundle, "--rows", str(ROWS), "--queue", str(QUEUE), "--connections", "256")
-        tally, memory = asyncio.run(load(url, options.clients, options.seconds, psutil.Process(server.pid)))
-        with urllib.request.urlopen(f"{url}/health", timeout=10) as health:
-            healthy = health.status == 200
-        server.terminate()
-        exit_status = server.wait(timeout=60)
-    result = _result(options, tally, memory, healthy, exit_status)
+        arguments = ("--rows", str(ROWS), "--queue", str(QUEUE), "--connections", "256")
+        with service.serving(bundle, *arguments) as (server, url):
+            tally, memory = asyncio.run(load(url, options.clients, options.seconds, psutil.Process(server.pid)))
+            with urllib.request.urlopen(f"{url}/health", timeout=10) as health:
+                healthy = health.status == 200
+    result = _result(options, tally, memory, healthy, server.returncode)
     print(json.dumps(result, indent=2))
     if result["holds"] and options.seconds >= 60:
         write_results("service-load", result)

@@ -79,12 +79,10 @@ def main() -> None:
                 quantize="int4", slim=True, max_length=4096,
             )
         )  # fmt: skip
-        server, url = service.start(bundle, "--rows", "4", "--max-prompt-tokens", "2048")
-        for number in range(1 if options.smoke else options.rounds):
-            for way in sorted(_WAYS, reverse=number % 2 == 1):
-                rounds[way].append(asyncio.run(measure(url, way, options.prompt_tokens)))
-        server.terminate()
-        server.wait(timeout=60)
+        with service.serving(bundle, "--rows", "4", "--max-prompt-tokens", "2048") as (_, url):
+            for number in range(1 if options.smoke else options.rounds):
+                for way in sorted(_WAYS, reverse=number % 2 == 1):
+                    rounds[way].append(asyncio.run(measure(url, way, options.prompt_tokens)))
     medians = {way: {name: statistics.median(each[name] for each in found) for name in found[0]} for way, found in rounds.items()}
     result = {"machine": facts(), "prompt_tokens": options.prompt_tokens, "medians": medians, "rounds": rounds}
     print(json.dumps(result))

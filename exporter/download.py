@@ -29,8 +29,6 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.hub_errors import explain
 
 _WANTED_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-_SAFETENSORS = ["model*.safetensors", "adapter_model.safetensors"]
-_BIN = ["pytorch_model*.bin", "adapter_model.bin"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights in some repositories
 
 
@@ -79,10 +77,11 @@ def _main() -> int:
 
 def _fetch(name: str) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class()))
-    if not _holds_any(folder, _SAFETENSORS):
-        snapshot_download(name, allow_patterns=_BIN, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
-        if not _holds_any(folder, _BIN):
-            _check_reachable(name)  # else this may be a snapshot of which only the settings were fetched
+    if not _holds_any(folder, "model*.safetensors", "adapter_model.safetensors"):
+        other = ["pytorch_model*.bin", "adapter_model.bin"]
+        snapshot_download(name, allow_patterns=other, ignore_patterns=_OTHER_COPIES, tqdm_class=_bar_class())
+    if not _holds_any(folder, "*.safetensors", "*.bin"):
+        _check_reachable(name)  # else this may be a snapshot of which only the settings were fetched
     return folder
 
 
@@ -93,7 +92,7 @@ def _check_reachable(name: str) -> None:
         raise OSError(str(error)) from error
 
 
-def _holds_any(folder: Path, patterns: list[str]) -> bool:
+def _holds_any(folder: Path, *patterns: str) -> bool:
     return any(any(folder.glob(pattern)) for pattern in patterns)
 
 

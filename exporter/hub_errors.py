@@ -13,7 +13,6 @@ from skipdecode.exporter.config_json import reason
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # raised by writes to an open file, so the error names no file
 _LOG_IN = "log in (`hf auth login`)"
-_STAY_OFFLINE = "name a checkpoint folder, or unset HF_HUB_OFFLINE"
 
 
 def explain(error: Exception) -> tuple[str, str]:
@@ -31,7 +30,8 @@ def explain(error: Exception) -> tuple[str, str]:
             f"check the name; if the model is private, {_LOG_IN}",
         )
     if constants.HF_HUB_OFFLINE:
-        return "is neither a folder nor, with its weights, in huggingface_hub's cache", _STAY_OFFLINE
+        what = "is neither a folder nor, with its weights, in huggingface_hub's cache"
+        return what, "name a checkpoint folder, or unset HF_HUB_OFFLINE"
     for cause in causes:
         if isinstance(cause, OSError) and cause.errno and (cause.filename or cause.errno in _NO_ROOM):
             file = f": {cause.filename}" if cause.filename else ""

@@ -69,7 +69,7 @@ void ActiveRequest::WaitForFirstNews(const std::function<bool()>& client_gone) {
                       "server_error");
     if (answer.end == EndReason::kNoMemory) throw HttpError(503, "no memory left to decode in, try again", "server_error");
     if (answer.end == EndReason::kTimeout && answer.choice.tokens.empty()) {
-      throw HttpError(503, "waited too long in the queue, try again", "server_error");
+      throw HttpError(503, "no token came in time: try again, or send a shorter prompt", "server_error");
     }
   }
 }

@@ -33,7 +33,7 @@ std::string Metrics::Text() const {
   Put(&page, "decode_steps_total", "counter", "Decode steps of the whole batch.", decode_steps.load());
   Put(&page, "layers_total", "counter", "Layers that the deepest row of each decode step computed.", layers.load());
   Put(&page, "rows_queued", "gauge", "Rows that wait.", queued.load());
-  Put(&page, "rows_running", "gauge", "Rows that decode.", running.load());
+  Put(&page, "rows_running", "gauge", "Rows whose prompt runs, or that decode.", running.load());
   page << "# HELP skipdecode_first_token_seconds From arrival to first token.\n# TYPE skipdecode_first_token_seconds histogram\n";
   uint64_t cumulative = 0;
   for (size_t i = 0; i < kBucketBounds.size(); ++i) {

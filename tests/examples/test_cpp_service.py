@@ -265,7 +265,7 @@ def test_a_request_that_takes_too_long_ends_with_what_it_has_and_one_that_has_no
         status, text = cut.result()
     assert isinstance(refused, openai.InternalServerError)
     assert (refused.status_code, refused.response.headers["Retry-After"]) == (503, "1")
-    assert "waited too long in the queue, try again" in refused.message
+    assert "no token came in time: try again, or send a shorter prompt" in refused.message
     choices = json.loads(text)["choices"]
     late = [choice["text"] for choice in choices if choice["finish_reason"] == "timeout"]
     assert status == 200 and any(late) and {choice["finish_reason"] for choice in choices} <= {"length", "timeout"}

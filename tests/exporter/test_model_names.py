@@ -17,7 +17,7 @@ import tokenizers
 import torch
 import transformers
 from rich.filesize import decimal
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import skipdecode
 from skipdecode.errors import ModelNotSupportedError
@@ -219,6 +219,19 @@ def test_a_model_of_which_only_settings_are_cached_gives_one_line_that_blames_th
         "is neither a folder nor, with its weights, in" if offline else "is not a folder, and cannot be read from the hub ("
     )
     assert done.stderr.startswith(f"org/llama: {expected}"), done.stderr
+
+
+def test_shards_with_names_of_their_own_are_found_in_the_cache(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hub" / "org" / "llama"
+    zoo.model("llama").config.save_pretrained(folder)
+    in_shards(zoo.model("llama").state_dict(), folder, "part-{:05d}-of-00002.safetensors", save_file)
+    (folder / "part.safetensors.index.json").rename(folder / "model.safetensors.index.json")
+    with hub.serving(tmp_path / "hub") as served:
+        for name, value in _with_hub(served.url, tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        fetched = fetch_checkpoint("org/llama")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch_checkpoint("org/llama") == fetched and len(list(fetched.folder.glob("part-*"))) == 2
 
 
 def test_a_model_of_only_gguf_files_gives_one_line(tmp_path: Path) -> None:

@@ -185,12 +185,12 @@ Decoder::Prefill Decoder::StartPrefill(int64_t row, const int64_t* prompt, int64
 // Runs the next passes, and after the last the head. Returns whether all have run. `work`: as in RunPart.
 bool Decoder::RunPasses(Prefill* prefill, int64_t work) {
   const Memory& memory = bundle_->memory;
+  const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
   int64_t work_left = work;  // in this call
   for (; prefill->segment < bundle_->segments.size(); ++prefill->segment) {
     const std::vector<int64_t>& layers = bundle_->segments[prefill->segment].layers;
     const auto num_layers = static_cast<int64_t>(layers.size());
     const int64_t chunk = std::clamp<int64_t>(work / num_layers, 1, kPrefillChunk);
-    const bool absolute = schedule_.anchor() == Anchor::kAbsolute;
     const auto cap = absolute ? schedule_.Cap(layers.front()) : std::nullopt;
     const int64_t end = cap ? std::min(*cap, prefill->length) : prefill->length;
     if (prefill->segment >= first_segment_keeping_nothing_) prefill->next = prefill->length - 1;

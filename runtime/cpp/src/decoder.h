@@ -26,8 +26,8 @@ namespace skd {
 // Rows are ordered by position, the largest first, which has the fewest layers. So the rows active in any segment are a
 // suffix of the batch. Rows join and leave at any time; either moves at most one row of each group of equal positions.
 //
-// On a GPU, Add and Step return before their work is done. Logits waits for it. The caller must have waited before the next
-// Add or Step, which overwrites what the GPU may not have read yet.
+// On a GPU, what runs a prompt and Step return before their work is done. Logits waits for it. The caller must have waited for a
+// step before the next, and for a prompt before the next Add or Begin, which overwrite what the GPU may not have read yet.
 class Decoder {
  public:
   Decoder(std::shared_ptr<const Bundle> bundle, Schedule schedule, int64_t max_rows, int64_t max_prompt, int64_t max_new);
@@ -45,7 +45,7 @@ class Decoder {
   bool RunPart(int64_t work);
   template <typename Moved>
   int64_t Join(Moved moved);
-  // End the prefill that has begun; on a GPU this waits for its work.
+  // End the prefill that has begun. On a GPU this waits for its work.
   void Abandon();
   // Free a row's place. `moved`: as for Add. On a GPU throws SKD_ERROR_TARGET, after which rows may be half moved.
   template <typename Moved>

@@ -30,7 +30,8 @@ class Session {
   // Run passes that are worth a prompt of at most `tokens` tokens; 0: so many that a step between two parts costs little.
   // Returns whether the row has joined, or none has begun. If it throws, the row has left.
   bool RunPart(uint32_t tokens);
-  // The first tokens of rows that joined; if there are none, the tokens of one decode step. Empty: no row is left.
+  // The first tokens of rows that joined; if there are none, the tokens of one decode step. Empty: no row
+  // is left, but for one whose prompt runs in parts.
   const std::vector<skd_event>& Step();
   void Cancel(uint64_t row);
   const float* Logits(uint64_t row) const;

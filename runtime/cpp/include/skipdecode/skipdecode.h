@@ -6,7 +6,8 @@
  * SKD_ERROR_. Each of these functions also returns ARGUMENT for an argument that is NULL, too small, or has a wrong
  * struct_size, which is a bug in the caller.
  *
- * After skd_session_add, _step or _cancel has failed with CAPACITY or ARGUMENT, the session is unchanged. After any
+ * After skd_session_add, _begin, _step or _cancel has failed with CAPACITY or ARGUMENT, the session is unchanged; after
+ * skd_session_prefill has failed with CAPACITY, the row that it was for is gone, and nothing else has changed. After any
  * other code destroy the session, because its rows may be half a step ahead.
  *
  * Ownership: what a *_create, _load, _encode or _decode function returns belongs to the caller, who releases it with
@@ -115,7 +116,7 @@ typedef struct skd_row_options {
 
 /* One generated token. */
 typedef struct skd_event {
-  uint64_t row;      /* the id that skd_session_add returned, or the prompt's index in skd_generate */
+  uint64_t row;      /* the id that skd_session_add or _begin returned, or the prompt's index in skd_generate */
   int64_t token;     /* the token generated for that row */
   uint32_t layers;   /* layers that the deepest row of this decode step computed; num_layers for a prefill, with any anchor */
   uint32_t prefill;  /* not 0: the token comes from the prefill, not from a decode step */
@@ -180,14 +181,13 @@ SKD_API skd_status* skd_session_begin(skd_session* session, const int64_t* promp
 /* Run the next part of the prefill that skd_session_begin has begun: at most as much work as a prompt of `tokens` tokens is.
  * Few tokens make many small passes, each of which reads its layers' weights. 0: 64 on a CPU, 512 on a GPU. *joined is not
  * 0 once the row has joined the others, or if no prefill has begun. skd_session_cancel ends a prefill between two parts.
- * Errors: those of skd_session_add, after which the row is gone. */
+ * Errors: those of skd_session_add. */
 SKD_API skd_status* skd_session_prefill(skd_session* session, uint32_t tokens, int* joined);
 /* Deliver the first tokens of rows that joined since the last call. If there are none, run one decode step of all
  * rows and deliver one token a row. `events` is the caller's array of `capacity` events, at least max_rows. *count of
- * them are filled; 0 means that no row has joined, or none is left. A row leaves the session with the event whose `finish` is
- * not SKD_FINISH_NONE; its id is not used again.
- * Errors: CAPACITY (the step did not begin), INTERNAL (an engine failed on the CPU), TARGET (an engine failed on a GPU,
- * or memory ran out during the step). */
+ * them are filled; 0 means that no row is left, but for one whose prompt is under way. A row leaves the session with the event
+ * whose `finish` is not SKD_FINISH_NONE; its id is not used again. Errors: CAPACITY (the step did not begin), INTERNAL (an engine
+ * failed on the CPU), TARGET (an engine failed on a GPU, or memory ran out during the step). */
 SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count);
 /* End a row now and free its place.
  * Errors: CAPACITY (the session does not have this row, or no longer); on a GPU also TARGET. */

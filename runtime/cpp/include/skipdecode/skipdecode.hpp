@@ -113,7 +113,7 @@ class Session {
     return joined != 0;
   }
   // Deliver the first tokens of newly added rows or, if there are none, run one decode step of all rows. Empty: no row is
-  // left. The result is valid until the next call.
+  // left, but for one whose prompt is under way. The result is valid until the next call.
   const std::vector<skd_event>& Step() {
     size_t count = 0;
     events_.resize(max_rows_);
