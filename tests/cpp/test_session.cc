@@ -24,6 +24,9 @@
 
 namespace {
 
+constexpr const char* kBundles[] = {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE", "SKD_TEST_HYBRID_BUNDLE",
+                                    "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE"};
+
 // Returns how many there are.
 size_t AppendTokens(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
   for (const skd_event& event : events) (*found)[event.row].push_back(event.token);
@@ -39,8 +42,7 @@ int64_t MostResidentKiB() {
 }  // namespace
 
 TEST_CASE("rows that join and leave at any time get the same tokens as alone") {
-  for (const char* variable :
-       {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE", "SKD_TEST_HYBRID_BUNDLE", "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE"}) {
+  for (const char* variable : kBundles) {
     INFO(variable);
     const skipdecode::Bundle& bundle = Bundle(variable);
     skipdecode::Session session(bundle, Room(4));
@@ -67,8 +69,7 @@ TEST_CASE("rows that join and leave at any time get the same tokens as alone") {
 }
 
 TEST_CASE("a row whose prompt runs in parts gets the same tokens as alone, and so do the rows that step meanwhile") {
-  for (const char* variable :
-       {"SKD_TEST_BUNDLE", "SKD_TEST_ABSOLUTE_BUNDLE", "SKD_TEST_HYBRID_BUNDLE", "SKD_TEST_ABSOLUTE_HYBRID_BUNDLE"}) {
+  for (const char* variable : kBundles) {
     INFO(variable);
     const skipdecode::Bundle& bundle = Bundle(variable);
     skipdecode::Session session(bundle, Room(4));

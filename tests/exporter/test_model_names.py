@@ -198,9 +198,8 @@ def test_a_gated_model_gives_one_line_that_says_how_to_get_it(name: str, tmp_pat
 def test_a_model_that_an_offline_machine_lacks_gives_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = _refuse("http://127.0.0.1:9", tmp_path / "home", name, tmp_path / "bundle")
-    expected = (
-        f"{name}: is neither a folder nor, with its weights, in huggingface_hub's cache; name a checkpoint folder, or unset "
-    )
+    what = "is neither a folder nor, with its weights, in huggingface_hub's cache"
+    expected = f"{name}: {what}; name a checkpoint folder, or unset HF_HUB_OFFLINE"
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(expected), done.stderr
 
 

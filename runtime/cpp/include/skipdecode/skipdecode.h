@@ -185,9 +185,10 @@ SKD_API skd_status* skd_session_begin(skd_session* session, const int64_t* promp
 SKD_API skd_status* skd_session_prefill(skd_session* session, uint32_t tokens, int* joined);
 /* Deliver the first tokens of rows that joined since the last call. If there are none, run one decode step of all
  * rows and deliver one token a row. `events` is the caller's array of `capacity` events, at least max_rows. *count of
- * them are filled; 0 means that no row is left, but for one whose prompt is under way. A row leaves the session with the event
- * whose `finish` is not SKD_FINISH_NONE; its id is not used again. Errors: CAPACITY (the step did not begin), INTERNAL (an engine
- * failed on the CPU), TARGET (an engine failed on a GPU, or memory ran out during the step). */
+ * them are filled; 0 means that no row is left, but for one whose prompt is under way. A row leaves the session with the
+ * event whose `finish` is not SKD_FINISH_NONE; its id is not used again.
+ * Errors: CAPACITY (the step did not begin), INTERNAL (an engine failed on the CPU), TARGET (an engine failed on a GPU,
+ * or memory ran out during the step). */
 SKD_API skd_status* skd_session_step(skd_session* session, skd_event* events, size_t capacity, size_t* count);
 /* End a row now and free its place.
  * Errors: CAPACITY (the session does not have this row, or no longer); on a GPU also TARGET. */
