@@ -150,6 +150,14 @@ void Batcher::Start() {
 // Add a row to the session. A row that cannot join is told why; throws if the session is lost with it.
 void Batcher::Join(const std::shared_ptr<Row>& row, bool in_parts) {
   EndReason end = EndReason::kNoSession;
+  // Ends the row; returns false if the session is lost with it.
+  const auto refuse = [&](EndReason reason, const std::exception& error, bool session_intact) {
+    ++metrics_->failed;
+    row->Report(std::nullopt, reason);
+    const bool kept = session_ == nullptr || session_intact;
+    if (kept) std::cerr << "a prompt failed: " << error.what() << std::endl;
+    return kept;
+  };
   try {
     skipdecode::Session& session = GetOrCreateSession();
     end = EndReason::kFailed;
@@ -159,31 +167,22 @@ void Batcher::Join(const std::shared_ptr<Row>& row, bool in_parts) {
   } catch (const skipdecode::Error& error) {
     const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
     // skipdecode.h: a session is unchanged after CAPACITY (and ARGUMENT, which would be a bug here)
-    if (!Refuse(*row, no_memory ? EndReason::kNoMemory : end, error, no_memory)) throw;
+    if (!refuse(no_memory ? EndReason::kNoMemory : end, error, no_memory)) throw;
   } catch (const std::exception& error) {  // out of memory outside the library: the session may already have the row
-    if (!Refuse(*row, EndReason::kNoMemory, error, /*session_intact=*/false)) throw;
+    if (!refuse(EndReason::kNoMemory, error, /*session_intact=*/false)) throw;
   }
 }
 
-// Run the next part of the prompt that has begun. Fails as Join does.
+// Run the next part of the prompt that has begun. If there is no memory for it, only its row ends; other failures are thrown.
 void Batcher::RunPart() {
   try {
     if (session_->Prefill()) beginning_.reset();
   } catch (const skipdecode::Error& error) {
     if (error.code() != SKD_ERROR_CAPACITY) throw;
-    Refuse(*running_.at(*beginning_), EndReason::kNoMemory, error, /*session_intact=*/true);
-    running_.erase(*std::exchange(beginning_, std::nullopt));
-    metrics_->running = running_.size();
+    std::cerr << "a prompt failed: " << error.what() << std::endl;
+    ++metrics_->failed;
+    Leave(*beginning_, EndReason::kNoMemory, /*in_session=*/false);
   }
-}
-
-// End a row that could not join; returns false if the session is lost with it.
-bool Batcher::Refuse(Row& row, EndReason reason, const std::exception& error, bool session_intact) {
-  ++metrics_->failed;
-  row.Report(std::nullopt, reason);
-  const bool kept = session_ == nullptr || session_intact;
-  if (kept) std::cerr << "a prompt failed: " << error.what() << std::endl;
-  return kept;
 }
 
 // Whether nobody waits for this row any more, or its deadline has passed. Counts it if so.

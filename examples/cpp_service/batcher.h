@@ -94,7 +94,6 @@ class Batcher {
   void Start();
   void Join(const std::shared_ptr<Row>& row, bool in_parts);
   void RunPart();
-  bool Refuse(Row& row, EndReason reason, const std::exception& error, bool session_intact);
   bool CountIfAbandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
   bool Step();

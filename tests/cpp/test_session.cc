@@ -33,6 +33,42 @@ size_t AppendTokens(const std::vector<skd_event>& events, std::map<uint64_t, Tok
   return events.size();
 }
 
+// Rows of one session: the tokens that they get, and those that they get alone.
+class Rows {
+ public:
+  explicit Rows(const char* variable) : bundle_(Bundle(variable)), session_(bundle_, Room(4)) {}
+
+  void Add(size_t prompt, uint32_t length, uint64_t seed) {
+    const skd_row_options options = Options(length, seed);
+    wanted[session_.Add(kPrompts[prompt], options)] = TokensAlone(bundle_, kPrompts[prompt], options);
+  }
+  // With a step of the other rows between two parts; returns how many parts there were.
+  int AddInParts(size_t prompt, uint32_t length, uint64_t seed) {
+    const skd_row_options options = Options(length, seed);
+    const uint64_t row = session_.Begin(kPrompts[prompt], options);
+    wanted[row] = TokensAlone(bundle_, kPrompts[prompt], options);
+    int parts = 1;
+    for (; !session_.Prefill(1); ++parts) {
+      Step(1);
+      CHECK(found.count(row) == 0);
+    }
+    return parts;
+  }
+  void Step(int count) {
+    for (int i = 0; i < count; ++i) AppendTokens(session_.Step(), &found);
+  }
+  void StepToEnd() {
+    while (AppendTokens(session_.Step(), &found) > 0) {
+    }
+  }
+
+  std::map<uint64_t, Tokens> found, wanted;
+
+ private:
+  const skipdecode::Bundle& bundle_;
+  skipdecode::Session session_;
+};
+
 int64_t MostResidentKiB() {
   rusage used{};
   getrusage(RUSAGE_SELF, &used);
@@ -44,57 +80,33 @@ int64_t MostResidentKiB() {
 TEST_CASE("rows that join and leave at any time get the same tokens as alone") {
   for (const char* variable : kBundles) {
     INFO(variable);
-    const skipdecode::Bundle& bundle = Bundle(variable);
-    skipdecode::Session session(bundle, Room(4));
-    std::map<uint64_t, Tokens> found, wanted;
-    const auto join = [&](size_t prompt, uint32_t length, uint64_t seed) {
-      const uint64_t row = session.Add(kPrompts[prompt], Options(length, seed));
-      wanted[row] = TokensAlone(bundle, kPrompts[prompt], Options(length, seed));
-    };
-    join(1, 20, 0);
-    for (int i = 0; i < 4; ++i) AppendTokens(session.Step(), &found);
-    join(0, 9, 7);
-    join(2, 3, 0);
-    for (int i = 0; i < 3; ++i) AppendTokens(session.Step(), &found);
-    join(3, 16, 3);
-    AppendTokens(session.Step(), &found);
-    join(2, 12, 0);  // takes the place of the row that ended
-    for (;;) {
-      const auto& events = session.Step();
-      if (events.empty()) break;
-      AppendTokens(events, &found);
-    }
-    REQUIRE(found == wanted);
+    Rows rows(variable);
+    rows.Add(1, 20, 0);
+    rows.Step(4);
+    rows.Add(0, 9, 7);
+    rows.Add(2, 3, 0);
+    rows.Step(3);
+    rows.Add(3, 16, 3);
+    rows.Step(1);
+    rows.Add(2, 12, 0);  // takes the place of the row that ended
+    rows.StepToEnd();
+    REQUIRE(rows.found == rows.wanted);
   }
 }
 
 TEST_CASE("a row whose prompt runs in parts gets the same tokens as alone, and so do the rows that step meanwhile") {
   for (const char* variable : kBundles) {
     INFO(variable);
-    const skipdecode::Bundle& bundle = Bundle(variable);
-    skipdecode::Session session(bundle, Room(4));
-    std::map<uint64_t, Tokens> found, wanted;
-    const auto join_in_parts = [&](size_t prompt, uint32_t length, uint64_t seed) {
-      const uint64_t row = session.Begin(kPrompts[prompt], Options(length, seed));
-      wanted[row] = TokensAlone(bundle, kPrompts[prompt], Options(length, seed));
-      int parts = 1;
-      for (; !session.Prefill(1); ++parts) {
-        AppendTokens(session.Step(), &found);
-        CHECK(found.count(row) == 0);
-      }
-      return parts;
-    };
-    join_in_parts(1, 20, 0);
-    CHECK(join_in_parts(0, 9, 7) > 2);  // the first of these rows steps between the parts
-    join_in_parts(2, 3, 0);             // and so on; rows may end, so that this one joins at another place than it waited at
-    for (int i = 0; i < 3; ++i) AppendTokens(session.Step(), &found);
-    const uint64_t whole = session.Add(kPrompts[3], Options(16, 3));
-    wanted[whole] = TokensAlone(bundle, kPrompts[3], Options(16, 3));
-    for (int i = 0; i < 5; ++i) AppendTokens(session.Step(), &found);
-    join_in_parts(2, 12, 0);
-    while (AppendTokens(session.Step(), &found) > 0) {
-    }
-    REQUIRE(found == wanted);
+    Rows rows(variable);
+    rows.AddInParts(1, 20, 0);
+    CHECK(rows.AddInParts(0, 9, 7) > 2);  // the first of these rows steps between the parts
+    rows.AddInParts(2, 3, 0);             // and so on; rows may end, so that this one joins at another place than it waited at
+    rows.Step(3);
+    rows.Add(3, 16, 3);
+    rows.Step(5);
+    rows.AddInParts(2, 12, 0);
+    rows.StepToEnd();
+    REQUIRE(rows.found == rows.wanted);
   }
 }
 

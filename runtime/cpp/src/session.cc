@@ -48,12 +48,12 @@ Schedule ScheduleFor(const Manifest& manifest, const skd_session_options& option
   if (options.full_depth != 0) return Schedule::FullDepth(manifest.model.num_layers);
   if (options.layers == nullptr) return own;
   Schedule given(own.num_layers(), own.warmup_layers(), {options.layers, options.layers + options.num_positions}, own.anchor());
-  const char* const wrong = CutsThroughSegment(given, manifest.segments) ? "cuts through a segment of this bundle"
-                            : SkipsSource(given, manifest.model)         ? "skips layers whose keys and values later layers read"
-                                                                         : nullptr;
-  if (wrong == nullptr) return given;
-  throw Error(SKD_ERROR_SCHEDULE, std::string("the schedule ") + wrong,
-              "choose other layer counts, or export the model with them");
+  const auto refuse = [](const char* what) {
+    throw Error(SKD_ERROR_SCHEDULE, what, "choose other layer counts, or export the model with them");
+  };
+  if (CutsThroughSegment(given, manifest.segments)) refuse("the schedule cuts through a segment of this bundle");
+  if (SkipsSource(given, manifest.model)) refuse("the schedule skips layers whose keys and values later layers read");
+  return given;
 }
 
 }  // namespace
