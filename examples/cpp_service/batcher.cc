@@ -85,7 +85,7 @@ void Batcher::Loop() {
     try {
       DropAbandoned();
       Admit();
-      if (Step()) Step();  // first tokens come alone: after them, all rows take their step before the next request starts
+      if (!Gathers() && Step()) Step();  // first tokens come alone: after them, all rows take their step before the next prompt
     } catch (const std::exception& error) {  // engine failure or out of memory: these rows end, the service goes on
       std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
@@ -116,39 +116,43 @@ void Batcher::RenewSession() {
   }
 }
 
-// Run a part of the next prompt, so that running rows wait for no more than that. The prompts of a request with several run as a
-// whole: rows that start together go on computing the same layers, in the fewest runs of engines.
+// Run a part of the next prompt, so that running rows wait for no more than that.
 void Batcher::Admit() {
   if (!beginning_) Start();
   if (beginning_) RunPart();
 }
 
-// Start the queued rows of one request while there are places. A row that nobody waits for any more never starts.
-void Batcher::Start() {
-  const Mailbox* request = nullptr;
-  while (running_.size() < room_.max_rows) {
-    std::shared_ptr<Row> row;
-    bool last = false;  // of its request
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (queue_.empty() || (request != nullptr && queue_.front()->mailbox_.get() != request)) return;
-      row = std::move(queue_.front());
-      queue_.pop_front();
-      metrics_->queued = queue_.size();
-      last = queue_.empty() || queue_.front()->mailbox_ != row->mailbox_;
-    }
-    if (CountIfAbandoned(*row, Clock::now())) {
-      row->Report(std::nullopt, EndReason::kTimeout);
-    } else {
-      Join(row, /*in_parts=*/request == nullptr && last);
-      request = row->mailbox_.get();
-    }
-    metrics_->running = running_.size();
-  }
+// Whether rows should not step yet: nobody has a token, and more rows of the same request are to start. Rows that start together
+// go on computing the same layers, in the fewest runs of engines.
+bool Batcher::Gathers() {
+  const auto has_token = [](const auto& running) { return running.second->has_token_; };
+  if (running_.empty() || std::any_of(running_.begin(), running_.end(), has_token)) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return beginning_ ||
+         (running_.size() < room_.max_rows && !queue_.empty() && queue_.front()->mailbox_ == running_.begin()->second->mailbox_);
 }
 
-// Add a row to the session. A row that cannot join is told why; throws if the session is lost with it.
-void Batcher::Join(const std::shared_ptr<Row>& row, bool in_parts) {
+// Start the next queued row if there is a place. A row that nobody waits for any more never starts.
+void Batcher::Start() {
+  if (running_.size() == room_.max_rows) return;
+  std::shared_ptr<Row> row;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty()) return;
+    row = std::move(queue_.front());
+    queue_.pop_front();
+    metrics_->queued = queue_.size();
+  }
+  if (CountIfAbandoned(*row, Clock::now())) {
+    row->Report(std::nullopt, EndReason::kTimeout);
+  } else {
+    Begin(row);
+  }
+  metrics_->running = running_.size();
+}
+
+// Begin a row's prompt in the session. A row that cannot join is told why; throws if the session is lost with it.
+void Batcher::Begin(const std::shared_ptr<Row>& row) {
   EndReason end = EndReason::kNoSession;
   // Ends the row; returns false if the session is lost with it.
   const auto refuse = [&](EndReason reason, const std::exception& error, bool session_intact) {
@@ -161,9 +165,9 @@ void Batcher::Join(const std::shared_ptr<Row>& row, bool in_parts) {
   try {
     skipdecode::Session& session = GetOrCreateSession();
     end = EndReason::kFailed;
-    const uint64_t id = in_parts ? session.Begin(row->prompt, row->options) : session.Add(row->prompt, row->options);
+    const uint64_t id = session.Begin(row->prompt, row->options);
     running_.emplace(id, row);
-    if (in_parts) beginning_ = id;
+    beginning_ = id;
   } catch (const skipdecode::Error& error) {
     const bool no_memory = error.code() == SKD_ERROR_CAPACITY;
     // skipdecode.h: a session is unchanged after CAPACITY (and ARGUMENT, which would be a bug here)
@@ -217,6 +221,7 @@ bool Batcher::Step() {
   for (const skd_event& event : session_->Step()) {
     const std::shared_ptr<Row> row = running_.at(event.row);
     row->Report(event.token, std::nullopt);
+    row->has_token_ = true;
     ++metrics_->tokens;
     if (event.prefill != 0) {
       joined = true;

@@ -73,6 +73,7 @@ class Row {
 
   const std::shared_ptr<Mailbox> mailbox_;
   const size_t index_;
+  bool has_token_ = false;  // the batcher's own
   std::atomic<bool> cancelled_{false}, complete_{false};
 };
 
@@ -91,8 +92,9 @@ class Batcher {
   skipdecode::Session& GetOrCreateSession();
   void RenewSession();
   void Admit();
+  bool Gathers();
   void Start();
-  void Join(const std::shared_ptr<Row>& row, bool in_parts);
+  void Begin(const std::shared_ptr<Row>& row);
   void RunPart();
   bool CountIfAbandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
@@ -106,7 +108,7 @@ class Batcher {
   Metrics* const metrics_;
   std::unique_ptr<skipdecode::Session> session_;      // null after a failure, until a new one can be made
   std::map<uint64_t, std::shared_ptr<Row>> running_;  // by the session's row id
-  std::optional<uint64_t> beginning_;                 // of these, the row whose prompt runs in parts
+  std::optional<uint64_t> beginning_;                 // of these, the row whose prompt still runs
   Clock::time_point next_queue_check_{};              // when to check the queue for abandoned rows again
   std::atomic<bool> failing_{false};
 

@@ -26,11 +26,12 @@ def test_training_measures_both_models() -> None:
     assert [line.split(":")[0] for line in lines] == [f"{model} {case}" for model in ("opt", "llama") for case in cases]
 
 
-def test_service_prompts_measures_both_ways() -> None:
-    if not (ROOT / "build" / "cpp" / "release" / "cpp_service" / "skd_service").exists():
+def test_service_prompts_measures_one_prompt_and_several_of_each_service() -> None:
+    service = ROOT / "build" / "cpp" / "release" / "cpp_service" / "skd_service"
+    if not service.exists():
         pytest.skip("the C++ service is not built: make cpp")
-    medians = json.loads(_run("service_prompts.py").splitlines()[-1])["medians"]
-    assert set(medians) == {"in_parts", "whole"}
+    medians = json.loads(_run("service_prompts.py", "--against", str(service)).splitlines()[-1])["medians"]
+    assert set(medians) == {f"{which}, prompts: {prompts}" for which in ("this", "other") for prompts in (1, 4)}
     assert all(seconds > 0 for figures in medians.values() for seconds in figures.values())
 
 

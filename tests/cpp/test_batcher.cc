@@ -32,7 +32,7 @@ namespace {
 
 std::atomic<bool> slow_session{false}, no_memory{false}, gpu_lost{false}, engines_fail{false}, row_lost{false}, endless{false};
 std::atomic<int> add_fails{SKD_OK}, part_fails{SKD_OK};  // with that code
-std::atomic<int> prompt_parts{1};                        // of a prompt that runs in parts
+std::atomic<int> prompt_parts{1};                        // of a prompt
 std::atomic<int> sessions{0}, most_sessions{0}, sessions_made{0};
 std::atomic<int64_t> token{7};  // that every step gives each row
 size_t num_decoded_ids = 0;     // ids that were decoded
@@ -92,14 +92,6 @@ skd_status* skd_session_prefill(skd_session* session, uint32_t /*tokens*/, int* 
   session->rows.push_back(*std::exchange(session->beginning, std::nullopt));
   ++session->joined;
   return nullptr;
-}
-skd_status* skd_session_add(skd_session* session, const int64_t* prompt, size_t length, const skd_row_options* options,
-                            uint64_t* row) {
-  skd_status* const status = skd_session_begin(session, prompt, length, options, row);
-  if (status != nullptr) return status;
-  session->parts = 1;
-  int joined = 0;
-  return skd_session_prefill(session, 0, &joined);
 }
 // First tokens come alone. Each row ends with its own or, if `endless`, never.
 skd_status* skd_session_step(skd_session* session, skd_event* events, size_t /*capacity*/, size_t* count) {
@@ -221,6 +213,15 @@ class Requests {
 template <typename Number>
 bool WaitForValue(const std::atomic<Number>& metric, Number value) {
   return WaitUntil([&] { return metric == value; });
+}
+
+// The calls, without repeated steps.
+std::string Order() {
+  std::string order;
+  for (const char call : calls) {
+    if (call != 'd' || order.back() != 'd') order += call;
+  }
+  return order;
 }
 
 // The next piece of a stream that is not empty.
@@ -361,43 +362,37 @@ TEST_CASE("rows of a request are numbered as in skd_generate, so that equal prom
   CHECK(generator_rows == std::vector<uint32_t>{0, 1, 2});
 }
 
-TEST_CASE("running rows take a step between two requests' prompts, and those of one request start together") {
-  Requests requests(5);
+TEST_CASE("rows of a request start together where nobody waits for them, and otherwise with steps in between") {
+  Requests requests(6);
   endless = true;
+  prompt_parts = 2;
   std::vector<std::unique_ptr<service::ActiveRequest>> asked;
-  for (const size_t prompts : {1, 3, 1}) {
+  for (const size_t prompts : {3, 1, 2}) {
     asked.push_back(requests.Make(prompts));
     REQUIRE(requests.Submit(*asked.back()));
   }
-  REQUIRE(WaitUntil([&] { return requests.metrics.running == 5; }));
+  REQUIRE(WaitUntil([&] { return requests.metrics.running == 6; }));
   for (const auto& request : asked) {
     for (const auto& row : request->rows()) row->Cancel();
   }
   requests.WaitForBatcher();
-  std::string order;  // without repeated steps
-  for (const char call : calls) {
-    if (call != 'd' || order.back() != 'd') order += call;
-  }
-  CHECK(order.substr(0, 11) == "afdaaafdafd");
+  const std::string order = Order();
+  CHECK(order.substr(0, 8) == "papapafd");
+  CHECK(order.substr(8, 12) == "pdafdpdafdpd");
 }
 
-TEST_CASE("running rows take a step between the parts of a prompt, but not between the prompts of one request") {
-  Requests requests(4);
+TEST_CASE("a request with more prompts than places starts with all of them, and its other rows then step while prompts run") {
+  Requests requests(2);
   endless = true;
-  const auto runs = requests.Make();
-  REQUIRE(requests.Submit(*runs));
-  REQUIRE(WaitForValue(requests.metrics.running, uint64_t{1}));
-  prompt_parts = 3;
-  const auto one = requests.Make(), two = requests.Make(2);
-  REQUIRE(requests.Submit(*one));
-  REQUIRE(requests.Submit(*two));
-  REQUIRE(WaitForValue(requests.metrics.running, uint64_t{4}));
-  for (const auto* request : {runs.get(), one.get(), two.get()}) {
-    for (const auto& row : request->rows()) row->Cancel();
-  }
+  prompt_parts = 2;
+  const auto request = requests.Make(3);
+  REQUIRE(requests.Submit(*request));
+  REQUIRE(WaitUntil([&] { return requests.metrics.tokens >= 4; }));
+  request->rows()[0]->Cancel();
+  REQUIRE(WaitForValue(requests.metrics.queued, uint64_t{0}));
+  for (const auto& row : request->rows()) row->Cancel();
   requests.WaitForBatcher();
-  const std::string order = calls.substr(calls.find('p'));
-  CHECK(order.substr(0, 10) == "pdpdafdaaf");
+  CHECK(Order().substr(0, 8) == "papafdpd");
 }
 
 TEST_CASE("a row that is cancelled, or out of time, while its prompt runs frees its place, and the others go on") {
