@@ -110,3 +110,28 @@ TEST_CASE("first tokens are counted in every bucket they fit in, and their secon
   }
   CHECK_THAT(page, Catch::Contains("first_token_seconds_count 4\n") && Catch::Contains("first_token_seconds_sum 102.04\n"));
 }
+
+TEST_CASE("sums of seconds are reported to the microsecond") {
+  service::Metrics metrics;
+  metrics.first_token_sum_us = 1'234'567'890'123;
+  CHECK_THAT(metrics.Text(), Catch::Contains("first_token_seconds_sum 1234567.890123\n"));
+  CHECK_THAT(metrics.Text(), Catch::Contains("{le=\"0.01\"}") && Catch::Contains("{le=\"0.3\"}"));
+}
+
+TEST_CASE("a text with ids that the model has no weights for is the client's mistake") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  const service::Limits limits{8, 8, 8, /*vocab_size=*/100, /*max_prompt_bytes=*/8};
+  CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.front().back() == 'c');
+  CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABd"})", "m", limits, &tokenizer),
+                    "token id 100 of the prompt's text is outside the vocabulary");
+}
+
+TEST_CASE("a text of more bytes than the server takes is refused before it is tokenised") {
+  const auto bundle = skipdecode::Bundle::Load("");
+  skipdecode::Tokenizer tokenizer(bundle);
+  const service::Limits limits{8, 8, 8, /*vocab_size=*/100, /*max_prompt_bytes=*/3};
+  CHECK(service::ParseCompletion(R"({"prompt": "ABc"})", "m", limits, &tokenizer).prompts.size() == 1);
+  CHECK_THROWS_WITH(service::ParseCompletion(R"({"prompt": "ABcd"})", "m", limits, &tokenizer),  // its d would be refused
+                    "prompt has 4 bytes, this server takes 3");
+}
