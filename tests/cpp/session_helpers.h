@@ -44,6 +44,12 @@ inline Tokens TokensAlone(const skipdecode::Bundle& bundle, const Tokens& prompt
   return tokens;
 }
 
+// Returns how many events there are.
+inline size_t AppendTokens(const std::vector<skd_event>& events, std::map<uint64_t, Tokens>* found) {
+  for (const skd_event& event : events) (*found)[event.row].push_back(event.token);
+  return events.size();
+}
+
 // A status's code and line; destroys the status.
 inline std::pair<skd_code, std::string> CodeAndMessage(skd_status* status) {
   std::pair<skd_code, std::string> code_and_message(skd_status_code(status), skd_status_message(status));
