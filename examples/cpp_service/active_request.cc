@@ -62,15 +62,15 @@ void ActiveRequest::WaitForFirstNews(const std::function<bool()>& client_gone) {
       throw HttpError(400, "the client closed its side of the connection before its answer was ready: keep it open");
     first_news_ = TakeNews();
   }
+  if (NumTokens() > 0) return;  // the answer has begun
   for (const PromptAnswer& answer : answers_) {
     if (answer.end == EndReason::kFailed) throw HttpError(500, "decoding failed", "server_error");
     if (answer.end == EndReason::kNoSession)
       throw HttpError(500, "the engines cannot decode: the server retries every second, restart it if this lasts",
                       "server_error");
     if (answer.end == EndReason::kNoMemory) throw HttpError(503, "no memory left to decode in, try again", "server_error");
-    if (answer.end == EndReason::kTimeout && answer.choice.tokens.empty()) {
+    if (answer.end == EndReason::kTimeout)
       throw HttpError(503, "no token came in time: try again, or send a shorter prompt", "server_error");
-    }
   }
 }
 

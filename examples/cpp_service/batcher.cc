@@ -84,8 +84,9 @@ void Batcher::Loop() {
     }
     try {
       DropAbandoned();
-      Admit();
-      if (!Gathers() && Step()) Step();  // first tokens come alone: after them, all rows take their step before the next prompt
+      const bool joined = Admit(), gathers = Gathers();
+      if (joined) Step();  // first tokens come alone
+      if (!gathers) Step();
     } catch (const std::exception& error) {  // engine failure or out of memory: these rows end, the service goes on
       std::cerr << "decoding failed: " << error.what() << std::endl;
       FailAll();
@@ -116,17 +117,17 @@ void Batcher::RenewSession() {
   }
 }
 
-// Run a part of the next prompt, so that running rows wait for no more than that.
-void Batcher::Admit() {
+// Run a part of the next prompt, so that running rows wait for no more than that. Returns whether its row has joined.
+bool Batcher::Admit() {
   if (!beginning_) Start();
-  if (beginning_) RunPart();
+  return beginning_ && RunPart();
 }
 
-// Whether rows should not step yet: nobody has a token, and more rows of the same request are to start. Rows that start together
+// Whether rows should not decode yet: none has begun to, and more rows of the same request are to start. Rows that start together
 // go on computing the same layers, in the fewest runs of engines.
 bool Batcher::Gathers() {
-  const auto has_token = [](const auto& running) { return running.second->has_token_; };
-  if (running_.empty() || std::any_of(running_.begin(), running_.end(), has_token)) return false;
+  const auto decodes = [](const auto& running) { return running.second->decodes_; };
+  if (running_.empty() || std::any_of(running_.begin(), running_.end(), decodes)) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
   return beginning_ ||
          (running_.size() < room_.max_rows && !queue_.empty() && queue_.front()->mailbox_ == running_.begin()->second->mailbox_);
@@ -177,15 +178,19 @@ void Batcher::Begin(const std::shared_ptr<Row>& row) {
   }
 }
 
-// Run the next part of the prompt that has begun. If there is no memory for it, only its row ends; other failures are thrown.
-void Batcher::RunPart() {
+// Run the next part of the prompt that has begun. Returns whether its row has joined. If there is no memory for it, only its row
+// ends; other failures are thrown.
+bool Batcher::RunPart() {
   try {
-    if (session_->Prefill()) beginning_.reset();
+    if (!session_->Prefill()) return false;
+    beginning_.reset();
+    return true;
   } catch (const skipdecode::Error& error) {
     if (error.code() != SKD_ERROR_CAPACITY) throw;
     std::cerr << "a prompt failed: " << error.what() << std::endl;
     ++metrics_->failed;
     Leave(*beginning_, EndReason::kNoMemory, /*in_session=*/false);
+    return false;
   }
 }
 
@@ -214,17 +219,15 @@ void Batcher::DropAbandoned() {
   metrics_->queued = queue_.size();
 }
 
-// Returns whether it gave first tokens, which come alone.
-bool Batcher::Step() {
-  if (session_ == nullptr) return false;
-  bool decoded = false, joined = false;
+void Batcher::Step() {
+  if (session_ == nullptr) return;
+  bool decoded = false;
   for (const skd_event& event : session_->Step()) {
     const std::shared_ptr<Row> row = running_.at(event.row);
     row->Report(event.token, std::nullopt);
-    row->has_token_ = true;
+    row->decodes_ = event.prefill == 0;
     ++metrics_->tokens;
     if (event.prefill != 0) {
-      joined = true;
       metrics_->CountFirstToken(std::chrono::duration<double>(Clock::now() - row->arrived).count());
     } else if (!std::exchange(decoded, true)) {
       ++metrics_->decode_steps;
@@ -234,7 +237,6 @@ bool Batcher::Step() {
     ++metrics_->completed;
     Leave(event.row, event.finish == SKD_FINISH_STOP ? EndReason::kStop : EndReason::kLength, /*in_session=*/false);
   }
-  return joined;
 }
 
 void Batcher::Leave(uint64_t id, EndReason end, bool in_session) {

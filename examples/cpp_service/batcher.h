@@ -73,7 +73,7 @@ class Row {
 
   const std::shared_ptr<Mailbox> mailbox_;
   const size_t index_;
-  bool has_token_ = false;  // the batcher's own
+  bool decodes_ = false;  // the batcher's own
   std::atomic<bool> cancelled_{false}, complete_{false};
 };
 
@@ -91,14 +91,14 @@ class Batcher {
   void Loop();
   skipdecode::Session& GetOrCreateSession();
   void RenewSession();
-  void Admit();
+  bool Admit();
   bool Gathers();
   void Start();
   void Begin(const std::shared_ptr<Row>& row);
-  void RunPart();
+  bool RunPart();
   bool CountIfAbandoned(const Row& row, Clock::time_point now);
   void DropAbandoned();
-  bool Step();
+  void Step();
   void Leave(uint64_t id, EndReason end, bool in_session);
   void FailAll() noexcept;
 

@@ -25,6 +25,7 @@ void StandinLibrary::Reset() {
   slow_session = no_memory = gpu_lost = engines_fail = row_lost = endless = false;
   begin_fails = part_fails = SKD_OK;
   prompt_parts = 1;
+  part_ms = 0;
   token = 7;
   num_decoded_ids = 0;
   generator_rows.clear();
@@ -83,6 +84,7 @@ skd_status* skd_session_prefill(skd_session* session, uint32_t /*tokens*/, int* 
     session->beginning.reset();
     return new skd_status{static_cast<skd_code>(library.part_fails.load())};
   }
+  std::this_thread::sleep_for(std::chrono::milliseconds(library.part_ms));
   *joined = --session->parts == 0 ? 1 : 0;
   library.calls += *joined != 0 ? 'a' : 'p';
   if (*joined == 0) return nullptr;

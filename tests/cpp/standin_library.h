@@ -13,6 +13,7 @@ struct StandinLibrary {
   std::atomic<bool> endless{false};                          // rows do not end with their first token
   std::atomic<int> begin_fails{SKD_OK}, part_fails{SKD_OK};  // with that code
   std::atomic<int> prompt_parts{1};                          // of a prompt
+  std::atomic<int> part_ms{0};                               // that a part takes
   std::atomic<int> sessions{0}, most_sessions{0}, sessions_made{0};
   std::atomic<int64_t> token{7};  // that every step gives each row
   size_t num_decoded_ids = 0;     // ids that were decoded

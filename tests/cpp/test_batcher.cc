@@ -2,6 +2,7 @@
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -40,8 +41,8 @@ TEST_CASE("rows of a request start together where nobody waits for them, and oth
   }
   requests.WaitForBatcher();
   const std::string order = library.Order();
-  CHECK(order.substr(0, 8) == "papapafd");
-  CHECK(order.substr(8, 12) == "pdafdpdafdpd");
+  CHECK(order.substr(0, 10) == "pafpafpafd");
+  CHECK(order.substr(10, 12) == "pdafdpdafdpd");
 }
 
 TEST_CASE("a request with more prompts than places starts with all of them, and its other rows then step while prompts run") {
@@ -55,7 +56,25 @@ TEST_CASE("a request with more prompts than places starts with all of them, and 
   REQUIRE(WaitForValue(requests.metrics.queued, uint64_t{0}));
   for (const auto& row : request->rows()) row->Cancel();
   requests.WaitForBatcher();
-  CHECK(library.Order().substr(0, 8) == "papafdpd");
+  CHECK(library.Order().substr(0, 9) == "pafpafdpd");
+}
+
+TEST_CASE("of a request's prompts, only those that have run nothing run out of time, also if their client looks late") {
+  for (const bool late : {false, true}) {
+    Requests requests(4);
+    library.part_ms = 1100;
+    const auto request = requests.Make(3, std::chrono::seconds(2));
+    REQUIRE(requests.Submit(*request));
+    if (late) REQUIRE(WaitForValue(requests.metrics.timed_out, uint64_t{1}));
+    CHECK_NOTHROW(request->WaitForFirstNews([] { return false; }));
+    CHECK((requests.metrics.timed_out == 1) == late);
+    std::string whole = request->NextPiece();
+    while (!request->Ended()) whole = request->NextPiece();
+    const auto answer = nlohmann::json::parse(whole);
+    std::string reasons;
+    for (const auto& choice : answer["choices"]) reasons += choice["finish_reason"].get<std::string>() + " ";
+    CHECK(reasons == "stop stop timeout ");
+  }
 }
 
 TEST_CASE("a row that is cancelled, or out of time, while its prompt runs frees its place, and the others go on") {
