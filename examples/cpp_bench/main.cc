@@ -3,6 +3,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <skipdecode/skipdecode.hpp>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,13 @@ calls: on a GPU, without CUDA graphs
 one JSON object on standard output: medians, units in the keys
 exit status: 0 measured, 2 bad input (one line: what, where, what to do)
 )";
+
+uint32_t ParseCount(const char* name, const std::string& text, uint32_t least) {
+  const bool digits = !text.empty() && text.size() <= 9 && text.find_first_not_of("0123456789") == std::string::npos;
+  if (digits && std::stoul(text) >= least) return static_cast<uint32_t>(std::stoul(text));
+  throw std::runtime_error(std::string(name) + ": '" + text + "' is out of range; choose " + std::to_string(least) +
+                           "..999999999");
+}
 
 struct Figures {
   std::vector<double> token_ms, outside_engines_us, prefill_ms, graph_launches;
@@ -67,15 +75,15 @@ int main(int count, char** arguments) {
     return 2;
   }
   try {
-    const auto prompt_tokens = static_cast<uint32_t>(count >= 5 ? std::stoul(arguments[2]) : 32);
-    const auto new_tokens = static_cast<uint32_t>(count >= 5 ? std::stoul(arguments[3]) : 65);
-    const auto rounds = static_cast<int>(count >= 5 ? std::stoul(arguments[4]) : 7);
+    const uint32_t prompt_tokens = count >= 5 ? ParseCount("PROMPT_TOKENS", arguments[2], 1) : 32;
+    const uint32_t new_tokens = count >= 5 ? ParseCount("NEW_TOKENS", arguments[3], 2) : 65;  // the first comes from the prompt
+    const uint32_t rounds = count >= 5 ? ParseCount("ROUNDS", arguments[4], 1) : 7;
     skd_load_options options = skipdecode::LoadOptions();
     options.no_cuda_graphs = no_graphs ? 1 : 0;
     const auto bundle = skipdecode::Bundle::Load(arguments[1], options);
     Figures full, scheduled, warm_up;
     for (const bool full_depth : {true, false}) MeasureDecode(bundle, prompt_tokens, new_tokens, full_depth, &warm_up);
-    for (int round = 0; round < rounds; ++round) {
+    for (uint32_t round = 0; round < rounds; ++round) {
       MeasureDecode(bundle, prompt_tokens, new_tokens, true, &full);
       MeasureDecode(bundle, prompt_tokens, new_tokens, false, &scheduled);
     }

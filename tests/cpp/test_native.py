@@ -156,6 +156,23 @@ def test_the_benchmark_prints_its_usage(asked: list[str], status: int) -> None:
     assert (said.count("\n") == 1) is (status == 2)
 
 
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (["0", "2", "1"], "PROMPT_TOKENS: '0' is out of range; choose 1..999999999\n"),
+        (["5x", "2", "1"], "PROMPT_TOKENS: '5x' is out of range; choose 1..999999999\n"),
+        (["5", "1", "1"], "NEW_TOKENS: '1' is out of range; choose 2..999999999\n"),
+        (["5", "4294967298", "1"], "NEW_TOKENS: '4294967298' is out of range; choose 2..999999999\n"),
+        (["5", "2", "0"], "ROUNDS: '0' is out of range; choose 1..999999999\n"),
+        (["5", "2", "-1"], "ROUNDS: '-1' is out of range; choose 1..999999999\n"),
+    ],
+)
+def test_a_count_that_the_benchmark_cannot_measure_with_gives_one_line(counts: list[str], says: str) -> None:
+    command = [BUILD / "release" / "cpp_bench" / "skd_bench", "nowhere", *counts]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", says)
+
+
 def test_only_the_c_functions_are_exported() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm here")
