@@ -1,5 +1,6 @@
 // How fast does a bundle decode at batch 1, and where does the time go? benchmarks/cpp.py compares it with the Python runtime.
 #include <algorithm>
+#include <cstdlib>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <skipdecode/skipdecode.hpp>
@@ -74,6 +75,7 @@ int main(int count, char** arguments) {
     std::cerr << kUsage;
     return 2;
   }
+  setenv("ORT_DISABLE_TELEMETRY", "1", /*overwrite=*/0);  // before there are other threads, see docs/cpp.md
   try {
     const uint32_t prompt_tokens = count >= 5 ? ParseCount("PROMPT_TOKENS", arguments[2], 1) : 32;
     const uint32_t new_tokens = count >= 5 ? ParseCount("NEW_TOKENS", arguments[3], 2) : 65;  // the first comes from the prompt

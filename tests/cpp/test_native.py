@@ -173,6 +173,17 @@ def test_a_count_that_the_benchmark_cannot_measure_with_gives_one_line(counts: l
     assert (done.returncode, done.stdout, done.stderr) == (2, "", says)
 
 
+def test_the_benchmark_sends_no_telemetry_of_onnx_runtime(
+    conformance_bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library stores what it is going to send in the user's cache folder."""
+    for name in ("CI", "GITHUB_ACTIONS", "ORT_DISABLE_TELEMETRY"):
+        monkeypatch.delenv(name, raising=False)
+    command = [BUILD / "release" / "cpp_bench" / "skd_bench", conformance_bundle("opt"), "5", "2", "1"]
+    subprocess.run(command, env=environment(XDG_CACHE_HOME=tmp_path), capture_output=True, timeout=60, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_the_c_functions_are_exported() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm here")
