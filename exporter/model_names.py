@@ -17,7 +17,7 @@ from skipdecode.exporter.config_json import blaming_config, reason
 from skipdecode.exporter.download import download
 from skipdecode.exporter.load_adapter import load_adapter
 from skipdecode.exporter.opt_sizes import opt_config, opt_hub_id
-from skipdecode.exporter.quantization_config import check_quantised, normalised_settings
+from skipdecode.exporter.quantization_config import check_quantised, modelopt_settings, normalised_settings
 from skipdecode.exporter.supported import check_single_stack
 
 # Text parts of models that also see or hear, for which transformers has no language-model class -> the decoder that computes the
@@ -86,7 +86,7 @@ def _read_config(model: str) -> Any:
         raise ModelNotSupportedError(f"cannot be read ({reason(error)})", "repair its config.json", where=model) from error
     check_single_stack(config)
     text = _text_part(config, Path(model))
-    settings = normalised_settings(dict(getattr(config, "quantization_config", None) or {}))
+    settings = normalised_settings(dict(getattr(config, "quantization_config", None) or modelopt_settings(Path(model))))
     if settings:
         check_quantised(settings, config.model_type, model)
         text.quantization_config = settings

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import FineGrainedFP8Config
 
 from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter.architectures import MXFP4_EXPERTS
-from skipdecode.exporter.config_json import blaming_config
+from skipdecode.exporter.config_json import blaming_config, read_settings
 
 Settings = Mapping[str, Any]  # config.json's quantization_config
 
@@ -17,6 +18,18 @@ Settings = Mapping[str, Any]  # config.json's quantization_config
 def quantization_config(config: Any) -> Settings:
     """How config.json says that the weights are quantised; empty: they are not."""
     return getattr(config, "quantization_config", None) or {}
+
+
+def modelopt_settings(folder: Path) -> Settings:
+    """What NVIDIA's ModelOpt before 0.31 wrote into a file of its own instead of config.json; empty: weights are not quantised.
+
+    Raises:
+        ModelNotSupportedError: the file cannot be read.
+    """
+    settings = read_settings(folder / "hf_quant_config.json").get("quantization")
+    if not isinstance(settings, dict) or not settings.get("quant_algo"):  # null: only keys and values are
+        return {}
+    return {**settings, "quant_method": "modelopt"}
 
 
 def normalised_settings(settings: Settings) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from skipdecode.exporter import cli, command, reference_run
 from skipdecode.exporter.checkpoint_folder import Checkpoint
 from skipdecode.exporter.export import ExportRequest, export
+from skipdecode.exporter.graphs import build_skeleton
 from skipdecode.exporter.layout import Report
+from skipdecode.exporter.model_names import load_config
 from skipdecode.manifest import Manifest
 from tests.exporter.quantised_checkpoints import (
     WEIGHTS,
@@ -226,6 +229,26 @@ def test_what_other_tools_write_is_read_as_the_numbers_that_it_stands_for(name: 
     assert_reads(folder, expected)
     model = reference_run._load(Checkpoint(folder), torch.float32)
     assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_settings_that_an_older_modelopt_wrote_into_a_file_of_its_own_are_read(algorithm: str, zoo: Zoo, tmp_path: Path) -> None:
+    store = modelopt(algorithm, [])
+    torch.manual_seed(0)
+    newer = rewritten(zoo.checkpoint("llama"), tmp_path / "newer", {"quant_method": "modelopt", "quant_algo": algorithm}, store)
+    older = shutil.copytree(newer, tmp_path / "older")
+    edit_config(older, quantization_config=None)
+    settings = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (older / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": settings}))
+    read, shapes = source(newer), build_skeleton(load_config(str(newer))[0]).shapes
+    assert_reads(older, {name: read(name, shape).float() for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("settings", [{"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None])
+def test_a_modelopt_file_that_says_nothing_of_weights_leaves_them_as_they_are(settings: object, zoo: Zoo, tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo.checkpoint("llama"), tmp_path / "model")
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    assert_reads(folder, zoo.model("llama").state_dict())
 
 
 def test_gpt2s_transposed_matrices_are_unpacked_transposed(zoo: Zoo, tmp_path: Path) -> None:
