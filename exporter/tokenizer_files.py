@@ -97,6 +97,8 @@ def _convert(folder: Path, path: Path) -> None:
 def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
     """Add to tokenizer.json the tokens that transformers adds from the files next to it, with the same ids.
 
+    Tokens that those files make special (`eos_token`) become so, too: their text is left out of what a model says.
+
     Returns:
         transformers' tokenizer; None if it cannot be read, or if the two are known to differ.
     """
@@ -113,12 +115,13 @@ def _add_missing_tokens(folder: Path, path: Path, vocab_size: int) -> Any:
             path.name, first_line(error),
         )  # fmt: skip
         return None
-    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    present = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     # ids beyond the vocabulary are defaults of transformers' classes, and the model has no embedding for them
     missing = {token.content: id_ for id_, token in added_tokens.items() if token.content not in present and id_ < vocab_size}
-    tokenizer.add_tokens([added_tokens[id_] for id_ in sorted(missing.values())])
+    newly_special = [token for token in added_tokens.values() if token.special and present.get(token.content) is False]
+    tokenizer.add_tokens([*(added_tokens[id_] for id_ in sorted(missing.values())), *newly_special])
     if all(tokenizer.token_to_id(content) == id_ for content, id_ in missing.items()):
-        if missing:
+        if missing or newly_special:
             tokenizer.save(str(path))
         return hf_tokenizer
     names = ", ".join(map(repr, missing))

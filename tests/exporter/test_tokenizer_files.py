@@ -17,6 +17,7 @@ from skipdecode.errors import ModelNotSupportedError
 from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.tokenizer_files import copy_settings, copy_tokenizer
+from skipdecode.text import Tokenizer
 from tests.models import CONFIGS, MAX_LENGTH
 from tests.zoo import Zoo
 
@@ -66,6 +67,25 @@ def test_tokens_listed_only_next_to_tokenizer_json_are_put_into_it(file: str, tm
         assert made.encode(text).ids == transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
         written = json.loads((bundle / "tokenization.json").read_text())
         assert (size in written["special"]) is (vocabulary > size and file != "added_tokens")
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+def test_a_token_that_only_the_files_next_to_it_make_special_is_left_out_of_text(file: str, tmp_path: Path) -> None:
+    (bundle := tmp_path / "bundle").mkdir()
+    own = tokenizers.Tokenizer.from_file(str(_E2E / "tokenizer.json"))
+    size = own.get_vocab_size()
+    own.add_tokens([tokenizers.AddedToken("<|im_end|>", normalized=False), tokenizers.AddedToken("<tool>", normalized=False)])
+    own.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, content in {"tokenizer_config": settings, file: {**settings, "eos_token": "<|im_end|>"}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    copy_tokenizer(tmp_path, bundle, CONFIGS["llama"]().__class__(vocab_size=size + 2), MAX_LENGTH)
+    made, theirs = Tokenizer.of(bundle), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert made is not None
+    ids = made.encode("yes <tool> no<|im_end|>")
+    assert ids == theirs("yes <tool> no<|im_end|>")["input_ids"]
+    assert made.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "yes <tool> no"
+    assert size in json.loads((bundle / "tokenization.json").read_text())["special"]
 
 
 def test_a_tokenizer_json_that_lacks_nothing_is_copied_as_it_is(tmp_path: Path) -> None:
