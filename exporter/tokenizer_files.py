@@ -48,8 +48,9 @@ def copy_tokenizer(folder: Path, bundle: Path, config: Any, max_length: int) -> 
     post-processors, so `tokenization.json` records the ids that encoding puts around a text, with samples by which C++ checks
     itself.
 
-    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes from its files. Tokens that are named
-    only in another file (`<|im_end|>`, in `tokenizer_config.json`) are added to the bundle's `tokenizer.json`.
+    A checkpoint from before `tokenizer.json` (OPT's) gets the one that transformers makes from its files, or none where only
+    Python code tokenizes (BioGPT's). Tokens that are named only in another file (`<|im_end|>`, in `tokenizer_config.json`) are
+    added to the bundle's `tokenizer.json`.
 
     Raises:
         ModelNotSupportedError: the tokenizer cannot be read.
@@ -57,7 +58,11 @@ def copy_tokenizer(folder: Path, bundle: Path, config: Any, max_length: int) -> 
     _copy(_TOKENIZER, folder, bundle)
     hf_tokenizer, settings = None, read_settings(folder / "tokenizer_config.json")
     if not (folder / "tokenizer.json").exists() and any((folder / name).exists() for name in OLDER_TOKENIZERS):
-        _convert(folder, bundle / "tokenizer.json")
+        python_class = _python_class(settings, config.model_type)
+        if python_class is None:
+            _convert(folder, bundle / "tokenizer.json")
+        else:
+            logger.warning("its tokenizer is left out: %s is Python code, of which there is no tokenizer.json", python_class)
     elif (bundle / "tokenizer.json").exists():
         hf_tokenizer = _add_missing_tokens(folder, bundle / "tokenizer.json", config.vocab_size)
     if not (bundle / "tokenizer.json").exists():
@@ -74,6 +79,16 @@ def _copy(names: Iterable[str], folder: Path, bundle: Path) -> None:
     for name in names:
         if (folder / name).is_file():
             (bundle / name).write_bytes(read_bytes(folder / name))
+
+
+def _python_class(settings: dict[str, Any], model_type: str) -> str | None:
+    """The name of transformers' class for a tokenizer that has no other form than its Python code; None: it has one."""
+    from transformers import TokenizersBackend
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    name = settings.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)
+    found = tokenizer_class_from_name(name) if isinstance(name, str) else None
+    return None if found is None or issubclass(found, TokenizersBackend) else found.__name__
 
 
 def _convert(folder: Path, path: Path) -> None:

@@ -18,7 +18,7 @@ from skipdecode.exporter import tokenizer_files
 from skipdecode.exporter.export import ExportRequest, export
 from skipdecode.exporter.tokenizer_files import copy_settings, copy_tokenizer
 from skipdecode.text import Tokenizer
-from tests.models import CONFIGS, MAX_LENGTH
+from tests.models import CONFIGS, MAX_LENGTH, RELATIVES
 from tests.zoo import Zoo
 
 _E2E = Path(__file__).parents[2] / "examples" / "e2e" / "model"
@@ -268,6 +268,20 @@ def test_a_tokenizer_with_its_own_code_is_copied_as_it_is_with_a_warning(
     (message,) = caplog.messages
     assert message.startswith("tokenizer.json: used without tokens from the files next to it, which transformers cannot")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "BioGptTokenizer"}])
+def test_a_tokenizer_that_is_only_python_code_is_left_out_with_a_warning(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (bundle := tmp_path / "bundle").mkdir()
+    for name, content in {"vocab.json": '{"a</w>": 0}', "merges.txt": "", "tokenizer_config.json": json.dumps(settings)}.items():
+        (model / name).write_text(content)
+    copy_tokenizer(model, bundle, RELATIVES["biogpt"](), MAX_LENGTH)
+    assert not (bundle / "tokenizer.json").exists() and not (bundle / "tokenization.json").exists()
+    (message,) = caplog.messages
+    assert message == "its tokenizer is left out: BioGptTokenizer is Python code, of which there is no tokenizer.json"
 
 
 @pytest.mark.parametrize(
