@@ -32,8 +32,11 @@ fi
 
 if [ -n "${ONNXRUNTIME_ROOT:-}" ]; then
   mkdir -p "$folder/lib"
-  ln -sfn "$(realpath "$ONNXRUNTIME_ROOT/include")" "$folder/include"
-  cp -a "$ONNXRUNTIME_ROOT"/lib/libonnxruntime.so* "$folder/lib/"
+  headers=$(realpath "$ONNXRUNTIME_ROOT/include")
+  rm -rf "$folder/include"  # a folder, if an earlier run got Debian's headers: the link would be put into it
+  ln -s "$headers" "$folder/include"
+  # an earlier run left links here, through which a copy would overwrite the wheel's library
+  cp -a --remove-destination "$ONNXRUNTIME_ROOT"/lib/libonnxruntime.so* "$folder/lib/"
 else
   wheel=$("$python" -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("onnxruntime").origin).parent / "capi")')
   library=$(find "$wheel" -name 'libonnxruntime.so.*' | head -1)

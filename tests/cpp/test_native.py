@@ -184,6 +184,24 @@ def test_the_benchmark_sends_no_telemetry_of_onnx_runtime(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_given_onnx_runtime_takes_the_place_of_headers_and_library_and_leaves_the_wheels_alone(tmp_path: Path) -> None:
+    name, genai = "libonnxruntime.so.1.2.3", next(LIBRARIES.glob("libonnxruntime-genai.so.*")).name
+    wheel, given, got = (tmp_path / folder for folder in ("wheel", "given", "got"))
+    for folder in (wheel, given / "include", given / "lib", got / "include", got / "lib"):
+        folder.mkdir(parents=True)
+    (wheel / name).write_text("the wheel's")
+    (got / "lib" / name).symlink_to(wheel / name)  # as an earlier run leaves it
+    (got / "lib" / genai).touch()
+    (got / "include" / "onnxruntime_c_api.h").write_text("Debian's")
+    (given / "lib" / name).write_text("another")
+    (given / "include" / "onnxruntime_c_api.h").write_text("another")
+    script, given_by = ROOT / "runtime" / "cpp" / "get_dependencies.sh", {**os.environ, "ONNXRUNTIME_ROOT": str(given)}
+    for _ in range(2):
+        subprocess.run([script, got, "python"], env=given_by, capture_output=True, timeout=60, check=True)
+        assert (got / "include" / "onnxruntime_c_api.h").read_text() == (got / "lib" / name).read_text() == "another"
+    assert (wheel / name).read_text() == "the wheel's" and (given / "include" / "onnxruntime_c_api.h").exists()
+
+
 def test_only_the_c_functions_are_exported() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm here")
