@@ -288,8 +288,10 @@ def test_a_tokenizer_json_that_decoding_cannot_use_is_refused_in_one_line(
 def test_a_bundle_without_a_tokenizer_and_a_missing_library_are_reported(
     conformance_bundle: Callable[[str], Path], family: tuple[Path, Tokenizer]
 ) -> None:
-    driver = Driver()
-    refused = driver.ask(command="tokenize", bundle=family[0], texts=["a"], genai_library="/nowhere/libonnxruntime-genai.so")
+    driver, missing = Driver(), "/nowhere/libonnxruntime-genai.so"
+    refused = driver.ask(command="tokenize", bundle=conformance_bundle("opt"), texts=["a"], genai_library=missing)
+    assert refused["error"].endswith("the bundle has no tokenizer; give token ids"), "which no library could change"
+    refused = driver.ask(command="tokenize", bundle=family[0], texts=["a"], genai_library=missing)
     assert refused["error"].startswith("ONNX Runtime GenAI, whose tokenizers this library uses, cannot be loaded (/nowhere/")
     assert refused["error"].endswith("install it, set LD_LIBRARY_PATH, or name it in skd_tokenizer_create")
     refused = driver.ask(command="tokenize", bundle=conformance_bundle("opt"), texts=["a"])

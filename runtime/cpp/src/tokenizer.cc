@@ -90,12 +90,11 @@ nlohmann::json ReadTokenization(const std::filesystem::path& bundle) {
 
 }  // namespace
 
-Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library)
-    : bundle_(std::move(bundle)), api_(Api(library)) {
-  ReadUnchanged(bundle_->path, bundle_->identity, "since it was loaded", [this] { Read(); });
+Tokenizer::Tokenizer(std::shared_ptr<const Bundle> bundle, const std::string& library) : bundle_(std::move(bundle)) {
+  ReadUnchanged(bundle_->path, bundle_->identity, "since it was loaded", [&] { Read(library); });
 }
 
-void Tokenizer::Read() {
+void Tokenizer::Read(const std::string& library) {
   const std::string folder = bundle_->path.string();
   std::vector<Sample> samples;
   try {
@@ -108,13 +107,14 @@ void Tokenizer::Read() {
     throw BundleError("tokenization.json cannot be read (" + Shortened(error.what(), kMaxReasonBytes) + ")", folder);
   }
   detokenizer_ = Detokenizer::Read(bundle_->path / "tokenizer.json", bundle_->manifest.model.vocab_size, special_);
+  api_ = &Api(library);
   void* created = nullptr;
-  Check(api_, api_.create_tokenizer(folder.c_str(), &created), folder);
-  tokenizer_ = {created, api_.destroy_tokenizer};
+  Check(*api_, api_->create_tokenizer(folder.c_str(), &created), folder);
+  tokenizer_ = {created, api_->destroy_tokenizer};
   // Encode adds special tokens itself, as Hugging Face's tokenizer was seen to do: GenAI knows few of the ways to do it
   const char* const keys[] = {"add_special_tokens", "skip_special_tokens"};
   const char* const values[] = {"false", "true"};
-  Check(api_, api_.update_options(tokenizer_.get(), keys, values, 2), folder);
+  Check(*api_, api_->update_options(tokenizer_.get(), keys, values, 2), folder);
   for (const Sample& sample : samples) {
     if (Encode(sample.text.c_str()) == sample.ids) continue;
     throw Error(SKD_ERROR_TOKENIZER,
@@ -126,12 +126,12 @@ void Tokenizer::Read() {
 std::vector<int64_t> Tokenizer::Encode(const char* text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   void* sequences = nullptr;
-  Check(api_, api_.create_sequences(&sequences), "");
-  const std::unique_ptr<void, void (*)(void*)> owner(sequences, api_.destroy_sequences);
-  Check(api_, api_.encode(tokenizer_.get(), text, sequences), "");
-  const int32_t* ids = api_.sequence_data(sequences, 0);
+  Check(*api_, api_->create_sequences(&sequences), "");
+  const std::unique_ptr<void, void (*)(void*)> owner(sequences, api_->destroy_sequences);
+  Check(*api_, api_->encode(tokenizer_.get(), text, sequences), "");
+  const int32_t* ids = api_->sequence_data(sequences, 0);
   std::vector<int64_t> found = before_;
-  found.insert(found.end(), ids, ids + api_.sequence_count(sequences, 0));
+  found.insert(found.end(), ids, ids + api_->sequence_count(sequences, 0));
   found.insert(found.end(), after_.begin(), after_.end());
   return found;
 }
@@ -144,8 +144,8 @@ std::string Tokenizer::Decode(const int64_t* ids, size_t count) {
   const std::vector<int32_t> narrow(ids, ids + count);
   const std::lock_guard<std::mutex> lock(mutex_);
   const char* text = nullptr;
-  Check(api_, api_.decode(tokenizer_.get(), narrow.data(), count, &text), "");
-  const std::unique_ptr<const char, void (*)(const char*)> owner(text, api_.destroy_string);
+  Check(*api_, api_->decode(tokenizer_.get(), narrow.data(), count, &text), "");
+  const std::unique_ptr<const char, void (*)(const char*)> owner(text, api_->destroy_string);
   return text;
 }
 

@@ -29,14 +29,14 @@ class Tokenizer {
   std::string Decode(const int64_t* ids, size_t count);
 
  private:
-  // Everything that is read from the bundle's folder.
-  void Read();
+  // Everything that is read from the bundle's folder, and the library, which a bundle without a tokenizer does not need.
+  void Read(const std::string& library);
 
   std::shared_ptr<const Bundle> bundle_;
   std::vector<int64_t> before_, after_;     // ids that encoding puts around a text's own
   std::set<int64_t> special_;               // ids that do not become text
   std::optional<Detokenizer> detokenizer_;  // nullopt: GenAI decodes; no model tested needs that
-  const GenAi& api_;
+  const GenAi* api_ = nullptr;
   std::unique_ptr<void, void (*)(void*)> tokenizer_{nullptr, nullptr};
   std::mutex mutex_;  // GenAI's objects are not thread safe
 };
