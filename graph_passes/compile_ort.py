@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import onnxruntime as ort
@@ -9,6 +10,8 @@ import onnxruntime as ort
 from skipdecode.engines.ort import use_threads
 from skipdecode.errors import TargetError
 
+# How ONNX Runtime says that it could not write weights, and the graph; its errors have no errno.
+_NOT_WRITTEN = ("Failed to write", "Protobuf serialization failed")
 _MIN_VERSION = (1, 32)  # older versions store no packed weights of `MatMulNBits`, and read them as NaN if told to store them
 
 
@@ -36,6 +39,9 @@ def compile_ort(source: Path, engine: Path) -> None:
 
     The `.bin` holds each weight twice, plain and prepacked. ORT reads the plain copy at load (zeroing it changes the results) and
     keeps only the prepacked one mapped.
+
+    Raises:
+        OSError: the engine could not be written; mostly the disk is full.
     """
     weights = engine.with_suffix(".bin")
     use_threads(None)
@@ -47,4 +53,9 @@ def compile_ort(source: Path, engine: Path) -> None:
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
     options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
+    try:
+        ort.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ORT's exceptions have no common base but this
+        if not any(text in str(error) for text in _NOT_WRITTEN):
+            raise
+        raise OSError(errno.EIO, "ONNX Runtime could not write an engine", str(engine)) from error
