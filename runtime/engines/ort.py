@@ -72,7 +72,7 @@ def use_threads(threads: int | None) -> None:
 
     Raises:
         CapacityError: fewer than one thread, or more than the machine has cores.
-        TargetError: something else in this process has used ONNX Runtime first.
+        TargetError: something else in this process has made the pool first.
     """
     global _pool_threads
     cores = os.cpu_count() or 1
@@ -86,7 +86,7 @@ def use_threads(threads: int | None) -> None:
         pool_threads = threads or usable_cores()
         try:
             ort.set_global_thread_pool_sizes(pool_threads, 1)
-        except Exception as error:  # somebody else has made the environment
+        except Exception as error:  # somebody else has set its sizes
             raise _too_late_error() from error
         host = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(host, None)
@@ -164,7 +164,7 @@ def _tensors(values: Sequence[Any]) -> dict[str, Tensor]:
 
 def _too_late_error() -> TargetError:
     return TargetError(
-        "this process made an ONNX Runtime session of its own first, so engines cannot share one thread pool",
+        "something else in this process has made ONNX Runtime's shared thread pool first, so engines cannot have their own",
         "call skipdecode.load first",
     )
 

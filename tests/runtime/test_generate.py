@@ -345,4 +345,25 @@ def test_memory_that_the_machine_lacks_is_reported_with_its_size(
 def test_a_process_that_created_a_pool_first_is_refused(zoo: Zoo) -> None:
     code = "import onnxruntime, skipdecode, sys; onnxruntime.set_global_thread_pool_sizes(1, 1); skipdecode.load(sys.argv[1])"
     run = subprocess.run([sys.executable, "-c", code, str(zoo.bundle("llama"))], capture_output=True, text=True, check=False)
-    assert "TargetError: this process made an ONNX Runtime session of its own first" in run.stderr
+    assert "TargetError: something else in this process has made ONNX Runtime's shared thread pool first" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"), [("session load", False), ("load session", True), ("load session sharing_the_pool", False)]
+)
+def test_sessions_of_ones_own_made_after_a_load_have_to_share_its_pool(words: str, refused: bool, zoo: Zoo) -> None:
+    code = """
+import sys, onnxruntime, skipdecode
+options = onnxruntime.SessionOptions()
+options.use_per_session_threads = "sharing_the_pool" not in sys.argv
+for what in sys.argv[2:4]:
+    if what == "load":
+        generator = skipdecode.load(sys.argv[1])
+    else:
+        own = onnxruntime.InferenceSession(f"{sys.argv[1]}/graphs/layer_000.onnx", options, providers=["CPUExecutionProvider"])
+generator.generate([[5, 6, 7]], max_new_tokens=3)
+"""
+    command = [sys.executable, "-c", code, str(zoo.bundle("llama")), *words.split()]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert bool(run.returncode) is refused
+    assert ("must be false when using a global thread pool" in run.stderr) is refused
