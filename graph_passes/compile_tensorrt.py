@@ -115,6 +115,8 @@ def _remedy(reason: str) -> str:
     """What to do about a builder's error."""
     if "workspace" in reason:
         return "choose a larger --workspace"
+    if "SM75" in reason:  # it multiplies no matrices in fp32, which linear attention and some routers do
+        return "leave sm75 out of --target"
     return "free some memory" if tensorrt.NO_MEMORY.search(reason) else _USE_CUDA_INSTEAD
 
 

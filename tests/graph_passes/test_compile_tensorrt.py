@@ -78,14 +78,14 @@ def part(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Part:
     return made
 
 
-def build(graph: ir.Model, folder: Path, *passes: ir.passes.PassBase) -> tuple[EngineLayer, ...]:
+def build(graph: ir.Model, folder: Path, *passes: ir.passes.PassBase, capability: str = "sm89") -> tuple[EngineLayer, ...]:
     lowered = graph.clone()
     ir.passes.Sequential(*passes)(lowered)
     source, plan = folder / "lowered.onnx", folder / "engine.plan"
     ir.save(lowered, source, external_data="lowered.bin")
     profiles = (DECODE, PREFILL) if graph.graph.name != "head" else (DECODE,)
     request = PlanRequest(target="tensorrt-rtx", source=str(source), plan=str(plan), profiles=profiles,
-                          capabilities=("sm89",))  # fmt: skip
+                          capabilities=(capability,))  # fmt: skip
     layers = built_layers(request)
     assert plan.stat().st_size > 10_000
     return layers
@@ -309,6 +309,14 @@ def test_the_parsers_reason_for_refusing_is_reported(part: Part, tmp_path: Path)
 def test_single_precision_has_no_fused_attention_and_is_not_built(part: Part, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="could not build it"):
         build(part("llama", (0,), torch.float32), tmp_path, *LOWERING)
+
+
+def test_where_only_the_oldest_gpu_cannot_multiply_in_single_precision_the_error_says_to_leave_it_out(
+    part: Part, tmp_path: Path
+) -> None:
+    linear = WriteOutConvolutionPass(), WriteOutLinearAttentionPass(max_tokens=16)
+    with pytest.raises(TargetError, match=r"FP32 GEMM is not supported.*; leave sm75 out of --target$"):
+        build(part("qwen3_5_text"), tmp_path, *LOWERING, *linear, capability="sm75")
 
 
 def test_a_builder_out_of_memory_is_reported_as_such(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
