@@ -40,12 +40,14 @@ def check_out(out: Path, force: bool) -> None:
     """Refuse, before any work, an existing `out` that may not be replaced.
 
     Raises:
-        BundleError: it exists and `force` is not set, or it is not a bundle.
+        BundleError: it exists and `force` is not set, it is not a bundle, or something is mounted there, as a container's volume.
     """
     if not out.exists():
         return
     if not _is_bundle(out) and not _is_empty_folder(out):
         raise BundleError("exists and is not a bundle, so it is not replaced", "choose another --out", where=str(out))
+    if os.path.ismount(out):  # it cannot be renamed, and a folder next to it lies on another file system
+        raise BundleError("is a mount point, which cannot be replaced", "name a folder in it", where=str(out))
     if not force:
         raise BundleError("exists already", "choose another --out, or replace it with --force", where=str(out))
 

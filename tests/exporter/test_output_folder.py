@@ -258,6 +258,14 @@ def test_a_bundle_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
     assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_mounted_volume_is_refused_before_any_work(force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(BundleError, match="is a mount point, which cannot be replaced; name a folder in it"):
+        check_out(tmp_path, force)
+    check_out(tmp_path / "bundle", force)
+
+
 def test_an_empty_folder_is_replaced_with_force(tmp_path: Path) -> None:
     (out := tmp_path / "bundle").mkdir()
     with pytest.raises(BundleError, match="exists already; choose another --out, or replace it with --force"):
