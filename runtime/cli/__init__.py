@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        _complain(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help")
+        complain(f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help")
         raise SystemExit(BAD_INPUT)
 
 
@@ -46,7 +46,7 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
         sys.stdout.flush()  # a reader that has gone must show here, not when Python shuts down
         return status
     except SkipDecodeError as error:
-        _complain(traceback.format_exc().rstrip() if debug else error)
+        complain(traceback.format_exc().rstrip() if debug else error)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -56,11 +56,23 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
             return 0
         _drop_unwritable(sys.stdout)
         if debug:
-            _complain(traceback.format_exc().rstrip())
+            complain(traceback.format_exc().rstrip())
             return BAD_INPUT
         where = os.fsdecode(error.filename) if error.filename else ""
-        _complain(SkipDecodeError(f"cannot continue ({error.strerror or error})", _REMEDY, where=where))
+        complain(SkipDecodeError(f"cannot continue ({error.strerror or error})", _REMEDY, where=where))
         return BAD_INPUT
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Print inside this block. If nobody reads standard output any more, what is left is discarded and the command goes on."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        _drop_unwritable(sys.stdout)
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -70,7 +82,8 @@ def check_writable(path: Path, option: str) -> None:
         raise CapacityError("cannot be written", "name a file in a writable folder", where=f"{option} {path}")
 
 
-def _complain(error: SkipDecodeError | str) -> None:
+def complain(error: SkipDecodeError | str) -> None:
+    """Print a line on standard error if that can be written; whether it can does not change the exit status."""
     if sys.stderr is None:  # closed, and arguments are parsed before `_make_streams_print_anything`
         return
     with contextlib.suppress(OSError):  # nowhere to report it but the exit status

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli import Parser, check_writable, folder, guarded
+from skipdecode.cli import Parser, check_writable, complain, folder, guarded, reader_may_leave
 from skipdecode.errors import CapacityError, TargetError
 from skipdecode.validation.baseline import read_baseline
 from skipdecode.validation.quality import read_examples
@@ -82,21 +82,27 @@ def _validate(options: argparse.Namespace) -> int:
     request = _request(options)
     with _progress(options.quiet) as progress:
         result = validate(request, progress)
-    from skipdecode.validation.report import as_json, write_report
+    from skipdecode.validation.report import write_report
 
     if options.report is not None:
         write_report(result, options.report)
     if result["resumed"] and not options.quiet:
-        print(f"skip-validate: {result['resumed']} measurements come from an earlier run that was stopped", file=sys.stderr)
+        complain(f"skip-validate: {result['resumed']} measurements come from an earlier run that was stopped")
+    with reader_may_leave():  # the exit status is that of the validation all the same
+        _print(result, options)
+    for line in _failures(result):
+        complain(line)
+    return 0 if result["holds"] else DOES_NOT_HOLD
+
+
+def _print(result: dict[str, Any], options: argparse.Namespace) -> None:
+    from skipdecode.validation.report import as_json
+    from skipdecode.validation.terminal import show
+
     if options.json:
         print(as_json(result))
     elif not options.quiet:
-        from skipdecode.validation.terminal import show
-
         show(result)
-    for line in _failures(result):
-        print(line, file=sys.stderr)
-    return 0 if result["holds"] else DOES_NOT_HOLD
 
 
 def _request(options: argparse.Namespace) -> ValidateRequest:

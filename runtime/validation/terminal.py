@@ -20,19 +20,21 @@ def show(result: dict[str, Any]) -> None:
     """Print what was measured, one table per question."""
     width, height = (None, None) if sys.stdout.isatty() else (_LOG_WIDTH, 1)  # rich ignores a width without a height if TERM=dumb
     console = Console(width=width, height=height, markup=False, emoji=False)  # names can hold anything
-    console.print(Text(_heading(result)))
-    for target in result["targets"]:
-        if not target["runs"]:
-            console.print(f"target {target['name']} does not run here: {target['why']}")
-            continue
-        for table in _tables(target):
-            console.print(table)
-    if result["baseline"]:
-        for part in _baseline(result["baseline"]):
-            console.print(part)
-    if result["slo"]:
-        console.print(_slo(result["slo"]))
-    console.print(Text("all holds" if result["holds"] else "does not hold", style="green" if result["holds"] else "bold red"))
+    with console.capture() as captured:  # where the reader of a pipe has left, rich itself ends the process with status 1
+        console.print(Text(_heading(result)))
+        for target in result["targets"]:
+            if not target["runs"]:
+                console.print(f"target {target['name']} does not run here: {target['why']}")
+                continue
+            for table in _tables(target):
+                console.print(table)
+        if result["baseline"]:
+            for part in _baseline(result["baseline"]):
+                console.print(part)
+        if result["slo"]:
+            console.print(_slo(result["slo"]))
+        console.print(Text("all holds" if result["holds"] else "does not hold", style="green" if result["holds"] else "bold red"))
+    print(captured.get(), end="")
 
 
 def _heading(result: dict[str, Any]) -> str:

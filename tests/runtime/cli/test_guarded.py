@@ -122,3 +122,22 @@ def test_onnx_runtime_sends_no_telemetry(zoo: Zoo, tmp_path: Path) -> None:
 def test_a_reader_that_goes_away_is_not_an_error(zoo: Zoo) -> None:
     ended = _shell("skip-inspect $0 --json | true; skip-inspect $0 | head -1", zoo.bundle("opt"))
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("form", ["", "--json", "--quiet"])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_validations_exit_status_is_the_same_whoever_reads_its_output(holds: bool, form: str) -> None:
+    schedule = {"name": "full", "layers": [2], "speedup": 1.0}
+    result = {
+        "bundle": {"model": {"name": "a", "layers": 2}, "schedule": schedule, "variants": []},
+        "machine": {"cpu": "one", "cores": 2, "memory_gib": 4, "gpu": None}, "integrity": {"holds": True, "files": 5},
+        "targets": [], "baseline": None, "resumed": 0, "holds": holds,
+        "slo": [{"slo": "p99_token_ms<=1", "target": "cpu", "measured": "0.5", "holds": holds}],
+    }  # fmt: skip
+    measured = f"command.validate = lambda request, progress: {result}"
+    code = f"from skipdecode.cli import validate as command; {measured}; raise SystemExit(command.main(['a', *'{form}'.split()]))"
+    for outputs in ("| true", "2>&1 >/dev/null | true", "2>/dev/full"):
+        ended = _shell(f'{{ {{ python -c "$CODE"; echo $? >&3; }} {outputs}; }} 3>&1 >/dev/null', Path(), CODE=code)
+        assert ended.stdout == f"{int(not holds)}\n", outputs
+        told = "" if holds or "2>" in outputs else "does not hold: p99_token_ms<=1 on cpu: measured 0.5\n"
+        assert ended.stderr == told, outputs
