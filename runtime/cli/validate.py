@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def _validate(options: argparse.Namespace) -> int:
     request = _request(options)
     with _progress(options.quiet) as progress:
-        result = validate(request, progress)
+        result, forget = validate(request, progress)
     from skipdecode.validation.report import write_report
 
     if options.report is not None:
@@ -92,6 +92,7 @@ def _validate(options: argparse.Namespace) -> int:
         _print(result, options)
     for line in _failures(result):
         complain(line)
+    forget()
     return 0 if result["holds"] else DOES_NOT_HOLD
 
 

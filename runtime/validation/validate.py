@@ -56,8 +56,14 @@ class ValidateRequest:
     baseline: dict[str, Any] | None = None  # an earlier result
 
 
-def validate(request: ValidateRequest, progress: Progress = lambda what: None) -> dict[str, Any]:
-    """Measure everything that was asked for; the result's `holds` says whether every check passed.
+def validate(
+    request: ValidateRequest, progress: Progress = lambda what: None
+) -> tuple[dict[str, Any], Callable[[], None]]:  # fmt: skip
+    """Measure everything that was asked for.
+
+    Returns:
+        The result, whose `holds` says whether every check passed; and what to call once it is written. Until then the next run
+        has the measurements of this one, which may have taken hours.
 
     Raises:
         SkipDecodeError: bad input, before anything slow starts.
@@ -68,7 +74,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
         try:
             generators, resident = _load(request, manifest)
         except BundleError as error:  # the hashes tell more about the damage than the error of the library that hit it
-            return _damaged(request, manifest, error, progress)
+            return _damaged(request, manifest, error, progress), lambda: None
         loaded = [generator for generator in generators.values() if isinstance(generator, Generator)]
         request = _fill_defaults(request, manifest, min(map(max_context, loaded)))
         _check(request, manifest, loaded[0])
@@ -86,8 +92,7 @@ def validate(request: ValidateRequest, progress: Progress = lambda what: None) -
     parities = [row["holds"] for target in ran for row in (*(target["parity"] or ()), *(target["plans"] or ()))]
     judged = [row["holds"] for row in result["slo"]]
     result["holds"] = integrity["holds"] and all(parities) and all(judged)
-    journal.finish()
-    return result
+    return result, journal.finish
 
 
 def _damaged(request: ValidateRequest, manifest: manifests.Manifest, error: BundleError, progress: Progress) -> dict[str, Any]:

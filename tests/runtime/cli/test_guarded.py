@@ -134,7 +134,7 @@ def test_a_validations_exit_status_is_the_same_whoever_reads_its_output(holds: b
         "targets": [], "baseline": None, "resumed": 0, "holds": holds,
         "slo": [{"slo": "p99_token_ms<=1", "target": "cpu", "measured": "0.5", "holds": holds}],
     }  # fmt: skip
-    measured = f"command.validate = lambda request, progress: {result}"
+    measured = f"command.validate = lambda request, progress: ({result}, lambda: None)"
     code = f"from skipdecode.cli import validate as command; {measured}; raise SystemExit(command.main(['a', *'{form}'.split()]))"
     for outputs in ("| true", "2>&1 >/dev/null | true", "2>/dev/full"):
         ended = _shell(f'{{ {{ python -c "$CODE"; echo $? >&3; }} {outputs}; }} 3>&1 >/dev/null', Path(), CODE=code)

@@ -211,6 +211,19 @@ def test_a_killed_run_is_resumed_where_it_was(
     assert "3 measurements come from an earlier run that was stopped" in captured.out
 
 
+def test_measurements_are_kept_until_the_result_is_written(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(zoo.bundle("opt")), *QUICK, "--report", "/dev/full"]) == 2
+    assert "--report /dev/full: cannot be written (No space left on device)" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured again"))
+        assert main([str(zoo.bundle("opt")), *QUICK, "--report", str(tmp_path / "report.html")]) == 0
+    monkeypatch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured again"))
+    with pytest.raises(pytest.fail.Exception):
+        main([str(zoo.bundle("opt")), *QUICK])
+
+
 def test_a_run_is_not_resumed_when_the_same_files_have_changed(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, measured = tmp_path / "engines", []
     shutil.copytree(zoo.bundle("opt"), bundle)
@@ -294,7 +307,7 @@ def test_a_speedup_that_the_model_cannot_reach_is_refused_before_any_long_work(
 def test_every_option_reaches_the_request(eval_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[validation.ValidateRequest] = []
     result = {"resumed": 0, "integrity": {"holds": True}, "targets": [], "slo": [], "holds": True}
-    monkeypatch.setattr(command, "validate", lambda request, progress: asked.append(request) or result)
+    monkeypatch.setattr(command, "validate", lambda request, progress: asked.append(request) or (result, lambda: None))
     (tmp_path / "lengths.jsonl").write_text('{"prompt_tokens": 8, "new_tokens": 6}')
     lists = ["--batch", "1,2", "--batch", "4", "--context", "8,16", "--speedup", "2,3", "--speedup", "4"]
     files = ["--workload", str(tmp_path / "lengths.jsonl"), "--eval", str(eval_file)]
