@@ -15,6 +15,7 @@ import numpy as np
 
 from skipdecode.errors import CapacityError
 from skipdecode.generate import Generator
+from skipdecode.generation import Row, check_rows
 from skipdecode.manifest import Manifest
 from skipdecode.schedule import Schedule, full_depth
 from skipdecode.schedule_builders import ScheduleRequest, build_schedule
@@ -74,7 +75,7 @@ def schedule_for(manifest: Manifest, speedup: float) -> Schedule:
 
 
 def check_examples(examples: Sequence[Example], generator: Generator, new_tokens: int, where: Path) -> None:
-    """Raise CapacityError if the bundle cannot run an example: it has no tokenizer, or a prompt is too long."""
+    """Raise CapacityError if the bundle cannot run an example, such as one that is too long, or if it has no tokenizer."""
     limit = generator.manifest.limits.max_length
     for number, ids in enumerate(generator.encode([example.prompt for example in examples]), 1):
         if len(ids) + new_tokens > limit:
@@ -83,6 +84,10 @@ def check_examples(examples: Sequence[Example], generator: Generator, new_tokens
                 "shorten it, lower --new-tokens, or export with a larger --max-length",
                 where=f"{where}, example {number}",
             )
+        try:
+            check_rows([Row(prompt_ids=ids)], new_tokens, generator.manifest)
+        except CapacityError as error:
+            raise CapacityError(error.what, error.remedy, where=f"{where}, example {number}'s prompt") from error
 
 
 def answer(generator: Generator, examples: Sequence[Example], schedule: Schedule, new_tokens: int) -> dict[str, Any]:

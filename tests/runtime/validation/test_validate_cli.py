@@ -362,6 +362,20 @@ def test_an_example_too_long_is_named(trained: Path, tmp_path: Path, capsys: pyt
     assert "long.jsonl, example 1: its " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("prompt_ids", "says"), [([], "is empty"), ([5, 2048], "token id 2048 is outside the vocabulary")])
+def test_an_example_that_the_bundle_cannot_run_is_named_before_any_long_work(
+    prompt_ids: list[int], says: str, trained: Path, eval_file: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def encode(_: Any, text: str) -> list[int]:
+        return [5] if "Mill" in text else prompt_ids
+
+    monkeypatch.setattr(generate.Tokenizer, "encode", encode)
+    monkeypatch.setattr(validation, "measure_cell", lambda *_: pytest.fail("measured first"))
+    assert main([str(trained), *QUICK, "--eval", str(eval_file)]) == 2
+    assert f"eval.jsonl, example 2's prompt: {says}; give" in capsys.readouterr().err
+
+
 def test_text_without_a_tokenizer_is_refused(zoo: Zoo, eval_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(zoo.bundle("opt")), *QUICK, "--eval", str(eval_file)]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
