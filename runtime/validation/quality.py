@@ -94,22 +94,25 @@ def answer(generator: Generator, examples: Sequence[Example], schedule: Schedule
     """Answer all examples greedily, in batches.
 
     Returns:
-        `texts`; `mean_layers` of a decode step; `schedule_speedup` (L over the schedule's mean); `decode_s`.
+        `texts`; `cut_off`, how many of them end at `new_tokens`, which lowers their scores; `mean_layers` of a decode step;
+        `schedule_speedup` (L over the schedule's mean); `decode_s`.
     """
     batch = generator.manifest.limits.max_batch
     # prompts of similar length share a batch, so that the batch as a whole ends early
     order = sorted(range(len(examples)), key=lambda index: (len(examples[index].prompt), index))
-    texts, seconds = [""] * len(examples), 0.0
+    texts, seconds, cut_off = [""] * len(examples), 0.0, 0
     layers: list[int] = []
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
         result = generator.generate([examples[i].prompt for i in chosen], max_new_tokens=new_tokens, schedule=schedule)
         for index, row in zip(chosen, result.sequences, strict=True):
             texts[index] = " ".join((row.text or "").split())
+        cut_off += sum(row.finish_reason == "length" for row in result.sequences)
         layers += result.layers
         seconds += result.timings.decode_s
     return {
         "texts": texts,
+        "cut_off": cut_off,
         "mean_layers": sum(layers) / len(layers) if layers else float(schedule.num_layers),
         "schedule_speedup": schedule.num_layers / schedule.mean_layers,
         "decode_s": seconds,

@@ -127,12 +127,13 @@ def _workloads(target: dict[str, Any]) -> Table:
 def _quality(target: dict[str, Any]) -> Table:
     tokenizer = target["quality"][0]["bleu_tokenizer"]
     bleu = "BLEU" if tokenizer == DEFAULT_TOKENIZER else f"BLEU ({tokenizer})"
-    table = _table(f"{target['name']}: quality [95 % interval]", "schedule", "fewer layers", "mean layers", bleu, "ROUGE-L",
-                   "BLEU lost against full depth")  # fmt: skip
+    title = f"{target['name']}: quality [95 % interval], answers cut off at --new-tokens"
+    table = _table(title, "schedule", "fewer layers", "mean layers", bleu, "ROUGE-L", "BLEU lost against full depth", "cut off")
     for row in target["quality"]:
         table.add_row(
             row["name"], f"{row['schedule_speedup']:.2f}x", f"{row['mean_layers']:.2f}", _interval(row["bleu"]),
             _interval(row["rouge_l"]), _interval(row["bleu_loss"]) if "bleu_loss" in row else "",
+            f"{row['cut_off']} of {len(row['texts'])}",
         )  # fmt: skip
     return table
 

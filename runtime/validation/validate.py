@@ -30,7 +30,7 @@ from skipdecode.validation.step_bytes import StepBytes
 from skipdecode.validation.workload import Request, check_fits, measure_workload
 
 FORMAT = 1
-_MEASUREMENTS_VERSION = 3  # version of the measurements' fields; raised when they change, so that no older ones are resumed
+_MEASUREMENTS_VERSION = 4  # version of the measurements' fields; raised when they change, so that no older ones are resumed
 _LIBRARIES = ("skipdecode", "onnxruntime", "numpy", "torch", "transformers", "sacrebleu", "rouge_score")
 
 Progress = Callable[[str], None]

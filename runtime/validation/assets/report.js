@@ -178,10 +178,12 @@ function quality(target) {
     ],
   });
   const body = chart("quality", "Quality against speedup",
-    `${data.settings.examples} examples, greedy; bars are 95 % bootstrap intervals. Orange is the bundle's own schedule.`, drawing, {wide: true});
+    `${data.settings.examples} examples, greedy; bars are 95 % bootstrap intervals. Orange is the bundle's own schedule. `
+    + `Answers are cut off at ${data.settings.new_tokens} tokens (--new-tokens), which lowers their scores.`, drawing, {wide: true});
   const rowsOf = target.quality.map((row) => [row.name, `${number(row.schedule_speedup)}x`, number(row.mean_layers), interval(row.bleu),
-    interval(row.rouge_l), row.bleu_loss ? interval(row.bleu_loss) : ""]);
-  return [body, table(["schedule", "fewer layers", "mean layers a step", bleu, "ROUGE-L", "BLEU lost against full depth"], rowsOf)];
+    interval(row.rouge_l), row.bleu_loss ? interval(row.bleu_loss) : "", `${row.cut_off} of ${data.settings.examples}`]);
+  const names = ["schedule", "fewer layers", "mean layers a step", bleu, "ROUGE-L", "BLEU lost against full depth", "cut off"];
+  return [body, table(names, rowsOf)];
 }
 
 function memory(target) {

@@ -362,6 +362,14 @@ def test_an_example_too_long_is_named(trained: Path, tmp_path: Path, capsys: pyt
     assert "long.jsonl, example 1: its " in capsys.readouterr().err
 
 
+def test_answers_that_are_cut_off_are_counted(trained: Path, eval_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trained), *QUICK, "--eval", str(eval_file)]) == 0
+    assert len(re.findall(r"^(?:full depth|bundle's own) .* 2 of 2 *$", capsys.readouterr().out, re.MULTILINE)) == 2
+    assert main([str(trained), *QUICK, "--new-tokens", "60", "--eval", str(eval_file), "--json"]) == 0
+    (target,) = json.loads(capsys.readouterr().out)["targets"]
+    assert target["quality"][0]["cut_off"] == 0
+
+
 @pytest.mark.parametrize(("prompt_ids", "says"), [([], "is empty"), ([5, 2048], "token id 2048 is outside the vocabulary")])
 def test_an_example_that_the_bundle_cannot_run_is_named_before_any_long_work(
     prompt_ids: list[int], says: str, trained: Path, eval_file: Path, monkeypatch: pytest.MonkeyPatch,
