@@ -62,19 +62,21 @@ class Trace:
         """Write the trace (Trace Event Format, JSON; times in microseconds) and end the engines' profiles.
 
         Raises:
-            CapacityError: `path` cannot be written.
+            CapacityError: `path` cannot be written, or the temporary folder had no room for the engines' profiles.
         """
-        for session in self._sessions:
-            # on the clock of time.time_ns (seen on Linux; the documentation names the monotonic one)
-            start_us = session.get_profiling_start_time_ns() / 1e3
-            profile = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-            for event in profile:
-                if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-                    facts = {key: event["args"][key] for key in ("op_name", "input_type_shape", "output_type_shape")}
-                    name = event["name"].removesuffix("_kernel_time")
-                    self._add(name, "operator", start_us + event["ts"], event["dur"], facts)
-        self._sessions.clear()
-        self._folder.cleanup()
+        try:
+            for session in self._sessions:
+                # on the clock of time.time_ns (seen on Linux; the documentation names the monotonic one)
+                start_us = session.get_profiling_start_time_ns() / 1e3
+                profile = _read_profile(Path(session.end_profiling()))
+                for event in profile:
+                    if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                        facts = {key: event["args"][key] for key in ("op_name", "input_type_shape", "output_type_shape")}
+                        name = event["name"].removesuffix("_kernel_time")
+                        self._add(name, "operator", start_us + event["ts"], event["dur"], facts)
+        finally:
+            self._sessions.clear()
+            self._folder.cleanup()
         try:
             Path(path).write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"}), encoding="utf-8")
         except OSError as error:
@@ -86,6 +88,17 @@ class Trace:
         self._events.append(
             {"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": 1, "ts": start_us, "dur": duration_us, "args": facts}
         )
+
+
+def _read_profile(path: Path) -> list[dict[str, Any]]:
+    """The events that ONNX Runtime wrote to `path`; where it cannot write them, it says nothing."""
+    try:
+        profile: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CapacityError(
+            "a profile is not whole", "free space there, or set TMPDIR to a folder with more", where=str(path.parent)
+        ) from error
+    return profile
 
 
 def traced(

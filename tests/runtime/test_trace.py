@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skipdecode.cli import run
+from skipdecode.errors import CapacityError
 from skipdecode.manifest import read
+from skipdecode.trace import Trace
 from tests.zoo import Zoo
 
 Event = dict[str, Any]
@@ -59,3 +62,15 @@ def test_a_trace_that_cannot_be_written_is_reported_in_one_line(
     assert run.main(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--profile" in error and "cannot be written" in error
+
+
+@pytest.mark.parametrize("written", ['[{"cat": "Node", "na', "", None])
+def test_a_profile_that_a_full_disk_cut_off_is_reported_in_one_line(written: str | None, tmp_path: Path) -> None:
+    profile, trace = tmp_path / "session0.json", Trace()
+    if written is not None:
+        profile.write_text(written)
+    session: Any = SimpleNamespace(get_profiling_start_time_ns=lambda: 0, end_profiling=lambda: str(profile))
+    trace.follow(session)
+    with pytest.raises(CapacityError, match=r": a profile is not whole; free space there, or set TMPDIR to a folder with more$"):
+        trace.write(tmp_path / "trace.json")
+    assert not (tmp_path / "trace.json").exists()
