@@ -48,6 +48,10 @@ def guarded(action: Callable[[], int], *, debug: bool) -> int:
     except SkipDecodeError as error:
         complain(traceback.format_exc().rstrip() if debug else error)
         return BAD_INPUT
+    except MemoryError as error:
+        line = CapacityError(f"no memory is left ({str(error) or 'no reason given'})", "free some, or ask for less")
+        complain(traceback.format_exc().rstrip() if debug else line)
+        return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:

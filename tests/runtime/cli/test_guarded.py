@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skipdecode.cli import guarded
@@ -54,6 +56,13 @@ def test_an_empty_name_is_not_taken_for_the_working_directory(
         main(given)
     assert ended.value.code == 2 and capsys.readouterr().err.count(": is empty; name a folder; see skip-") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_memory_for_an_array_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """As for a table with a number for each of the positions that --max-length asks for."""
+    assert guarded(lambda: np.zeros(1 << 60, np.uint8).size, debug=False) == 2
+    refused = r"no memory is left \(Unable to allocate 1\.00 EiB .*\); free some, or ask for less\n"
+    assert re.fullmatch(refused, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", ["skip-run $0 --token-ids 5,6,7 --max-new-tokens 2", "skip-inspect $0 --json"])
