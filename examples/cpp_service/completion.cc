@@ -157,6 +157,10 @@ std::string HttpError::Body() const {
   return Dump(Json{{"error", error}});
 }
 
+HttpError UnknownModel(const std::string& asked, const std::string& served) {
+  return {404, "model '" + asked.substr(0, 80) + "' is not served here; choose " + served};
+}
+
 Completion ParseCompletion(const std::string& text, const std::string& model, const Limits& limits,
                            skipdecode::Tokenizer* tokenizer) {
   const Json body = ParseBody(text, limits);
@@ -164,8 +168,7 @@ Completion ParseCompletion(const std::string& text, const std::string& model, co
   CheckFields(body);
   Text(body, "user", "");  // checked, then ignored
   const std::string requested_model = Text(body, "model", model);
-  if (requested_model != model)
-    throw HttpError(404, "model '" + requested_model.substr(0, 80) + "' is not served here; choose " + model);
+  if (requested_model != model) throw UnknownModel(requested_model, model);
   static std::atomic<uint64_t> count{0};
   Completion completion{};
   completion.created =

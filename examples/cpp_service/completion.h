@@ -28,6 +28,9 @@ class HttpError : public std::runtime_error {
   std::string type_;
 };
 
+// The error for a model that is not the one served.
+HttpError UnknownModel(const std::string& asked, const std::string& served);
+
 struct Completion {
   std::string id, model;
   int64_t created;  // seconds since 1970

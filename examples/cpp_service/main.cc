@@ -34,7 +34,7 @@ constexpr char kHelp[] = R"(usage: skd_service BUNDLE [options]
   --onnxruntime-library F  libonnxruntime.so; for cuda, onnxruntime-gpu's
   --genai-library F      libonnxruntime-genai.so, used for its tokenizer
 
-serves POST /v1/completions, GET /v1/models, /health, /metrics
+serves POST /v1/completions, GET /v1/models, /v1/models/NAME, /health, /metrics
 exit status: 0 stopped, 1 cannot serve any more, 2 bad input (one line: what, where, what to do)
 The first SIGTERM or SIGINT finishes running requests. One that comes a second or more later, or before the service listens,
 ends it at once; the exit status is then the signal's.

@@ -144,9 +144,16 @@ void Service::AddRoutes() {
   server_.Get("/metrics", [this](const httplib::Request&, httplib::Response& response) {
     response.set_content(metrics_.Text(), "text/plain; version=0.0.4");
   });
-  server_.Get("/v1/models", [this](const httplib::Request&, httplib::Response& response) {
-    const Json model = {{"id", model_}, {"object", "model"}, {"created", 0}, {"owned_by", "skipdecode"}};
+  const Json model = {{"id", model_}, {"object", "model"}, {"created", 0}, {"owned_by", "skipdecode"}};
+  server_.Get("/v1/models", [model](const httplib::Request&, httplib::Response& response) {
     response.set_content(Dump(Json{{"object", "list"}, {"data", Json::array({model})}}), "application/json");
+  });
+  server_.Get("/v1/models/(.+)", [this, model](const httplib::Request& request, httplib::Response& response) {
+    if (request.matches[1] == model_) {
+      response.set_content(Dump(model), "application/json");
+    } else {
+      AnswerWithError(UnknownModel(request.matches[1], model_), &response);
+    }
   });
   // reads the body itself: httplib does not limit chunked bodies, and takes curl's default type for a form of at most 8 KiB
   server_.Post(kCompletionsPath,

@@ -51,6 +51,12 @@ def test_the_service_sends_no_telemetry_of_onnx_runtime(bundle: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_openai_client_finds_the_model_by_its_name_and_no_other(server: Server) -> None:
+    assert server.client.models.retrieve("model") == server.client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-4' is not served here; choose model"):
+        server.client.models.retrieve("gpt-4")
+
+
 def test_text_streams_in_pieces_that_add_up(server: Server) -> None:
     whole = server.client.completions.create(model="model", prompt=PROMPT, max_tokens=40, temperature=0)
     counts = []
